@@ -1,0 +1,32 @@
+# `make demo` runs the main job on a fresh machine, `make test` passes the tests; each makes .venv itself.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test quick check bench clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/dp-ray run jobs/tutorial.yaml --workers 3 --shapes --overwrite
+	$(BIN)/dp-ray run jobs/digits_predict.yaml --workers 3 --overwrite
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+quick: .venv/installed
+	$(BIN)/python -m pytest -m 'not ray'
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

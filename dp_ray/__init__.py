@@ -1,0 +1,35 @@
+"""Run PyTorch models data-parallel on Ray clusters: exact, elastic, merged."""
+
+from typing import TYPE_CHECKING, Any
+
+from dp_ray import errors
+from dp_ray.errors import Error
+
+if TYPE_CHECKING:
+    from dp_ray.job import Job
+    from dp_ray.results.result import Result, load
+    from dp_ray.runner.driver import run
+
+__all__ = ["Error", "Job", "Result", "errors", "load", "run"]
+
+# Imported when first used, so that `dp-ray plan` and `import dp_ray` wait neither for torch nor for Ray.
+_HOMES = {
+    "Job": "dp_ray.job",
+    "Result": "dp_ray.results.result",
+    "load": "dp_ray.results.result",
+    "run": "dp_ray.runner.driver",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dp_ray' has no attribute {name!r}")
+    import importlib
+
+    found = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

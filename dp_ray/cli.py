@@ -1,0 +1,155 @@
+"""The command line: run, plan, submit, report."""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dp_ray.errors import Error
+from dp_ray.job import Job, load_job, parse_setting, parse_workers
+
+JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
+WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
+SETTINGS = click.option(
+    "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Set any key of the job: --set model.args.width=64."
+)
+
+
+def main() -> None:
+    """Run the program; exit status 0 done, 1 the job failed, 2 bad job file or usage, 130 interrupted."""
+    # What `python -m` does and an installed script does not: a job's targets import from where the user stands.
+    sys.path.insert(0, os.getcwd())
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as leaving:
+        sys.exit(leaving.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except Error as error:
+        _show(error)
+        sys.exit(error.exit_status)
+
+
+def _show(error: Error) -> None:
+    """The error, after the traceback of the worker that raised it where there is one."""
+    for note in getattr(error, "__notes__", ()):
+        click.echo(note, err=True)
+    click.echo(f"error: {error}", err=True)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="dp-ray")
+def cli() -> None:
+    """Run PyTorch models data-parallel on Ray clusters: exact, elastic, merged."""
+
+
+@cli.command()
+@JOB
+@WORKERS
+@SETTINGS
+@click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
+@click.option("--storage", help="Folder or URL of the run directories.")
+@click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
+@click.option("--overwrite", is_flag=True, help="Replace a run of the same name.")
+@click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+@click.option("--verbose", is_flag=True, help="With Ray's own log lines.")
+def run(
+    job_file: str,
+    workers: str | None,
+    settings: tuple[str, ...],
+    name: str | None,
+    storage: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Run a job to its end."""
+    job = _load(job_file, workers, settings, name=name, storage=storage)
+    from dp_ray.runner.driver import Options, execute
+
+    result = execute(job, Options(**flags))
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+
+
+@cli.command()
+@JOB
+@WORKERS
+@SETTINGS
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
+    """Show how a job would be cut and dealt; starts no Ray."""
+    job = _load(job_file, workers, settings)
+    from dp_ray.plan.plan import plan as plan_of
+    from dp_ray.plan.plan import table
+    from dp_ray.plan.split import Split
+    from dp_ray.replica.targets import build_dataset
+
+    split = Split(len(build_dataset(job)), job.batch_size, job.num_shards, job.drop_last)
+    planned = plan_of(split, job.max_workers)
+    click.echo(json.dumps(planned) if as_json else table(planned))
+
+
+@cli.command()
+@JOB
+@WORKERS
+@SETTINGS
+@click.option("--name", help="The run's name.")
+@click.option("--storage", help="Folder or URL of the run directories, as the cluster sees it.")
+@click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
+@click.option("--overwrite", is_flag=True, help="Replace a run of the same name.")
+@click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
+    """Run a job on a cluster through its dashboard, and follow it."""
+    _load(job_file, workers, settings, name=options["name"], storage=options["storage"])
+    from dp_ray.runner.submit import submit_and_follow
+
+    flags = ["--workers", workers] if workers else []
+    flags += [part for setting in settings for part in ("--set", setting)]
+    flags += [part for key in ("name", "storage") if options[key] for part in (f"--{key}", options[key])]
+    flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
+    flags += ["--json"] if options["as_json"] else []
+    sys.exit(submit_and_follow(address, shlex.join(["python", "-m", "dp_ray", "run", job_file, *flags])))
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+def report(run_dir: str, shapes: bool, as_json: bool) -> None:
+    """Show what a run left behind."""
+    from dp_ray.results.result import load
+
+    result = load(run_dir)
+    values = result.to_json()
+    if shapes:
+        for line in result.shape_lines():
+            click.echo(line)
+    if as_json:
+        click.echo(json.dumps(values))
+    elif not shapes:
+        click.echo("\n".join(f"{key:<16}{_plainly(value)}" for key, value in values.items()))
+
+
+def _plainly(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "; ".join(f"rank {one['rank']} {one['node']} {one['device']}" for one in value)
+    return "-" if value in (None, [], {}) else str(value)
+
+
+def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:
+    overrides: dict[str, Any] = dict(map(parse_setting, settings))
+    if workers is not None:
+        overrides["workers"] = parse_workers(workers)
+    overrides.update({key: value for key, value in others.items() if value is not None})
+    return load_job(Path(job_file), overrides)

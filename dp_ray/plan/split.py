@@ -1,0 +1,95 @@
+"""Cut an epoch into global batches, a global batch into shards, and deal the shards to workers.
+
+Pure arithmetic: nothing here knows a tensor, and every answer is O(1) in the number of rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+def chunk_sizes(rows: int, shards: int) -> list[int]:
+    """Rows of each of `shards` shards, as `torch.chunk` cuts `rows` rows, EMPTY shards included as 0.
+
+    >>> chunk_sizes(30, 8), chunk_sizes(10, 8)
+    ([4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2, 0, 0, 0])
+    """
+    return [stop - start for start, stop in (chunk_bounds(rows, shards, shard) for shard in range(shards))]
+
+
+def chunk_bounds(rows: int, shards: int, shard: int) -> tuple[int, int]:
+    """First row and end of one shard within its global batch; equal where the shard is EMPTY."""
+    size = -(-rows // shards)
+    return min(rows, shard * size), min(rows, (shard + 1) * size)
+
+
+def worker_shards(shards: int, world_size: int, rank: int) -> range:
+    """The contiguous shards that worker `rank` of `world_size` runs.
+
+    >>> [list(worker_shards(8, 3, rank)) for rank in range(3)]
+    [[0, 1], [2, 3, 4], [5, 6, 7]]
+    """
+    return range(shards * rank // world_size, shards * (rank + 1) // world_size)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One piece of one global batch: positions `start .. stop - 1` of the epoch's order."""
+
+    step: int
+    shard: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one epoch of `rows` samples is cut into global batches, and these into shards."""
+
+    rows: int
+    batch_size: int
+    shards: int
+    drop_last: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Global batches in an epoch."""
+        full, rest = divmod(self.rows, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    @property
+    def dropped(self) -> int:
+        """Samples of an epoch that no global batch holds: none without `drop_last`."""
+        return self.rows - self.rows_kept
+
+    @property
+    def rows_kept(self) -> int:
+        return min(self.rows, self.steps * self.batch_size)
+
+    def batch(self, step: int) -> tuple[int, int]:
+        """First position and end, in the epoch's order, of the global batch of `step`."""
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step {step} is outside the epoch's {self.steps} steps")
+        return step * self.batch_size, min(self.rows, (step + 1) * self.batch_size)
+
+    def shard(self, step: int, shard: int) -> Shard:
+        """The positions that one shard of one global batch holds."""
+        first, end = self.batch(step)
+        start, stop = chunk_bounds(end - first, self.shards, shard)
+        return Shard(step, shard, first + start, first + stop)
+
+    def worker(self, world_size: int, rank: int, step: int) -> list[Shard]:
+        """The non-empty shards of `step` that worker `rank` of `world_size` runs, in shard order."""
+        mine = (self.shard(step, shard) for shard in worker_shards(self.shards, world_size, rank))
+        return [shard for shard in mine if shard.rows]
+
+    def kinds(self) -> Iterator[tuple[int, int]]:
+        """(steps, rows) of each run of equal global batches: the full ones, then a short last one."""
+        full, rest = divmod(self.rows, self.batch_size)
+        if full:
+            yield full, self.batch_size
+        if rest and not self.drop_last:
+            yield 1, rest

@@ -1,0 +1,53 @@
+"""What one worker has still to run: its shards of every step, less what an earlier attempt finished."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dp_ray.plan.split import Shard, Split, worker_shards
+
+
+class Range(NamedTuple):
+    """Steps `first_step .. end_step - 1` of shards `first_shard .. end_shard - 1`."""
+
+    first_step: int
+    end_step: int
+    first_shard: int
+    end_shard: int
+
+
+class Done:
+    """The ranges that are finished, asked shard by shard."""
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self._steps: dict[int, list[tuple[int, int]]] = {}
+        for done in sorted(ranges):
+            for shard in range(done.first_shard, done.end_shard):
+                self._steps.setdefault(shard, []).append((done.first_step, done.end_step))
+
+    def __contains__(self, piece: Shard) -> bool:
+        spans = self._steps.get(piece.shard)
+        if not spans:
+            return False
+        before = bisect_right(spans, (piece.step, float("inf"))) - 1
+        return before >= 0 and piece.step < spans[before][1]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The steps of one worker, each with its non-empty shards that are not done; can be walked anew."""
+
+    split: Split
+    world_size: int = 1
+    rank: int = 0
+    done: Done = field(default_factory=Done)
+
+    @property
+    def shards(self) -> range:
+        return worker_shards(self.split.shards, self.world_size, self.rank)
+
+    def __iter__(self) -> Iterator[tuple[int, list[Shard]]]:
+        for step in range(self.split.steps):
+            shards = self.split.worker(self.world_size, self.rank, step)
+            yield step, [shard for shard in shards if shard not in self.done]

@@ -1,0 +1,47 @@
+"""The loop of one worker: shard in, outputs out. It knows neither Ray nor files."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.errors import Error, ModelError
+from dp_ray.plan.split import Shard
+from dp_ray.plan.work import Work
+from dp_ray.replica.data import Indices
+from dp_ray.replica.model import call_model
+
+
+def predict(
+    model: nn.Module,
+    work: Work,
+    batches: Iterator[tuple[Indices, Any]],
+    call: str,
+    on_shard: Callable[[Shard, Indices, Any], None],
+    on_step: Callable[[int], None],
+) -> None:
+    """Run the model over each shard of `work`, in eval and inference mode.
+
+    `batches` gives the shards' sample indices and inputs in the order of `work`; `on_shard` takes each shard with
+    its indices and outputs, `on_step` each step that is through, also one in which this worker has no rows.
+    Raises ModelError, naming step and shard, where the model raises.
+    """
+    model.eval()
+    with torch.inference_mode():
+        for step, shards in work:
+            for shard in shards:
+                indices, inputs = next(batches)
+                on_shard(shard, indices, _forward(model, inputs, call, shard))
+            on_step(step)
+
+
+def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
+    try:
+        return call_model(model, inputs, call)
+    except Error:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the model raised {type(error).__name__} in step {shard.step}, shard {shard.shard}: {error}"
+        ) from error

@@ -1,0 +1,87 @@
+"""Find what a target names, and call it; every way in which that can fail is the job's error."""
+
+import difflib
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from dp_ray.errors import DataError, Error, JobError
+from dp_ray.job import Job, Target
+
+
+def build(key: str, target: Any) -> Any:
+    """What the job's `key` stands for: its target called with args, or the object given from Python."""
+    if not isinstance(target, Target):
+        return target
+    return bind(key, target)()
+
+
+def build_dataset(job: Job) -> Any:
+    """The job's dataset; raises JobError where it is not map-style and DataError where it is empty."""
+    dataset = build("dataset", job.dataset)
+    lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if lacking:
+        raise JobError(
+            f"dataset: must be map-style, with __len__ and __getitem__; "
+            f"{type(dataset).__qualname__} lacks {' and '.join(lacking)}"
+        )
+    if len(dataset) == 0:
+        raise DataError(f"dataset: {type(dataset).__qualname__} is empty, there is nothing to run")
+    return dataset
+
+
+def bind(key: str, target: Target) -> Callable[[], Any]:
+    """The target's callable with its args bound, not yet called.
+
+    Raises JobError where the target does not import, cannot be called or rejects its args.
+    """
+    found = resolve(key, target)
+    if not callable(found):
+        raise JobError(
+            f"{key}: {target.target} is {found!r:.60}, not a class or function that can be called with args"
+        )
+    try:
+        inspect.signature(found).bind(**target.args)
+    except TypeError as error:
+        takes = inspect.signature(found)
+        raise JobError(f"{key}.args: {target.target}{takes} rejects {target.args}: {error}") from None
+    except ValueError:
+        pass  # some built-in callables have no signature to ask
+    return lambda: _call(key, target, found)
+
+
+def resolve(key: str, target: Target) -> Any:
+    """The attribute that `module:attribute` names, imported."""
+    module_name, _, attribute = target.target.partition(":")
+    found: Any = _import(key, module_name)
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            close = difflib.get_close_matches(name, dir(found), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise JobError(f"{key}: {module_name} has no attribute {name!r}{hint}")
+        found = getattr(found, name)
+    return found
+
+
+def _import(key: str, module_name: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        raise JobError(
+            f"{key}: cannot import {module_name!r}: there is no module {missing!r} "
+            f"(looked from {os.getcwd()} and in what is installed)"
+        ) from None
+    except Exception as error:
+        raise JobError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
+
+
+def _call(key: str, target: Target, found: Callable[..., Any]) -> Any:
+    try:
+        return found(**target.args)
+    except Error:
+        raise
+    except Exception as error:
+        raise JobError(f"{key}: {target.target} raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,32 @@
+"""Where a replica stands among the others: its rank, its node and its device."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class World:
+    """One worker's place, in torch.distributed's and Ray Train's terms; alone in its process by default."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    node_rank: int = 0
+    node: str = "localhost"
+    device: torch.device = CPU
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.node}"
+
+
+def broadcast(text: str) -> str:
+    """Rank 0's text on every rank; the text itself where there is no process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    texts = [text]
+    dist.broadcast_object_list(texts, src=0)
+    return texts[0]

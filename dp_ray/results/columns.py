@@ -1,0 +1,218 @@
+"""Between a model's outputs and Arrow columns: one column for each tensor, one row for each sample.
+
+A tensor of at least two dimensions is a fixed-shape tensor column; where rows differ in shape, it is a
+struct of `data` and `shape`. Floats that Arrow lacks (bfloat16, float8) are kept as float32, which holds them
+exactly, and complex numbers as pairs; the schema's metadata says what each column was.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from dp_ray.errors import ModelError, StorageError
+from dp_ray.replica.tree import Spec, flatten, gather, rows_dim, unflatten
+
+METADATA = b"dp_ray"
+SAMPLE_INDEX = "sample_index"
+WIDENED = {torch.bfloat16, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))}
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one leaf of the outputs was: its column, dtype, the shape of a row (None where rows differ)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    is_array: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise StorageError(f"column {self.name!r} is of the unknown dtype {self.dtype!r}")
+        return found
+
+    @property
+    def is_complex(self) -> bool:
+        return self.torch_dtype.is_complex
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """The column's type: plain for single numbers, else a tensor."""
+        value = pa.from_numpy_dtype(_to_numpy(torch.empty(0, dtype=self.torch_dtype)).dtype)
+        if self.shape is None:
+            return pa.struct([("data", pa.large_list(value)), ("shape", pa.list_(pa.int64()))])
+        shape = [*self.shape, 2] if self.is_complex else [*self.shape]
+        return pa.fixed_shape_tensor(value, shape) if shape else value
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The nesting of the outputs and its columns; what a file of outputs says of itself."""
+
+    spec: Spec
+    columns: tuple[Column, ...]
+    batch_dim: int = 0
+
+    @property
+    def schema(self) -> pa.Schema:
+        fields = [(SAMPLE_INDEX, pa.int64()), *((column.name, column.arrow_type) for column in self.columns)]
+        return pa.schema(fields, metadata=self.metadata)
+
+    @property
+    def metadata(self) -> dict[bytes, bytes]:
+        says = {
+            "spec": self.spec.to_json(),
+            "columns": [asdict(column) for column in self.columns],
+            "batch_dim": self.batch_dim,
+        }
+        return {METADATA: json.dumps(says).encode()}
+
+    @classmethod
+    def from_metadata(cls, metadata: dict[bytes, bytes] | None) -> "Layout":
+        if not metadata or METADATA not in metadata:
+            raise StorageError("this Parquet file does not hold outputs of dp_ray")
+        says = json.loads(metadata[METADATA])
+        columns = [
+            Column(one["name"], one["dtype"], None if one["shape"] is None else tuple(one["shape"]), one["is_array"])
+            for one in says["columns"]
+        ]
+        return cls(Spec.from_json(says["spec"]), tuple(columns), says["batch_dim"])
+
+    def join(self, other: "Layout") -> "Layout":
+        """The layout that holds the rows of both: shapes that differ become variable.
+
+        Raises ModelError, naming the column, where nesting or dtypes differ.
+        """
+        if self.spec != other.spec:
+            raise ModelError(
+                f"the model's outputs are not nested alike on all shards: {self.spec.paths} and {other.spec.paths}, "
+                "or a constant among them differs"
+            )
+        return Layout(self.spec, tuple(map(_join, self.columns, other.columns)), self.batch_dim)
+
+
+Rows = list[torch.Tensor]  # the leaves of some rows' outputs, each with its rows in dimension 0
+Ragged = list[Rows]
+
+
+def rows_of(outputs: Any, rows: int, batch_dim: int) -> tuple[Layout, Rows]:
+    """Take a shard's outputs apart: their layout, and each leaf on the CPU with rows in dimension 0.
+
+    Raises ModelError, naming the leaf's path, where a leaf has not one entry for each of the `rows` rows.
+    """
+    leaves, spec = flatten(gather([outputs], [rows], batch_dim))
+    if not leaves:
+        raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}")
+    tensors = [_rows_first(leaf, batch_dim) for leaf in leaves]
+    names = _column_names(spec.paths)
+    columns = [
+        Column(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray))
+        for name, tensor, leaf in zip(names, tensors, leaves, strict=True)
+    ]
+    return Layout(spec, tuple(columns), batch_dim), tensors
+
+
+def to_arrow(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
+    """The rows of all `pieces`, in order, as one Arrow array of the column's type."""
+    if column.shape is None:
+        return _variable(column, pieces)
+    values = _to_numpy(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
+    flat = pa.array(values.reshape(-1))
+    kind = column.arrow_type
+    if not isinstance(kind, pa.FixedShapeTensorType):
+        return flat
+    storage = pa.FixedSizeListArray.from_arrays(flat, kind.storage_type.list_size)
+    return pa.ExtensionArray.from_storage(kind, storage)
+
+
+def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Tensor]:
+    """The inverse of `to_arrow`: rows in dimension 0, or a list of one tensor a row where their shapes differ."""
+    if column.shape is None:
+        return [_row_of(column, row["data"], row["shape"]) for row in array]
+    flat = array.storage.flatten() if isinstance(array, pa.ExtensionArray) else array
+    return _to_torch(column, flat.to_numpy(zero_copy_only=False)).reshape(len(array), *column.shape)
+
+
+def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]]) -> Any:
+    """The outputs in the model's own nesting, from each leaf with its rows in dimension 0."""
+
+    def as_was(column: Column, leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return [row.numpy() for row in leaf] if column.is_array else leaf
+        moved = leaf.movedim(0, layout.batch_dim) if leaf.ndim > max(1, layout.batch_dim) else leaf
+        return moved.numpy() if column.is_array else moved
+
+    return unflatten(layout.spec, [as_was(*pair) for pair in zip(layout.columns, leaves, strict=True)])
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in C order, whatever its dtype."""
+    flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _rows_first(leaf: Any, batch_dim: int) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(leaf)) if isinstance(leaf, np.ndarray) else leaf.detach()
+    return tensor.movedim(rows_dim(tensor, batch_dim), 0).cpu()
+
+
+def _column_names(paths: Sequence[str]) -> list[str]:
+    """A bare tensor's column is `output`; names that collide with one that is taken get a `_`."""
+    names: list[str] = []
+    for path in paths:
+        name = path or "output"
+        while name in (SAMPLE_INDEX, "position", *names):
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _join(first: Column, other: Column) -> Column:
+    if (first.name, first.dtype, first.is_array) != (other.name, other.dtype, other.is_array):
+        raise ModelError(
+            f"output {first.name!r} is not alike on all shards: {first.dtype} on one, {other.dtype} on another"
+        )
+    return first if first.shape == other.shape else Column(first.name, first.dtype, None, first.is_array)
+
+
+def _to_numpy(tensor: torch.Tensor) -> Any:
+    """The values as numpy's nearest type that Arrow has too; exact."""
+    tensor = tensor.detach().contiguous().resolve_conj().resolve_neg()
+    if tensor.dtype in WIDENED:
+        return tensor.float().numpy()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).numpy()
+    try:
+        return tensor.numpy()
+    except TypeError as error:
+        raise ModelError(f"an output of dtype {tensor.dtype} cannot be kept: {error}") from None
+
+
+def _to_torch(column: Column, values: Any) -> torch.Tensor:
+    values = values if values.flags.writeable else values.copy()
+    tensor = torch.from_numpy(values)
+    if column.is_complex:
+        return torch.view_as_complex(tensor.reshape(-1, 2)).to(column.torch_dtype)
+    return tensor.to(column.torch_dtype)
+
+
+def _variable(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
+    rows = [row for piece in pieces for row in piece.unbind()]
+    data = [_to_numpy(row).reshape(-1) for row in rows]
+    offsets = np.cumsum([0, *(len(values) for values in data)], dtype=np.int64)
+    flat = pa.array(np.concatenate(data)) if data else pa.array([], column.arrow_type.field("data").type.value_type)
+    shapes = pa.array([list(row.shape) for row in rows], pa.list_(pa.int64()))
+    return pa.StructArray.from_arrays(
+        [pa.LargeListArray.from_arrays(pa.array(offsets), flat), shapes], names=["data", "shape"]
+    )
+
+
+def _row_of(column: Column, data: pa.Scalar, shape: pa.Scalar) -> torch.Tensor:
+    return _to_torch(column, data.values.to_numpy(zero_copy_only=False)).reshape(shape.as_py())

@@ -1,0 +1,341 @@
+"""The way of the shape reports: recorded on the workers, put in order by the driver, kept as Parquet.
+
+A worker records a shard in a few microseconds and sends runs of equal steps in the background; the driver
+passes each step on once all workers are through with it, so that neither side's memory grows with the steps.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.plan.split import Shard
+from dp_ray.replica.world import World
+from dp_ray.results.shapes import Seen, ShardReport, decode_sizes
+
+ROWS_IN_A_GROUP = 1 << 16
+PENDING_RUNS = 1 << 12  # runs of one worker held with exact times; further ahead of the others, with averages
+
+
+class Run(NamedTuple):
+    """Consecutive steps in which one shard looked the same; one time each, or one mean where folded."""
+
+    first_step: int
+    num_steps: int
+    shard: int
+    seen: int
+    milliseconds: np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Report(NamedTuple):
+    """What one worker sends: runs, the sizes that they refer to by number, and the last step it is through."""
+
+    world: World
+    through: int
+    seen: dict[int, Seen]
+    runs: list[Run]
+
+
+class Recorder:
+    """Collects one worker's reports and sends them on, a batch every `interval` seconds."""
+
+    def __init__(self, world: World, send: Callable[[Report], None], interval: float | None = None) -> None:
+        self._world = world
+        self._send = send
+        # Thousands of workers share one driver: each speaks the less often, the more there are.
+        self._interval = interval if interval is not None else max(0.1, world.world_size / 2000)
+        self._numbers: dict[Seen, int] = {}
+        self._unsent: dict[int, Seen] = {}
+        self._open: dict[int, tuple[int, int, list[float]]] = {}
+        self._runs: list[Run] = []
+        self._through = -1
+        self._sent_through = -1
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._send_regularly, name="shape-reports", daemon=True)
+        self._thread.start()
+
+    def on_shard(self, shard: Shard, seen: Seen, milliseconds: float) -> None:
+        with self._lock:
+            number = self._numbers.get(seen)
+            if number is None:
+                number = self._numbers[seen] = len(self._numbers)
+                self._unsent[number] = seen
+            run = self._open.get(shard.shard)
+            if run and run[1] == number and run[0] + len(run[2]) == shard.step:
+                run[2].append(milliseconds)
+                return
+            self._close_run(shard.shard)
+            self._open[shard.shard] = (shard.step, number, [milliseconds])
+
+    def on_step(self, step: int) -> None:
+        """This worker is through with `step`, whether or not it had rows in it."""
+        self._through = step
+
+    def flush(self) -> None:
+        """Send what there is; when it returns, it has arrived."""
+        with self._sending:
+            report = self._take()
+            if report:
+                self._send(report)
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self.flush()
+
+    def _send_regularly(self) -> None:
+        while not self._stopped.wait(self._interval):
+            self.flush()
+
+    def _take(self) -> Report | None:
+        with self._lock:
+            for shard in list(self._open):
+                self._close_run(shard)
+            if not self._runs and self._through == self._sent_through:
+                return None
+            report = Report(self._world, self._through, self._unsent, self._runs)
+            self._sent_through, self._unsent, self._runs = self._through, {}, []
+            return report
+
+    def _close_run(self, shard: int) -> None:
+        if run := self._open.pop(shard, None):
+            first_step, seen, times = run
+            self._runs.append(Run(first_step, len(times), shard, seen, np.array(times, np.float32)))
+
+
+class Rows(NamedTuple):
+    """Shard reports in columns, ordered by step and shard; `seen` and `world` index into Collector's lists."""
+
+    step: np.ndarray[Any, np.dtype[np.int64]]
+    shard: np.ndarray[Any, np.dtype[np.int32]]
+    world: np.ndarray[Any, np.dtype[np.int32]]
+    seen: np.ndarray[Any, np.dtype[np.int32]]
+    milliseconds: np.ndarray[Any, np.dtype[np.float32]]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def where(self, keep: np.ndarray[Any, np.dtype[Any]]) -> "Rows":
+        """The rows of a mask or at positions."""
+        return Rows(self.step[keep], self.shard[keep], self.world[keep], self.seen[keep], self.milliseconds[keep])
+
+
+class Collector:
+    """Puts the workers' reports in order: a step is passed on once every worker is through with it.
+
+    A step that a later attempt runs again is passed on once. `on_rows` gets each ordered block; its `seen`
+    and `world` columns are positions in `Collector.seen` and `Collector.worlds`.
+    """
+
+    def __init__(self, on_rows: Callable[["Collector", Rows], None]) -> None:
+        self.seen: list[Seen] = []
+        self.worlds: list[World] = []
+        self._on_rows = on_rows
+        self._emitted = -1
+        self._through: dict[int, int] = {}
+        self._workers: dict[int, int] = {}
+        self._pending: dict[int, deque[Run]] = {}
+        self._limit: dict[int, int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._known: dict[Seen, int] = {}
+
+    def begin(self, worlds: Sequence[World]) -> None:
+        """A new attempt starts with these workers; what the last one's reported is kept."""
+        self._through = {world.rank: -1 for world in worlds}
+        for world in worlds:
+            self._workers[world.rank] = len(self.worlds)
+            self._pending[len(self.worlds)] = deque()
+            self._limit[len(self.worlds)] = PENDING_RUNS
+            self.worlds.append(world)
+
+    def take(self, report: Report) -> None:
+        rank = report.world.rank
+        worker = self._workers[rank]
+        for number, seen in report.seen.items():
+            if seen not in self._known:
+                self._known[seen] = len(self.seen)
+                self.seen.append(seen)
+            self._numbers[worker, number] = self._known[seen]
+        pending = self._pending[worker]
+        pending.extend(run._replace(seen=self._numbers[worker, run.seen]) for run in report.runs)
+        if len(pending) > self._limit[worker]:
+            self._bound(worker)
+        self._through[rank] = report.through
+
+    def rows_of(self, rank: int, run: Run) -> int:
+        """Rows of a run that `rank` of the current attempt has reported."""
+        return run.num_steps * self.seen[self._numbers[self._workers[rank], run.seen]].rows
+
+    def emit(self) -> None:
+        """Pass on all steps that every worker is through with."""
+        ready = min(self._through.values(), default=-1)
+        if ready > self._emitted:
+            self._emit(ready)
+            self._emitted = ready
+
+    def close(self) -> None:
+        """Pass on everything, also steps that some worker never came through."""
+        self._emit(1 << 62)
+
+    def _emit(self, through: int) -> None:
+        taken = [
+            (worker, run) for worker, pending in self._pending.items() for run in _take_through(pending, through)
+        ]
+        if not taken:
+            return
+        rows = _expand(taken)
+        fresh = rows.step > self._emitted
+        if not fresh.all():
+            rows = rows.where(fresh)
+        if len(rows):
+            self._on_rows(self, rows)
+
+    def _bound(self, worker: int) -> None:
+        """Average the times of a worker that is far ahead of the others."""
+        self._pending[worker] = _fold(self._pending[worker])
+        self._limit[worker] = max(PENDING_RUNS, 2 * len(self._pending[worker]))
+
+
+def _take_through(pending: deque[Run], through: int) -> list[Run]:
+    """Remove and return the runs' steps up to `through`; runs are ordered by their first step."""
+    taken: list[Run] = []
+    later: list[Run] = []
+    while pending and pending[0].first_step <= through:
+        early, rest = _split_run(pending.popleft(), through + 1)
+        taken.append(early)
+        if rest:
+            later.append(rest)
+    pending.extendleft(reversed(later))
+    return taken
+
+
+class ReportFile:
+    """Shard reports as a Parquet file of one row each, written by blocks."""
+
+    SCHEMA = pa.schema(
+        [
+            ("step", pa.int64()),
+            ("shard", pa.int32()),
+            ("rank", pa.int32()),
+            ("node", pa.dictionary(pa.int32(), pa.string())),
+            ("device", pa.dictionary(pa.int32(), pa.string())),
+            ("rows", pa.int32()),
+            ("input_size", pa.dictionary(pa.int32(), pa.string())),
+            ("output_size", pa.dictionary(pa.int32(), pa.string())),
+            ("milliseconds", pa.float32()),
+        ]
+    )
+
+    def __init__(self, sink: Any) -> None:
+        self._writer = pq.ParquetWriter(sink, self.SCHEMA)
+        self._blocks: list[pa.Table] = []
+        self._rows = 0
+
+    def write(self, collector: Collector, rows: Rows) -> None:
+        self._blocks.append(_table(collector, rows))
+        self._rows += len(rows)
+        if self._rows >= ROWS_IN_A_GROUP:
+            self._write_group()
+
+    def close(self) -> None:
+        if self._blocks:
+            self._write_group()
+        self._writer.close()
+
+    def _write_group(self) -> None:
+        self._writer.write_table(pa.concat_tables(self._blocks).unify_dictionaries().combine_chunks())
+        self._blocks, self._rows = [], 0
+
+
+def read_reports(source: Any) -> Iterator[ShardReport]:
+    """The shard reports of a file that ReportFile wrote, in the order of step and shard."""
+    decoded: dict[str, Any] = {}
+    for batch in pq.ParquetFile(source).iter_batches():
+        for row in batch.to_pylist():
+            for key in ("input_size", "output_size"):
+                text = row[key]
+                if text not in decoded:
+                    decoded[text] = decode_sizes(text)
+                row[key] = decoded[text]
+            yield ShardReport(**row)
+
+
+def _split_run(run: Run, step: int) -> tuple[Run, Run | None]:
+    """The part of a run before `step`, and the rest."""
+    count = step - run.first_step
+    if count >= run.num_steps:
+        return run, None
+    folded = len(run.milliseconds) == 1
+    early, late = (run.milliseconds,) * 2 if folded else (run.milliseconds[:count], run.milliseconds[count:])
+    return (
+        run._replace(num_steps=count, milliseconds=early),
+        run._replace(first_step=step, num_steps=run.num_steps - count, milliseconds=late),
+    )
+
+
+def _fold(pending: deque[Run]) -> deque[Run]:
+    """The same runs with one mean time each, equal neighbours of a shard joined."""
+    last: dict[int, Run] = {}
+    folded: list[Run] = []
+    for run in pending:
+        before = last.get(run.shard)
+        mean = run.milliseconds.mean(keepdims=True)
+        if before and before.seen == run.seen and before.first_step + before.num_steps == run.first_step:
+            steps = before.num_steps + run.num_steps
+            mean = (before.milliseconds * before.num_steps + mean * run.num_steps) / np.float32(steps)
+            run = before._replace(num_steps=steps)
+        elif before:
+            folded.append(before)
+        last[run.shard] = run._replace(milliseconds=mean)
+    return deque(sorted([*folded, *last.values()], key=lambda run: run.first_step))
+
+
+def _expand(taken: Sequence[tuple[int, Run]]) -> Rows:
+    """One row for each step of each run, ordered, the newest worker's row where a step was run twice."""
+    counts = np.array([run.num_steps for _, run in taken], np.int64)
+    starts = np.cumsum(counts) - counts
+    step = np.arange(counts.sum()) + np.repeat(
+        np.array([run.first_step for _, run in taken], np.int64) - starts, counts
+    )
+    shard = np.repeat(np.array([run.shard for _, run in taken], np.int32), counts)
+    world = np.repeat(np.array([world for world, _ in taken], np.int32), counts)
+    seen = np.repeat(np.array([run.seen for _, run in taken], np.int32), counts)
+    times = [
+        run.milliseconds if len(run.milliseconds) == run.num_steps else np.repeat(run.milliseconds, run.num_steps)
+        for _, run in taken
+    ]
+    order = np.lexsort((shard, step))
+    rows = Rows(step, shard, world, seen, np.concatenate(times)).where(order)
+    repeated = (rows.step[1:] == rows.step[:-1]) & (rows.shard[1:] == rows.shard[:-1])
+    if repeated.any():
+        rows = rows.where(np.append(~repeated, True))
+    return rows
+
+
+def _table(collector: Collector, rows: Rows) -> pa.Table:
+    worlds, seen = collector.worlds, collector.seen
+
+    def named(numbers: Any, names: list[str]) -> pa.DictionaryArray:
+        return pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), pa.array(names, pa.string()))
+
+    columns = [
+        rows.step,
+        rows.shard,
+        np.array([world.rank for world in worlds], np.int32)[rows.world],
+        named(rows.world, [world.node for world in worlds]),
+        named(rows.world, [str(world.device) for world in worlds]),
+        np.array([one.rows for one in seen], np.int32)[rows.seen],
+        named(rows.seen, [one.input_size for one in seen]),
+        named(rows.seen, [one.output_size for one in seen]),
+        rows.milliseconds,
+    ]
+    return pa.table([pa.array(column) for column in columns], schema=ReportFile.SCHEMA)

@@ -1,0 +1,105 @@
+"""What a run leaves behind, read from its run directory whenever it is asked for."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from dp_ray.errors import StorageError
+from dp_ray.results.outputs import MERGED, Merged
+from dp_ray.results.reports import read_reports
+from dp_ray.results.shapes import ShardReport, shape_lines
+from dp_ray.results.storage import Storage
+
+RESULT = "result.json"
+SHAPES = "shapes.parquet"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run: the numbers of `result.json`, and its outputs and shape reports read when asked for.
+
+    `seconds` is the wall time from call to merged outputs; `world_sizes` the workers of each attempt, in order;
+    `workers` where each of the last attempt's ran; `outputs_path` the merged Parquet file.
+    """
+
+    run_dir: str
+    name: str
+    task: str
+    status: str
+    rows: int = 0
+    steps: int = 0
+    epochs: int = 1
+    batch_size: int = 0
+    shards: int = 0
+    batch_dim: int = 0
+    world_sizes: list[int] = field(default_factory=list)
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    restarts: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    outputs_path: str | None = None
+    outputs_sha256: str | None = None
+    weights_sha256: str | None = None
+    error: str | None = None
+
+    @cached_property
+    def outputs(self) -> Any:
+        """The merged outputs, in order, in the nesting of the model's own.
+
+        Each tensor holds all rows along the job's `batch_dim`; where rows differ in shape, there is a list of
+        one tensor a row. Read whole into memory: see `batches` for outputs that do not fit.
+        """
+        return self._merged().read()
+
+    def batches(self) -> Iterator[Any]:
+        """The merged outputs of each global batch, in order, read as they are asked for."""
+        return self._merged().batches(self.batch_size)
+
+    @property
+    def shapes(self) -> list[ShardReport]:
+        """What every shard saw, ordered by step and shard."""
+        return list(self.iter_shapes())
+
+    def iter_shapes(self) -> Iterator[ShardReport]:
+        """`shapes` one by one, for runs whose reports do not fit in memory."""
+        return read_reports(self._storage().open(SHAPES))
+
+    def shape_lines(self) -> Iterator[str]:
+        """The lines of `--shapes`, as the run printed them."""
+        for _, reports in groupby(self.iter_shapes(), key=lambda report: report.step):
+            yield from shape_lines([(one.input_size, one.output_size) for one in reports], self.batch_dim)
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of `result.json`."""
+        values = asdict(self)
+        values["outputs"] = values.pop("outputs_path")
+        return values
+
+    def save(self) -> None:
+        self._storage().write_text(RESULT, json.dumps(self.to_json(), indent=2) + "\n")
+
+    def _storage(self) -> Storage:
+        return Storage(self.run_dir)
+
+    def _merged(self) -> Merged:
+        if self.outputs_path is None:
+            raise StorageError(f"{self.run_dir}: the run has no merged outputs (status {self.status})")
+        return Merged(self._storage())
+
+
+def load(run_dir: str | Path) -> Result:
+    """The result in a run directory, be it a folder or a URL; StorageError where there is none."""
+    storage = Storage(str(run_dir))
+    if not storage.exists(RESULT):
+        raise StorageError(f"{run_dir}: holds no {RESULT}: not a run directory, or the run has not finished")
+    try:
+        values = json.loads(storage.read_text(RESULT))
+        values["outputs_path"] = f"{storage}/{MERGED}" if values.pop("outputs") else None
+        known = {one.name for one in fields(Result)}
+        return Result(**{**{key: value for key, value in values.items() if key in known}, "run_dir": str(storage)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{run_dir}/{RESULT}: is damaged: {error}") from None

@@ -1,0 +1,150 @@
+"""What a shard's model really saw, by hooks on the model itself, and how it is written down."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dp_ray.errors import ModelError
+from dp_ray.replica.tree import num_rows, sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardReport:
+    """One shard of one step, as its worker's model saw it.
+
+    `input_size` and `output_size` hold a torch.Size at each tensor of the model's own nesting;
+    `milliseconds` is the forward's time on the host clock (on a GPU, that of launching it).
+    """
+
+    step: int
+    shard: int
+    rank: int
+    node: str
+    device: str
+    rows: int
+    input_size: Any
+    output_size: Any
+    milliseconds: float
+
+
+class Seen(NamedTuple):
+    """Sizes as JSON text, and the rows of the inputs."""
+
+    input_size: str
+    output_size: str
+    rows: int
+
+
+class Probe:
+    """Sees what goes into a module and what comes out, by hooks on the module itself."""
+
+    def __init__(self, model: nn.Module, batch_dim: int = 0) -> None:
+        self.batch_dim = batch_dim
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        ]
+        self._started = 0.0
+        self._cache: dict[Any, Seen] = {}
+        self._seen: Seen | None = None
+        self._milliseconds = 0.0
+
+    def __enter__(self) -> "Probe":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def take(self) -> tuple[Seen, float]:
+        """What the last forward saw, and its milliseconds; ModelError where the module was not called."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            raise ModelError("the model's forward was not called, so nobody saw what it got")
+        return seen, self._milliseconds
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._started = time.perf_counter()
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._milliseconds = (time.perf_counter() - self._started) * 1e3
+        inputs = _as_called(args, kwargs)
+        if isinstance(inputs, torch.Tensor) and isinstance(output, torch.Tensor):
+            key = (inputs.shape, output.shape)
+            if key not in self._cache:
+                self._cache[key] = self._look(inputs, output)
+            self._seen = self._cache[key]
+        else:
+            self._seen = self._look(inputs, output)
+
+    def _look(self, inputs: Any, output: Any) -> Seen:
+        return Seen(encode_sizes(inputs), encode_sizes(output), num_rows(inputs, self.batch_dim) or 0)
+
+
+def shape_lines(reports: Sequence[tuple[Any, Any]], batch_dim: int) -> Iterator[str]:
+    """The tutorial's lines of one step: one for each shard's (input, output) sizes, then the merged one."""
+    for input_size, output_size in reports:
+        yield f"\tIn Model: input size {input_size} output size {output_size}"
+    inputs = _sum_rows([input_size for input_size, _ in reports], batch_dim)
+    outputs = _sum_rows([output_size for _, output_size in reports], batch_dim)
+    yield f"Outside: input size {inputs} output_size {outputs}"
+
+
+def encode_sizes(tree: Any) -> str:
+    """Sizes as JSON: a tensor's as a list of numbers, a tuple's or list's under "0", "1", ..."""
+    return json.dumps(_plain(sizes(tree)))
+
+
+def decode_sizes(text: str) -> Any:
+    """The inverse of `encode_sizes`, with torch.Size for tensors, tuples for sequences, dicts for mappings."""
+    return _sized(json.loads(text))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Size):
+        return list(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return {str(number): _plain(item) for number, item in enumerate(value)}
+    return value
+
+
+def _sized(value: Any) -> Any:
+    if isinstance(value, list):
+        return torch.Size(value)
+    if not isinstance(value, dict):
+        return value
+    items = {key: _sized(item) for key, item in value.items()}
+    is_sequence = bool(items) and list(items) == [str(number) for number in range(len(items))]
+    return tuple(items.values()) if is_sequence else items
+
+
+def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call's inputs as one tree: a lone argument as itself."""
+    if not kwargs:
+        return args[0] if len(args) == 1 else args
+    return kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
+
+
+def _sum_rows(many: Sequence[Any], batch_dim: int) -> Any:
+    """The sizes of the shards' concatenation."""
+    first = many[0]
+    if isinstance(first, torch.Size):
+        if not first:
+            return torch.Size([len(many)])
+        dim = batch_dim if len(first) > 1 else 0
+        rows = sum(size[dim] for size in many)
+        return torch.Size([*first[:dim], rows, *first[dim + 1 :]])
+    if isinstance(first, tuple):
+        return tuple(_sum_rows(column, batch_dim) for column in zip(*many, strict=True))
+    if isinstance(first, dict):
+        return {key: _sum_rows([sizes[key] for sizes in many], batch_dim) for key in first}
+    return first

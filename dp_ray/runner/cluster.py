@@ -1,0 +1,148 @@
+"""Find the cluster, or start one; ship the code to it; say at once what can never fit into it."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.state import state as ray_state
+
+import dp_ray
+from dp_ray.errors import ClusterError
+from dp_ray.job import Job
+
+Resources = Mapping[str, float]
+
+# Told to Ray Train in the driver's environment, from where it carries them to its own processes.
+TRAIN_ENVIRONMENT = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # its 2 s are waited for at start, at the end and at a failure
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # would print each line twice
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a user's relative paths keep their meaning
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
+
+
+@contextmanager
+def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
+    """Ray, for as long as the block lasts: the caller's own, the one at an address, or an embedded one.
+
+    An address comes from `address`, or from RAY_ADDRESS, which Ray sets in its jobs.
+    Raises ClusterError where no Ray answers there.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    quiet = {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "ERROR"}
+    try:
+        if address:
+            ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
+        else:
+            # "local" also keeps Ray from trying the address that a driver which died has left behind.
+            ray.init("local", num_cpus=_logical_cpus(job), include_dashboard=False, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"no Ray answers at {address or 'local'}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def train_environment() -> Iterator[None]:
+    """TRAIN_ENVIRONMENT in os.environ, where the user has not set another value, for as long as the block lasts."""
+    added = {key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
+
+
+def worker_resources(job: Job) -> dict[str, float]:
+    """What one worker takes; `gpus_per_worker: auto` is 1 where the cluster has GPUs."""
+    gpus = job.gpus_per_worker
+    if gpus == "auto":
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 and job.devices is None else 0
+    wanted = {"CPU": job.cpus_per_worker, "GPU": gpus, **job.resources_per_worker}
+    return {name: amount for name, amount in wanted.items() if amount}
+
+
+def check_fits(job: Job, each: Resources) -> str | None:
+    """What the job must wait for, if anything; ClusterError where it can never fit."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = room_for(each, nodes, job.placement, job.accelerator_type)
+    if room < job.min_workers:
+        says = (
+            f"{job.min_workers} workers need {_times(each, job.min_workers)}{_on(job.accelerator_type)} "
+            f"({_text(each)} each, {job.placement}); the cluster of {len(nodes)} nodes has "
+            f"{_text(_total(nodes, each))}, room for {room} workers"
+        )
+        if not ray_state.get_max_resources_from_cluster_config():
+            raise ClusterError(f"{says}, and no autoscaler that could add nodes")
+        return f"{says}; waiting for the autoscaler"
+    free = ray.available_resources()
+    lacking = {name for name, amount in each.items() if free.get(name, 0) < amount * job.min_workers}
+    if lacking:
+        return (
+            f"{job.min_workers} workers need {_times(each, job.min_workers)}; "
+            f"free are {_text({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
+        )
+    return None
+
+
+def room_for(
+    each: Resources, nodes: list[dict[str, float]], placement: str = "PACK", accelerator_type: str | None = None
+) -> int:
+    """How many workers that take `each` the nodes hold, if they were idle."""
+    if accelerator_type:
+        nodes = [node for node in nodes if f"accelerator_type:{accelerator_type}" in node]
+    if not each:
+        return 1 << 30 if nodes else 0
+    counts = [
+        min(int(node.get(name, 0) / amount + 1e-9) for name, amount in each.items() if amount) for node in nodes
+    ]
+    if placement == "STRICT_PACK":
+        return max(counts, default=0)
+    return sum(min(count, 1) for count in counts) if placement == "STRICT_SPREAD" else sum(counts)
+
+
+def _logical_cpus(job: Job) -> int:
+    """Enough for the workers, whatever the machine has: a laptop runs 8 workers on 2 cores, slowly."""
+    return max(os.cpu_count() or 1, math.ceil(job.max_workers * job.cpus_per_worker))
+
+
+def in_ray_job() -> bool:
+    """Whether this process was started by `ray job submit`, which has shipped the code already."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def code_to_ship() -> dict[str, Any]:
+    """The working directory and dp_ray itself, for every node; Ray leaves out what .gitignore names."""
+    here = Path.cwd()
+    excludes = [f"/{name}/" for name in (".git", ".venv", "runs") if (here / name).is_dir()]
+    return {
+        "working_dir": str(here),
+        "excludes": excludes,
+        "py_modules": [str(Path(dp_ray.__file__).parent)],
+    }
+
+
+def _total(nodes: list[dict[str, float]], each: Resources) -> Resources:
+    return {name: sum(node.get(name, 0) for node in nodes) for name in each}
+
+
+def _times(each: Resources, count: int) -> str:
+    return _text({name: amount * count for name, amount in each.items()})
+
+
+def _text(resources: Resources) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
+
+
+def _on(accelerator_type: str | None) -> str:
+    return f" on {accelerator_type} nodes" if accelerator_type else ""

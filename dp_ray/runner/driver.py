@@ -1,0 +1,248 @@
+"""Run a job: claim its run directory, start its workers, follow them, merge what they leave."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train.torch import TorchTrainer
+
+from dp_ray.errors import Error, WorkerError
+from dp_ray.job import Job, Target, load_job
+from dp_ray.plan.order import Order
+from dp_ray.plan.split import Split
+from dp_ray.replica.targets import bind, build_dataset, resolve
+from dp_ray.replica.world import World
+from dp_ray.results.outputs import MERGED, Merged, merge
+from dp_ray.results.reports import ReportFile
+from dp_ray.results.result import SHAPES, Result
+from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
+from dp_ray.runner.console import Console
+from dp_ray.runner.inbox import drain, open_inbox
+from dp_ray.runner.messages import Hello, Shapes
+from dp_ray.runner.monitor import Monitor, error_of, listening
+from dp_ray.runner.network import BoundTorchConfig
+from dp_ray.runner.rundir import RunDir, base_storage, claim
+from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
+from dp_ray.task import PARTS, run_task, split_of
+
+TRAIN_FOLDER = "train"  # what Ray Train keeps for itself
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to run a job, beside what it is."""
+
+    address: str | None = None
+    overwrite: bool = False
+    shapes: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
+    """Run a job to its end and return its result.
+
+    `job` is a Job, the path of a job file, or None; the job's keys may be given, or overridden, as keywords,
+    with objects in place of targets. So may `address`, `overwrite`, `shapes`, `quiet` and `verbose`, which are
+    the command line's flags of the same name. Without a `name`, a run from Python is named by its time.
+    Raises an Error of dp_ray.errors.
+    """
+    names = {field.name for field in dataclasses.fields(Options)}
+    options = Options(**{"quiet": True, **{name: keys.pop(name) for name in names & keys.keys()}})
+    return execute(_job_of(job, keys), options)
+
+
+def _job_of(job: Job | str | os.PathLike[str] | None, keys: dict[str, Any]) -> Job:
+    if isinstance(job, Job):
+        return Job.make({**dict(job), **keys}, job.run_name) if keys else job
+    if job is None:
+        return Job.make(keys, time.strftime("run-%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06}")
+    return load_job(Path(job), keys)
+
+
+def execute(job: Job, options: Options) -> Result:
+    """Run a job to its end; its result, also of a failure, is in the run directory."""
+    started = time.monotonic()
+    console = Console(options.quiet)
+    split = check_targets(job)
+    claimed = claim(job, base_storage(job), options.overwrite)
+    console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
+    monitors: list[Monitor] = []
+    try:
+        with _monitor(job, split, claimed, console, options) as monitor:
+            monitors.append(monitor)
+            if job.max_workers == 0:
+                _run_here(job, claimed, monitor)
+            else:
+                _run_on_ray(job, claimed, monitor, console, options)
+        console.say(f"{job.run_name}: merging the outputs")
+        order = Order(split.rows, job.seed, 0, job.shuffle)
+        merge(claimed.storage.child(PARTS), claimed.storage, order, split.rows_kept)
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        _result(job, split, claimed, monitors, started, status, error).save()
+        raise
+    result = _result(job, split, claimed, monitors, started, "done")
+    result.save()
+    claimed.storage.child(PARTS).remove()
+    console.say(f"{job.run_name}: done, {result.rows} rows in {result.seconds:.1f} s: {result.outputs_path}")
+    return result
+
+
+def check_targets(job: Job) -> Split:
+    """Find the job's targets and the size of its dataset before anything is started."""
+    if isinstance(job.model, Target):
+        bind("model", job.model)
+    if isinstance(job.collate, Target):
+        resolve("collate", job.collate)
+    return split_of(job, build_dataset(job))
+
+
+@contextmanager
+def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options: Options) -> Iterator[Monitor]:
+    with claimed.storage.writing(SHAPES) as stream:
+        monitor = Monitor(job, split, ReportFile(stream), console, options.shapes)
+        try:
+            with console.live():
+                yield monitor
+        finally:
+            monitor.close()
+
+
+def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
+    """`workers: 0`: the whole task in this process, where a debugger can step into it."""
+    world = World()
+    monitor.take(Hello("here", world, os.getpid(), ()))
+
+    def send(report: Any) -> None:
+        monitor.take(Shapes("here", report))
+        monitor.tick()
+
+    run_task(job, world, claimed.storage, send)
+
+
+def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, options: Options) -> None:
+    keep_prints = not ray.is_initialized() and not options.verbose
+    with connected(job, options.address, options.verbose), train_environment():
+        each = worker_resources(job)
+        if waiting := check_fits(job, each):
+            console.say(f"{job.run_name}: {waiting}")
+        inbox = open_inbox()
+        config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints)
+        trainer = TorchTrainer(
+            train_loop_per_worker,
+            train_loop_config={"worker": config},
+            torch_config=BoundTorchConfig(backend="gloo" if job.devices == ["cpu"] else None),
+            scaling_config=_scaling(job, each),
+            run_config=_run_config(job, claimed, options),
+        )
+        try:
+            with listening(monitor, lambda: drain(inbox)):
+                trainer.fit()
+        except SystemExit:
+            raise KeyboardInterrupt from None  # Ray Train turns a Ctrl-C into this
+        except ray.train.TrainingFailedError as error:
+            raise _cause(error, monitor) from None
+        finally:
+            claimed.storage.child(TRAIN_FOLDER).remove()
+
+
+def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
+    elastic = job.min_workers != job.max_workers
+    return ScalingConfig(
+        num_workers=(job.min_workers, job.max_workers) if elastic else job.max_workers,
+        use_gpu=each.get("GPU", 0) > 0,
+        resources_per_worker=each,
+        placement_strategy=job.placement,
+        accelerator_type=job.accelerator_type,
+    )
+
+
+def _run_config(job: Job, claimed: RunDir, options: Options) -> RunConfig:
+    return RunConfig(
+        name=TRAIN_FOLDER,
+        storage_path=claimed.storage.location,
+        failure_config=FailureConfig(max_failures=job.retries),
+        callbacks=[EndOnUserError()],
+        worker_runtime_env={"env_vars": dict(job.env)},
+        logging_config=LoggingConfig("INFO" if options.verbose else "CRITICAL"),
+    )
+
+
+class EndOnUserError(UserCallback):  # type: ignore[misc]
+    """Ends the run where a worker raised, which it would again; workers that died are started anew."""
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        died = [error for error in worker_exceptions.values() if is_death(error)]
+        if not died:
+            raise next(iter(worker_exceptions.values()))
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether a worker's process ended, rather than raised."""
+    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.NodeDiedError) or (
+        "HealthCheck" in type(error).__name__
+    )
+
+
+def _cause(error: ray.train.TrainingFailedError, monitor: Monitor) -> Error:
+    """What ended the run: the first error that a worker told, or else the death of one."""
+    failures = getattr(error, "worker_failures", {})
+    deaths = {rank: one for rank, one in failures.items() if is_death(one)}
+    if deaths:
+        says = "; ".join(f"rank {rank}: {str(one).splitlines()[0]}" for rank, one in sorted(deaths.items()))
+        return WorkerError(f"workers were lost, more often than retries allows: {says}")
+    if monitor.failed:
+        return error_of(monitor.failed)
+    return Error(str(error))
+
+
+def _result(
+    job: Job,
+    split: Split,
+    claimed: RunDir,
+    monitors: list[Monitor],
+    started: float,
+    status: str,
+    error: BaseException | None = None,
+) -> Result:
+    attempts = monitors[0].attempts if monitors else []
+    merged = status == "done"
+    storage = claimed.storage
+    return Result(
+        run_dir=str(storage),
+        name=job.run_name,
+        task=job.task,
+        status=status,
+        rows=split.rows_kept,
+        steps=split.steps,
+        batch_size=job.batch_size,
+        shards=job.num_shards,
+        batch_dim=job.batch_dim,
+        world_sizes=[len(attempt.hellos) for attempt in attempts],
+        workers=[_told(hello) for hello in attempts[-1].hellos] if attempts else [],
+        restarts=max(0, len(attempts) - 1),
+        seconds=round(time.monotonic() - started, 3),
+        outputs_path=f"{storage}/{MERGED}" if merged else None,
+        outputs_sha256=Merged(storage).sha256() if merged else None,
+        error=None if error is None else f"{type(error).__name__}: {error}",
+    )
+
+
+def _told(hello: Hello) -> dict[str, Any]:
+    world = hello.world
+    return {
+        "rank": world.rank,
+        "node": world.node,
+        "node_rank": world.node_rank,
+        "local_rank": world.local_rank,
+        "device": str(world.device),
+        "gpu_ids": list(hello.gpu_ids),
+        "pid": hello.pid,
+    }

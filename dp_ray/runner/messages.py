@@ -1,0 +1,44 @@
+"""What workers tell the driver while they run."""
+
+from dataclasses import dataclass
+
+from dp_ray.replica.world import World
+from dp_ray.results.reports import Report
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A worker of the attempt has its place and is about to start."""
+
+    attempt: str
+    world: World
+    pid: int
+    gpu_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    attempt: str
+    report: Report
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A line that user code printed."""
+
+    world: World
+    line: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker raised: the name of the error's class in dp_ray.errors (or none), its text and its traceback."""
+
+    attempt: str
+    world: World
+    kind: str
+    text: str
+    traceback: str
+
+
+Message = Hello | Shapes | Printed | Failed

@@ -1,0 +1,146 @@
+"""The driver's side of the channel: orders the shape reports, shows progress, remembers the first error."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from dp_ray import errors
+from dp_ray.job import Job
+from dp_ray.plan.split import Split
+from dp_ray.results.reports import Collector, ReportFile, Rows
+from dp_ray.results.shapes import decode_sizes, shape_lines
+from dp_ray.runner.console import Console, Progressed
+from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The workers that one start of the job had."""
+
+    hellos: tuple[Hello, ...]
+
+
+class Monitor:
+    """Takes in what workers tell: one thread calls `take`, in the order of arrival."""
+
+    def __init__(self, job: Job, split: Split, file: ReportFile, console: Console, shapes: bool) -> None:
+        self.attempts: list[Attempt] = []
+        self.failed: Failed | None = None
+        self._job = job
+        self._file = file
+        self._console = console
+        self._print_shapes = shapes
+        self._collector = Collector(self._on_rows)
+        self._progress = Progressed(job.run_name, split.steps, split.rows_kept)
+        self._gathering: dict[str, dict[int, Hello]] = {}
+        self._early: dict[str, list[Shapes]] = {}
+        self._current: str | None = None
+        self._decoded: dict[int, tuple[Any, Any]] = {}
+
+    def take(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._hello(message)
+        elif isinstance(message, Shapes):
+            self._shapes(message)
+        elif isinstance(message, Printed):
+            self._console.printed(message.world, message.line)
+        elif self.failed is None:
+            self.failed = message
+
+    def tick(self) -> None:
+        """Pass on what is complete, and show it."""
+        self._collector.emit()
+        self._console.progress(self._progress)
+
+    def close(self) -> None:
+        self._collector.close()
+        self._file.close()
+
+    def _hello(self, hello: Hello) -> None:
+        """An attempt begins when all of its workers have said hello."""
+        here = self._gathering.setdefault(hello.attempt, {})
+        here[hello.world.rank] = hello
+        if len(here) < hello.world.world_size:
+            return
+        hellos = tuple(here[rank] for rank in sorted(here))
+        self.attempts.append(Attempt(hellos))
+        self._current = hello.attempt
+        worlds = [one.world for one in hellos]
+        nodes = len({world.node for world in worlds})
+        self._console.say(
+            f"{self._job.run_name}: {len(worlds)} workers on {nodes} node{'s' * (nodes > 1)}"
+            f" ({', '.join(sorted({str(world.device) for world in worlds}))})"
+        )
+        self._collector.begin(worlds)
+        self._progress.start(worlds)
+        for shapes in self._early.pop(hello.attempt, []):
+            self._shapes(shapes)
+
+    def _shapes(self, shapes: Shapes) -> None:
+        if shapes.attempt != self._current:
+            self._early.setdefault(shapes.attempt, []).append(shapes)
+            return
+        report = shapes.report
+        self._collector.take(report)
+        rows = sum(self._collector.rows_of(report.world.rank, run) for run in report.runs)
+        self._progress.add(report.world.rank, rows)
+
+    def _on_rows(self, collector: Collector, rows: Rows) -> None:
+        self._file.write(collector, rows)
+        self._progress.step = int(rows.step[-1]) + 1
+        self._progress.rows += sum(collector.seen[number].rows for number in rows.seen.tolist())
+        if self._print_shapes:
+            for line in self._lines(collector, rows):
+                print(line, flush=True)
+
+    def _lines(self, collector: Collector, rows: Rows) -> Iterator[str]:
+        numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)
+        for _, pieces in groupby(numbered, key=lambda pair: pair[0]):
+            yield from shape_lines([self._sizes(collector, seen) for _, seen in pieces], self._job.batch_dim)
+
+    def _sizes(self, collector: Collector, number: int) -> tuple[Any, Any]:
+        if number not in self._decoded:
+            seen = collector.seen[number]
+            self._decoded[number] = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
+        return self._decoded[number]
+
+
+def error_of(failed: Failed) -> errors.Error:
+    """The error that a worker told, with its rank, its node and its traceback."""
+    kind = getattr(errors, failed.kind, None)
+    cls = kind if isinstance(kind, type) and issubclass(kind, errors.Error) else errors.Error
+    error = cls(f"{failed.world}: {failed.text}")
+    error.add_note(failed.traceback)
+    return error
+
+
+@contextmanager
+def listening(monitor: Monitor, drain: Callable[[], list[Message]]) -> Iterator[None]:
+    """Feed the monitor in the background; when the block ends, what has been sent by then is taken in."""
+    ended = threading.Event()
+    trouble: list[BaseException] = []
+
+    def listen() -> None:
+        try:
+            while True:
+                last = ended.is_set()
+                for message in drain():
+                    monitor.take(message)
+                monitor.tick()
+                if last:
+                    return
+        except BaseException as error:
+            trouble.append(error)
+
+    thread = threading.Thread(target=listen, name="monitor", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if trouble:
+        raise trouble[0]

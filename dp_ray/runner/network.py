@@ -1,0 +1,47 @@
+"""Bind the process group to the network interface that holds the node's Ray address."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from ray.train.torch import TorchConfig
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that holds an IP address, None where none does."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.split("%")[0] == address for one in addresses):
+            return name
+    return None
+
+
+def bind_to_ray_address() -> None:
+    """Name that interface to gloo and NCCL, unless the user named one."""
+    interface = interface_of(ray.util.get_node_ip_address())
+    for variable in INTERFACE_VARIABLES:
+        if interface and variable not in os.environ:
+            os.environ[variable] = interface
+
+
+class _BoundBackend(TorchConfig().backend_cls):  # type: ignore[misc]
+    """Ray Train's torch backend, whose workers choose their interface before they form the group.
+
+    A host with several addresses resolves its own name to any of them, and gloo would listen there.
+    """
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        worker_group.execute(bind_to_ray_address)
+        super().on_start(worker_group, backend_config)
+
+
+@dataclass
+class BoundTorchConfig(TorchConfig):  # type: ignore[misc]
+    """TorchConfig with `_BoundBackend`."""
+
+    @property
+    def backend_cls(self) -> type[Any]:
+        return _BoundBackend

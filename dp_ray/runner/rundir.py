@@ -1,0 +1,95 @@
+"""The run directory: who may use it, and what it holds from one run of a job to the next."""
+
+import json
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dp_ray.errors import JobError, StorageError
+from dp_ray.job import Job
+from dp_ray.results.result import RESULT
+from dp_ray.results.storage import Storage
+
+RUN = "run.json"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A claimed run directory; `token` is what this driver wrote there, `carried_on` whether it held work."""
+
+    storage: Storage
+    token: str
+    carried_on: bool
+
+
+def claim(job: Job, base: Storage, overwrite: bool = False) -> RunDir:
+    """Make STORAGE/NAME this run's, or carry on the unfinished run of the same job that it holds.
+
+    Raises JobError where it holds a finished run, a run of a different job, or no run at all.
+    """
+    storage = base.child(job.run_name)
+    if overwrite:
+        _check_is_run(storage)
+        storage.remove()
+    carried_on = _check_may_carry_on(job, storage)
+    token = uuid.uuid4().hex
+    storage.create()
+    storage.child("parts").create()
+    says = {"token": token, "fingerprint": job.fingerprint(), "job": _without_secrets(job)}
+    storage.write_text(RUN, json.dumps(says, indent=2) + "\n")
+    return RunDir(storage, token, carried_on)
+
+
+def check_shared(run: Storage, token: str, who: str) -> None:
+    """Raise StorageError unless this process sees the very directory that the driver claimed."""
+    seen = _claimed(run).get("token")
+    if seen != token:
+        what = "cannot see" if seen is None else "sees another run's in place of"
+        raise StorageError(
+            f"storage is not shared by all nodes: {who} {what} the run directory {run} of the driver; "
+            "set storage to a folder that every node mounts, or to a URL such as s3://bucket/folder"
+        )
+
+
+def base_storage(job: Job) -> Storage:
+    """The job's storage; in a Ray job, whose working directory is a copy that Ray removes, under the home."""
+    if "://" in job.storage or Path(job.storage).is_absolute() or not _in_shipped_folder():
+        return Storage(job.storage)
+    return Storage(str(Path.home() / job.storage))
+
+
+def _in_shipped_folder() -> bool:
+    return "runtime_resources" in Path(os.getcwd()).parts
+
+
+def _check_may_carry_on(job: Job, storage: Storage) -> bool:
+    claimed = _claimed(storage)
+    if not claimed:
+        _check_is_run(storage)
+        return False
+    advice = "give it another --name, or replace it with --overwrite"
+    if claimed.get("fingerprint") != job.fingerprint():
+        raise JobError(f"{storage} holds a run of a different job; {advice}")
+    if storage.exists(RESULT) and json.loads(storage.read_text(RESULT)).get("status") == "done":
+        raise JobError(f"{storage} holds this run, finished; {advice}")
+    return True
+
+
+def _check_is_run(storage: Storage) -> None:
+    if storage.names() and not storage.exists(RUN):
+        raise JobError(f"{storage} holds files that are no run; choose another --name or --storage")
+
+
+def _claimed(storage: Storage) -> dict[str, Any]:
+    if not storage.exists(RUN):
+        return {}
+    try:
+        return dict(json.loads(storage.read_text(RUN)))
+    except (ValueError, TypeError) as error:
+        raise StorageError(f"{storage}/{RUN}: is damaged: {error}") from None
+
+
+def _without_secrets(job: Job) -> dict[str, Any]:
+    return {**job.describe(), "env": dict.fromkeys(job.env, "(not kept)")}
