@@ -1,7 +1,6 @@
 """The command line: run, plan, submit, report."""
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -21,8 +20,6 @@ SETTINGS = click.option(
 
 def main() -> None:
     """Run the program; exit status 0 done, 1 the job failed, 2 bad job file or usage, 130 interrupted."""
-    # What `python -m` does and an installed script does not: a job's targets import from where the user stands.
-    sys.path.insert(0, os.getcwd())
     try:
         cli(standalone_mode=False)
     except click.exceptions.Exit as leaving:

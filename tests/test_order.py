@@ -26,9 +26,6 @@ seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 2**63 - 1)
 
 
-# The definition once more, on Python's unbounded integers, one position at a time.
-
-
 def splitmix64(seed: int, number: int) -> int:
     """Output `number` (the first is 1) of Steele, Lea and Flood's SplitMix64."""
     z = (seed + number * 0x9E3779B97F4A7C15) % 2**64
@@ -38,7 +35,7 @@ def splitmix64(seed: int, number: int) -> int:
 
 
 def reference(n: int, seed: int, epoch: int, position: int) -> int:
-    """The sample at a position: Feistel rounds over width x height, repeated until below n."""
+    """The definition once more, on Python's unbounded integers: the sample at one position."""
     width = next(w for w in range(math.isqrt(n), n + 3) if w * w >= n and w % 2 == 0)
     height = max(math.ceil(n / width), 2 if width == 2 else 4)
     stream = splitmix64(splitmix64(0x9E3779B97F4A7C15, seed), epoch)
@@ -83,9 +80,6 @@ def test_agrees_with_python_integers(n: int, seed: int, epoch: int, data: st.Dat
 def test_the_bits_never_change(order: Order, start: int, expected: list[int]) -> None:
     """Whoever changes these values breaks every run that is to be carried on or repeated."""
     assert order.indices(start, start + len(expected)).tolist() == expected
-
-
-# A permutation, and its slices.
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -157,12 +151,7 @@ def test_a_slice_out_of_range_is_an_index_error(start: int, stop: int, shuffle: 
 
 
 def test_an_empty_slice_is_empty_at_either_end() -> None:
-    assert (
-        Order(0).indices(0, 0).tolist()
-        == Order(5).indices(0, 0).tolist()
-        == Order(5).indices(5, 5).tolist()
-        == []
-    )
+    assert Order(0).indices(0, 0).tolist() == Order(5).indices(0, 0).tolist() == Order(5).indices(5, 5).tolist() == []
 
 
 @pytest.mark.parametrize("value", [-1, 2**63])
@@ -191,9 +180,6 @@ def test_the_first_index_of_a_billion_takes_no_memory() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 10e6
-
-
-# Random in law: chi-square statistics over many epochs.
 
 
 def deviation(statistic: float, freedom: int) -> float:
@@ -278,8 +264,6 @@ def test_a_long_stretch_of_a_large_order_is_uniform(n: int, apart: int) -> None:
     for values in (samples, steps, samples % 97):
         assert abs(uniformity(np.histogram(values, bins=97, range=(0, values.max() + 1))[0])) < SIGMAS
 
-
-# Every seed and epoch has an order of its own.
 
 Key = tuple[int, int]
 KINDRED: dict[str, Callable[[int], tuple[Key, Key]]] = {

@@ -102,7 +102,7 @@ class Order:
         """A key for each round; an even number of them, so that the two sides end in their places.
 
         Every two rounds bring the joint law of a few positions closer to uniform by about the shorter side,
-        so small sets need more. These leave four positions within about 1e-6 (total variation) at every size.
+        so small sets need more. These leave a few positions within about 1e-6 (total variation) at every size.
         """
         num_rounds = 24 if self._sides[0] < 32 else 12
         stream = np.array([_GOLDEN])

@@ -4,7 +4,9 @@ import difflib
 import importlib
 import inspect
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dp_ray.errors import DataError, Error, JobError
@@ -67,7 +69,8 @@ def resolve(key: str, target: Target) -> Any:
 
 def _import(key: str, module_name: str) -> Any:
     try:
-        return importlib.import_module(module_name)
+        with _importing_from_here():
+            return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         raise JobError(
@@ -76,6 +79,20 @@ def _import(key: str, module_name: str) -> Any:
         ) from None
     except Exception as error:
         raise JobError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _importing_from_here() -> Iterator[None]:
+    """A target imports from where the user stands, also in an installed script or a worker."""
+    here = os.getcwd()
+    known = here in sys.path or "" in sys.path
+    if not known:
+        sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if not known:
+            sys.path.remove(here)
 
 
 def _call(key: str, target: Target, found: Callable[..., Any]) -> Any:

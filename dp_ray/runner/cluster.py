@@ -1,5 +1,6 @@
 """Find the cluster, or start one; ship the code to it; say at once what can never fit into it."""
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.state import state as ray_state
 
 import dp_ray
@@ -35,20 +37,40 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = address or os.environ.get("RAY_ADDRESS")
-    quiet = {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "ERROR"}
+    with _environment_kept():
+        _start(job, address or os.environ.get("RAY_ADDRESS"), verbose)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _start(job: Job, address: str | None, verbose: bool) -> None:
+    level = "INFO" if verbose else "ERROR"
+    logging.getLogger("ray").setLevel(level)
+    quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     try:
         if address:
+            # Ray sends the user's token to an address given by name only if told so; without it, it is refused.
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
         else:
             # "local" also keeps Ray from trying the address that a driver which died has left behind.
             ray.init("local", num_cpus=_logical_cpus(job), include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(f"no Ray answers at {address or 'local'}: {error}") from error
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Undo what Ray leaves in os.environ."""
+    before = dict(os.environ)
     try:
         yield
     finally:
-        ray.shutdown()
+        for key in os.environ.keys() - before.keys():
+            if key.startswith("RAY_"):
+                del os.environ[key]
 
 
 @contextmanager
