@@ -52,7 +52,7 @@ def _target_or_object(value: Any) -> Any:
         return Target(target=value)
     if isinstance(value, Mapping):
         return Target.model_validate(dict(value))
-    if value is None or isinstance(value, int | float | list):
+    if value is None or isinstance(value, int | float):
         raise ValueError(f"must be a target, like {{target: 'jobs.digits:Net', args: {{}}}}, got {value!r}")
     return value
 
@@ -164,8 +164,8 @@ class Job(Strict):
 
     def describe(self) -> dict[str, Any]:
         """The job as plain JSON values; an object from Python is named by its type."""
-        plain: dict[str, Any] = json.loads(json.dumps(self.model_dump(), default=_describe_object))
-        return {**plain, "shards": self.num_shards}
+        targets = {key: _describe_target(getattr(self, key)) for key in ("model", "dataset", "collate")}
+        return {**self.model_dump(exclude=set(targets)), **targets, "shards": self.num_shards}
 
     def fingerprint(self) -> str:
         """A hash of every key that can change the result."""
@@ -232,8 +232,10 @@ def _lay_over(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     values[keys[-1]] = value
 
 
-def _describe_object(value: Any) -> str:
-    kind = value if isinstance(value, type) or hasattr(value, "__qualname__") else type(value)
+def _describe_target(value: Any) -> Any:
+    if value is None or isinstance(value, Target):
+        return value and value.model_dump()
+    kind = value if hasattr(value, "__qualname__") else type(value)
     return f"<{kind.__module__}:{kind.__qualname__}>"
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from dp_ray.errors import ModelError
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Done, Work
@@ -39,7 +40,10 @@ def run_task(job: Job, world: World, run: Storage, send: Callable[[Report], None
 
         def on_shard(shard: Shard, indices: Indices, outputs: Any) -> None:
             recorder.on_shard(shard, *probe.take())
-            writer.on_shard(shard, indices, outputs)
+            try:
+                writer.on_shard(shard, indices, outputs)
+            except ModelError as error:
+                raise ModelError(f"step {shard.step}, shard {shard.shard}: {error}") from error
 
         def on_step(step: int) -> None:
             recorder.on_step(step)

@@ -152,8 +152,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 INPUTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], int, int]] = {
-    "one device": ((t(30, 5),), {}, 1, 0),
-    "empty shards": ((t(10, 5),), {}, 8, 0),
+    "one": ((t(10, 5),), {}, 8, 0),
     "few rows": ((t(2, 5), t(2)), {"mask": t(2, 1)}, 8, 0),
     "several": ((t(7, 2), t(7), t(7, 1, 3)), {}, 3, 0),
     "nested": ((t(6, 2), [t(6), (t(6, 3),)], {"a": t(6, 1), "b": [t(6)]}), {}, 4, 0),
@@ -181,7 +180,6 @@ OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "nested": lambda x: [x, (x.sin(), [x > 1]), OrderedDict(b=x.long(), a=[x.sin()])],
     "named": lambda x: Named(x, (x * 2,)),
     "none": lambda x: (x, None),
-    "half": lambda x: x.bfloat16(),
     "return type": lambda x: x.cummax(dim=-1),
 }
 
@@ -254,15 +252,15 @@ def test_constants_without_a_plain_equality_compare_by_identity(answer: Any) -> 
 def test_equal_constants_stay_and_keys_may_come_in_another_order() -> None:
     merged = gather([{"n": math.nan, "m": np.float32(2)}, {"m": np.float32(2), "n": -math.nan}])
     assert list(merged) == ["n", "m"] and math.isnan(merged["n"]) and merged["m"] == 2
-    merged = gather([{"1": A, 1: A + 9, "x": [A]}, {"x": [B], 1: B + 9, "1": B}])
+    merged = gather([{"1": A, 1: A + 9, "x": [A + 5]}, {"x": [B + 5], 1: B + 9, "1": B}])
     both = torch.cat([A, B])
-    assert_same(merged, {"1": both, 1: both + 9, "x": [both]})
+    assert_same(merged, {"1": both, 1: both + 9, "x": [both + 5]})
     assert flatten({"a": A, "b": B})[1] != flatten({"b": B, "a": A})[1]
     assert_same(gather([np.array(["a", "bb"]), np.array(["cccc"])]), np.array(["a", "bb", "cccc"]))
 
 
 def test_scatter_gives_views_that_may_be_written_to() -> None:
-    x, y, thing = t(6, 2).requires_grad_() * 1, np.arange(6), object()
+    x, y, thing = t(6, 2).requires_grad_() * 1, np.arange(6), np.array([None, 1])
     first, second = scatter((x, y, thing), 2)
     first[0].mul_(2)
     first[1][:] = 7
@@ -291,11 +289,11 @@ def test_rows() -> None:
 
 
 def test_paths_and_sizes() -> None:
-    batch = {"h": (A, [A, None]), 3: Named(A, "s"), "o": Output(loss=t()), "f": Frozen(A, [10**60])}
+    batch = {"h": (A, [A, None]), 3: Named(A, "s"), "o": Output(loss=t()), "f": Frozen(A, (torch.Size([7]), 10**60))}
     assert flatten(batch)[1].paths == ["h.0", "h.1.0", "3.x", "o.loss", "f.x"]
     assert flatten(A)[1].paths == [""]
     size = torch.Size([2, 3])
-    later = {"o": {"loss": torch.Size([])}, "f": {"x": size, "y": ["1" + "0" * 39], "late": "0"}}
+    later = {"o": {"loss": torch.Size([])}, "f": {"x": size, "y": (("7",), "1" + "0" * 39), "late": "0"}}
     assert_same(sizes(batch), {"h": (size, [size, None]), 3: Named(size, "'s'"), **later})
     assert sizes(A.numpy()) == size
 
@@ -337,8 +335,9 @@ def test_json_neither_imports_nor_takes_a_class_of_another_sort(monkeypatch: pyt
 
 def test_json_takes_no_class_of_other_fields_but_makes_named_tuples() -> None:
     old, renamed = (flatten(value)[1].to_json() for value in (Frozen(A), Named(A, 1)))
-    old["keys"][0] = renamed["keys"][0] = "old"
-    assert_same(unflatten(Spec.from_json(old), [A]), {"old": A, "y": None, "late": 0})
+    del old["keys"][0], old["children"][0]
+    renamed["keys"][0] = "old"
+    assert_same(unflatten(Spec.from_json(old), []), {"y": None, "late": 0})
     made = unflatten(Spec.from_json(renamed), [A])
     assert type(made) is not Named and (type(made).__name__, made._fields) == ("Named", ("old", "y"))
     assert made.y == 1 and Spec.from_json(renamed) == Spec.from_json(renamed) == flatten(made)[1]

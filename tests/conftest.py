@@ -1,0 +1,90 @@
+"""Fixtures of all tests: one Ray for the session, and proof that a test leaves nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import dp_ray.runner.driver  # noqa: F401 - Ray changes the environment when it is imported; not in a test, then
+
+ROOT = Path(__file__).resolve().parents[1]
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test that leaves an environment variable or a process group behind fails."""
+    before = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    yield
+    after = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    assert after == before, "the test changed the environment"
+    assert not torch.distributed.is_initialized(), "the test left a process group"
+
+
+@pytest.fixture
+def in_project(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in the project's root, where `jobs` imports from."""
+    monkeypatch.chdir(ROOT)
+    return ROOT
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A started Ray: its address for drivers, and that of its dashboard for jobs."""
+
+    address: str
+    dashboard: str
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 90) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert process.poll() is None, f"Ray ended with status {process.returncode}"
+        with socket.socket() as trying:
+            if trying.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens on port {port} after {seconds} s")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a `ray start --block` and all that it started; fail where something stays."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(30)
+    finally:
+        _, alive = psutil.wait_procs(family, timeout=15)
+        for one in alive:
+            one.kill()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A local Ray cluster of 8 logical CPUs with a dashboard, as `ray start --head` gives it."""
+    port, dashboard = free_port(), free_port()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=8"]
+    command += [f"--port={port}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
+    command += ["--ray-client-server-port=0", "--disable-usage-stats"]
+    log = (tmp_path_factory.mktemp("ray") / "ray.log").open("wb")
+    with log, subprocess.Popen(command, stdout=log, stderr=log, cwd="/") as process:
+        try:
+            wait_for_port(dashboard, process)
+            yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+        finally:
+            end(process)

@@ -1,0 +1,169 @@
+"""Models and datasets of the tests, each at its own corner of what a user may write."""
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Rows(Dataset[torch.Tensor]):
+    """`length` rows of 5 normal numbers."""
+
+    def __init__(self, length: int = 100, size: int = 5) -> None:
+        self.data = torch.randn(length, size, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.data[index]
+
+
+class Linear(nn.Module):
+    """5 numbers to 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
+
+
+@dataclasses.dataclass
+class ModelOutput(OrderedDict[str, Any]):
+    """Like Hugging Face's: a dataclass and an ordered dict at once, whose None fields are no keys."""
+
+    logits: torch.Tensor | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    loss: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                self[field.name] = value
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Items are dicts of token ids and a mask, as tokenizers give them."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.ids = torch.arange(length * 6).reshape(length, 6) % 11
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "attention_mask": (self.ids[index] > 2).long()}
+
+
+class Transformerish(nn.Module):
+    """Keywords in, a ModelOutput out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> ModelOutput:
+        hidden = self.embedding(input_ids) * attention_mask.unsqueeze(-1)
+        return ModelOutput(logits=self.head(hidden.mean(1)), hidden_states=(hidden, hidden.sum(1)))
+
+
+class Sequences(Dataset[torch.Tensor]):
+    """Items are [time 4, features 3]."""
+
+    def __init__(self, length: int = 17) -> None:
+        self.data = torch.randn(length, 4, 3, generator=torch.Generator().manual_seed(2))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.data[index]
+
+
+class Recurrent(nn.Module):
+    """An RNN that wants [time, batch, features] and gives its outputs and its last state so too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 6)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, state = self.rnn(inputs)
+        return outputs, state
+
+
+class Doubler(nn.Module):
+    """No parameters at all."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * 2
+
+
+class Ragged(Dataset[torch.Tensor]):
+    """Items of 1 to 4 numbers, for a collate that pads."""
+
+    def __init__(self, length: int = 11) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.arange(1 + index % 4, dtype=torch.float32) + index
+
+
+def pad(items: list[torch.Tensor]) -> torch.Tensor:
+    """Pad to the longest of the batch."""
+    return nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=-1.0)
+
+
+class Breaks(Rows):
+    """Sample 7 cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 7:
+            raise OSError("the disk has a hole")
+        return super().__getitem__(index)
+
+
+class RaisesOn(nn.Module):
+    """Raises on rows whose first number is the one of `sample`."""
+
+    def __init__(self, sample: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+        self.bad = float(Rows().data[sample, 0])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if (inputs[:, 0] == self.bad).any():
+            raise ArithmeticError("a number that I do not like")
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
+
+
+class Talks(nn.Module):
+    """Prints what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        print(f"forward of {len(inputs)} rows")
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
+
+
+class ScalarMean(nn.Module):
+    """Gives one number a shard, which nobody can merge."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mean()

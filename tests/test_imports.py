@@ -1,0 +1,110 @@
+"""The house: imports point down, Ray stands in one floor, the public face is small and quick."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dp_ray
+
+PACKAGE = Path(dp_ray.__file__).parent
+FLOORS = ["errors", "plan", "job", "replica", "results", "task", "runner", "cli", "__main__"]
+LAZY = {"dp_ray/__init__.py", "dp_ray/cli.py"}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in it, but under TYPE_CHECKING."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or ""}
+    return names
+
+
+def floor(module: str) -> int:
+    return FLOORS.index(module.split(".")[1])
+
+
+def module_name(path: Path) -> str:
+    return relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(PACKAGE.parent).as_posix()
+
+
+@pytest.mark.parametrize("path", modules(), ids=relative)
+def test_imports_point_down(path: Path) -> None:
+    if path == PACKAGE / "__init__.py":
+        return
+    own = floor(relative(path).removesuffix(".py").replace("/", "."))
+    for module in imported(path):
+        if module.startswith("dp_ray."):
+            assert floor(module) <= own, f"{relative(path)} imports {module} from a floor above"
+
+
+@pytest.mark.parametrize("path", modules(), ids=relative)
+def test_ray_and_torch_stand_where_they_belong(path: Path) -> None:
+    roots = {module.split(".")[0] for module in imported(path)}
+    if "runner" not in path.parts:
+        assert "ray" not in roots
+    if "plan" in path.parts or path.name in ("job.py", "errors.py"):
+        assert "torch" not in roots
+
+
+@pytest.mark.parametrize("path", modules(), ids=relative)
+def test_imports_stand_at_the_top(path: Path) -> None:
+    if relative(path) in LAZY:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            inside = [one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)]
+            assert not inside, f"{relative(path)}:{node.name} imports inside a function"
+
+
+def test_no_import_cycle() -> None:
+    """Each module is importable first, alone."""
+    graph = {module_name(path): imported(path) for path in modules()}
+    graph = {name: needs & graph.keys() for name, needs in graph.items()}
+    done: set[str] = {"dp_ray"}
+    while ready := {name for name, needs in graph.items() if name not in done and needs <= done}:
+        done |= ready
+    assert done == set(graph), f"in a cycle: {set(graph) - done}"
+
+
+def test_the_public_face() -> None:
+    assert dp_ray.__all__ == ["Error", "Job", "Result", "errors", "load", "run"]
+    assert dir(dp_ray) == dp_ray.__all__
+    for name in dp_ray.__all__:
+        assert getattr(dp_ray, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'rnu'"):
+        dp_ray.rnu  # noqa: B018
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has loaded after `code`."""
+    code += "\nimport sys; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {line.split(".")[0] for line in done.stdout.splitlines()}
+
+
+def test_importing_dp_ray_waits_for_neither_torch_nor_ray() -> None:
+    assert not {"torch", "ray", "pyarrow", "pydantic", "numpy"} & loaded_by("import dp_ray")
+
+
+def test_a_plan_waits_for_neither_torch_nor_ray(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("{model: 'builtins:dict', dataset: {target: 'builtins:bytes', args: {}}, batch_size: 3}")
+    (tmp_path / "plain.py").write_text("def rows(n):\n    return list(range(n))\n")
+    job.write_text("{model: 'plain:rows', dataset: {target: 'plain:rows', args: {n: 10}}, batch_size: 3}")
+    code = f"import os; os.chdir({str(tmp_path)!r})\nfrom dp_ray.cli import cli\n"
+    code += f"cli(['plan', {str(job)!r}], standalone_mode=False)"
+    assert not {"torch", "ray", "pyarrow"} & loaded_by(code)

@@ -1,0 +1,154 @@
+"""The job file: every way to get it wrong is told by its key, what was got and what it may be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job, Target, load_job, parse_setting, parse_workers
+
+GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}
+
+
+def make(**keys: Any) -> Job:
+    return Job.make({**GOOD, **keys}, default_name="job")
+
+
+def write(folder: Path, values: Any) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"batch_size": 0}, "batch_size: must be greater than 0, got 0"),
+        ({"batch_size": "30"}, "batch_size: must be a valid integer, got '30'"),
+        ({"batch_size": True}, "batch_size: must be a valid integer, got True"),
+        ({"batchsize": 3}, "batchsize: is no key of a job; did you mean batch_size?"),
+        ({"zzz": 3}, "zzz: is no key of a job; its keys are name, task, model, "),
+        ({"workers": -1}, "workers: must be a number of workers from 0 up, or {min: N, max: M}, got -1"),
+        ({"workers": {"min": 3, "max": 1}}, "workers: min must not be above max, got min 3 and max 1"),
+        ({"workers": {"min": 1, "mx": 3}}, "workers.mx: is no key of a job; did you mean workers.max?"),
+        ({"workers": 3, "shards": 2}, "workers: 3 workers cannot share 2 shards; set shards to at least 3"),
+        ({"workers": {"min": 1, "max": 9}, "shards": 8}, "workers: 9 workers cannot share 8 shards"),
+        ({"name": "a/b"}, "name: must be one folder's name of letters"),
+        ({"name": ".."}, "name: must be one folder's name of letters"),
+        ({"name": ""}, "name: must be one folder's name of letters"),
+        ({"model": 5}, "model: must be a target, like {target: 'jobs.digits:Net', args: {}}, got 5"),
+        ({"model": "jobs.tutorial"}, "model: must be 'module:attribute', like 'jobs.digits:Net', got 'jobs.tutorial'"),
+        ({"model": {"targt": "a:b"}}, "model.targt: is no key of a job; did you mean model.target?"),
+        ({"loader": {"proceses": 2}}, "loader.proceses: is no key of a job; did you mean loader.processes?"),
+        ({"loader": {"pin_memory": "x"}}, "loader.pin_memory: must be 'auto', true or false, got 'x'"),
+        ({"gpus_per_worker": "many"}, "gpus_per_worker: must be 'auto' or a number from 0 up, got 'many'"),
+        ({"task": "trian"}, "task: must be 'predict', got 'trian'"),
+        ({"seed": -1}, "seed: must be greater than or equal to 0, got -1"),
+        ({"storage": None}, "storage: must be a valid string, got None"),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_key(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(JobError) as caught:
+        make(**keys)
+    assert says in str(caught.value).splitlines()[0] or says in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(JobError) as caught:
+        Job.make({"batch_size": 0, "seeed": 1}, default_name="job")
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "model",
+        "dataset",
+        "batch_size",
+        "seeed",
+    ]
+
+
+def test_a_secret_of_env_is_never_told() -> None:
+    with pytest.raises(JobError) as caught:
+        make(env={"TOKEN": 1234567})
+    assert "env.TOKEN" in str(caught.value)
+    assert "1234567" not in str(caught.value)
+
+
+def test_shards_default_to_the_largest_number_of_workers() -> None:
+    assert make(workers=3).num_shards == 3
+    assert make(workers={"min": 1, "max": 8}).num_shards == 8
+    assert make(workers=0).num_shards == 1
+    assert make(workers=2, shards=8).num_shards == 8
+
+
+def test_a_job_file_is_read_with_settings_laid_over_it(tmp_path: Path) -> None:
+    path = write(tmp_path, {**GOOD, "loader": {"processes": 1}})
+    overrides = {"loader.prefetch": 4, "model.args.width": 64, "workers": 2, "env.A": "b"}
+    job = load_job(path, overrides)
+    assert job.run_name == "job"
+    assert (job.loader.processes, job.loader.prefetch) == (1, 4)
+    assert job.model == Target(target="jobs.tutorial:Model", args={"width": 64})
+    assert job.env == {"A": "b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("a: [", "is not YAML"), ("- 1", "must hold keys and values"), ("", "must hold keys and values")],
+)
+def test_a_file_that_is_no_job_is_named(tmp_path: Path, text: str, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(JobError, match=says) as caught:
+        load_job(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="cannot be read"):
+        load_job(tmp_path / "none.yaml")
+
+
+def test_a_setting_below_a_plain_value_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    with pytest.raises(JobError, match="batch_size is 30, which has no keys"):
+        load_job(path, {"batch_size.x": 1})
+
+
+@pytest.mark.parametrize(("text", "value"), [("4", 4), ("0", 0), ("1:8", {"min": 1, "max": 8})])
+def test_workers_are_a_number_or_a_range(text: str, value: Any) -> None:
+    assert parse_workers(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:", "-1", "1:2:3", "1.5"])
+def test_other_workers_are_an_error(text: str) -> None:
+    with pytest.raises(JobError, match="must be N, like 4, or MIN:MAX"):
+        parse_workers(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [("a.b=c", ("a.b", "c")), ("a=[1, 2]", ("a", [1, 2])), ("a=", ("a", None)), ("a=b=c", ("a", "b=c"))],
+)
+def test_a_setting_is_a_key_and_a_yaml_value(text: str, setting: tuple[str, Any]) -> None:
+    assert parse_setting(text) == setting
+
+
+@pytest.mark.parametrize("text", ["a", "=1", "a=[1"])
+def test_other_settings_are_an_error(text: str) -> None:
+    with pytest.raises(JobError, match="--set"):
+        parse_setting(text)
+
+
+def test_the_fingerprint_tells_jobs_apart_by_what_can_change_the_result() -> None:
+    job = make(workers=2, shards=8)
+    alike = make(workers=3, shards=8, loader={"processes": 4}, name="other", storage="elsewhere", env={"A": "b"})
+    assert job.fingerprint() == alike.fingerprint()
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"batch_size": 31}, {"shards": 4}, {"shuffle": True}]
+    assert len({make(**{"workers": 2, "shards": 8, **change}).fingerprint() for change in changes}) == len(changes)
+    assert all(make(**{"workers": 2, "shards": 8, **one}).fingerprint() != job.fingerprint() for one in changes)
+
+
+def test_a_job_from_python_takes_objects() -> None:
+    data = [1, 2, 3]
+    job = Job.make({"model": len, "dataset": data, "batch_size": 2}, "x")
+    assert job.dataset is data
+    assert (job.describe()["model"], job.describe()["dataset"]) == ("<builtins:len>", "<builtins:list>")

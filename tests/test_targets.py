@@ -1,0 +1,93 @@
+"""Targets: what cannot be imported, called or given its args is the job's error, told before anything runs."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dp_ray.errors import DataError, JobError
+from dp_ray.job import Job, Target
+from dp_ray.replica.targets import bind, build, build_dataset, resolve
+
+USER_CODE = """
+import collections
+number = 5
+class Thing:
+    class Inner:
+        pass
+    def __init__(self, width=3):
+        if width < 0:
+            raise ValueError("width below 0")
+        self.width = width
+def sized(n):
+    return list(range(n))
+def iterable():
+    return iter([1])
+"""
+
+
+@pytest.fixture
+def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "dp_ray_user.py").write_text(USER_CODE)
+    (tmp_path / "dp_ray_broken.py").write_text("import a_module_that_is_not_there")
+    (tmp_path / "dp_ray_raises.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    yield
+    for name in ("dp_ray_user", "dp_ray_broken", "dp_ray_raises"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize(
+    ("target", "args", "says"),
+    [
+        ("dp_ray_nowhere:Thing", {}, "model: cannot import 'dp_ray_nowhere': there is no module 'dp_ray_nowhere'"),
+        ("dp_ray_broken:Thing", {}, "model: cannot import 'dp_ray_broken': there is no module 'a_module_that_is"),
+        ("dp_ray_raises:Thing", {}, "model: importing 'dp_ray_raises' raised ZeroDivisionError"),
+        ("dp_ray_user:Thng", {}, "model: dp_ray_user has no attribute 'Thng'; did you mean 'Thing'?"),
+        ("dp_ray_user:number", {}, "model: dp_ray_user:number is 5, not a class or function"),
+        ("dp_ray_user:Thing", {"wdth": 1}, "model.args: dp_ray_user:Thing(width=3) rejects {'wdth': 1}"),
+        ("dp_ray_user:sized", {}, "model.args: dp_ray_user:sized(n) rejects {}: missing a required argument: 'n'"),
+        ("dp_ray_user:Thing", {"width": -1}, "model: dp_ray_user:Thing raised ValueError: width below 0"),
+    ],
+)
+def test_a_wrong_target_is_told(target: str, args: dict[str, object], says: str) -> None:
+    with pytest.raises(JobError) as caught:
+        build("model", Target(target=target, args=args))
+    assert says in str(caught.value)
+
+
+@pytest.mark.usefixtures("user_code")
+def test_a_target_is_called_with_its_args_only_when_built() -> None:
+    make = bind("model", Target(target="dp_ray_user:Thing", args={"width": -1}))
+    with pytest.raises(JobError, match="width below 0"):
+        make()
+    assert build("model", Target(target="dp_ray_user:Thing", args={"width": 7})).width == 7
+    assert resolve("model", Target(target="dp_ray_user:Thing.Inner")).__name__ == "Inner"
+
+
+@pytest.mark.usefixtures("user_code")
+def test_importing_from_where_the_user_stands_leaves_the_path_alone() -> None:
+    before = list(sys.path)
+    build("model", Target(target="dp_ray_user:Thing"))
+    assert sys.path == before
+
+
+def test_an_object_is_what_it_is() -> None:
+    thing = object()
+    assert build("model", thing) is thing
+
+
+def dataset_job(target: str, **args: object) -> Job:
+    keys = {"model": "jobs.tutorial:Model", "dataset": {"target": target, "args": args}, "batch_size": 1}
+    return Job.make(keys, "job")
+
+
+@pytest.mark.usefixtures("user_code")
+def test_a_dataset_must_be_map_style_and_not_empty() -> None:
+    assert len(build_dataset(dataset_job("dp_ray_user:sized", n=4))) == 4
+    with pytest.raises(DataError, match="list is empty"):
+        build_dataset(dataset_job("dp_ray_user:sized", n=0))
+    with pytest.raises(JobError, match="lacks __len__ and __getitem__"):
+        build_dataset(dataset_job("dp_ray_user:iterable"))

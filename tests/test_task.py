@@ -1,0 +1,228 @@
+"""A job's whole task below Ray, against a plain loop over torch.chunk in one process."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dp_ray.errors import DataError, ModelError
+from dp_ray.job import Job
+from dp_ray.plan.order import Order
+from dp_ray.replica.world import World
+from dp_ray.results.outputs import Merged, merge
+from dp_ray.results.reports import Report
+from dp_ray.results.storage import Storage
+from dp_ray.task import PARTS, run_task, split_of
+from tests import models
+from tests.conftest import free_port
+
+
+def job_of(model: Any, dataset: Any, **keys: Any) -> Job:
+    return Job.make({"model": model, "dataset": dataset, "batch_size": 7, **keys}, "job")
+
+
+def run_alone(job: Job, folder: Path) -> tuple[Merged, list[Report]]:
+    """Each of the job's workers after another in this process: none ever waits for another."""
+    run = Storage(str(folder))
+    run.child(PARTS).create()
+    reports: list[Report] = []
+    for rank in range(job.max_workers):
+        run_task(job, World(rank, job.max_workers), run, reports.append)
+    split = split_of(job, job.dataset)
+    merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.shuffle), split.rows_kept)
+    return Merged(run), reports
+
+
+def plain_loop(job: Job, order: list[int], collate: Callable[[list[Any]], Any], dim: int = 0) -> list[Any]:
+    """The oracle: batches of the order, cut by torch.chunk, through the model, one chunk after another."""
+    outputs = []
+    job.model.eval()
+    with torch.inference_mode():
+        for start in range(0, len(order), job.batch_size):
+            batch = collate([job.dataset[index] for index in order[start : start + job.batch_size]])
+            outputs += [job.model(chunk) for chunk in batch.chunk(job.num_shards, dim)]
+    return outputs
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 60),
+    batch_size=st.integers(1, 20),
+    shards=st.integers(1, 9),
+    shuffle=st.booleans(),
+    data=st.data(),
+)
+def test_outputs_are_a_plain_loops_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: int,
+    batch_size: int,
+    shards: int,
+    shuffle: bool,
+    data: st.DataObject,
+) -> None:
+    workers = data.draw(st.integers(1, shards))
+    keys = {"batch_size": batch_size, "shards": shards, "workers": workers, "shuffle": shuffle, "seed": 3}
+    job = job_of(models.Linear(), models.Rows(rows), **keys)
+    merged, reports = run_alone(job, tmp_path_factory.mktemp("run"))
+    order = [Order(rows, 3, 0, True)[position] for position in range(rows)] if shuffle else list(range(rows))
+    expected = torch.cat(plain_loop(job, order, torch.stack))
+    assert torch.equal(merged.read(), expected)
+    whole = job.model(torch.stack([job.dataset[index] for index in order])).detach()
+    assert torch.allclose(merged.read(), whole, atol=1e-6)
+    assert sum(run.num_steps * report.seen.get(run.seen, (0, 0, 0))[2] for report in reports for run in report.runs)
+
+
+@pytest.mark.parametrize(("shards", "workers"), [(1, 1), (3, 2), (8, 3), (8, 8)])
+def test_a_conv_net(tmp_path: Path, shards: int, workers: int) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    images = torch.randn(23, 1, 4, 4)
+    job = job_of(net, images, shards=shards, workers=workers)
+    merged, _ = run_alone(job, tmp_path)
+    assert torch.equal(merged.read(), torch.cat(plain_loop(job, list(range(23)), torch.stack)))
+
+
+def test_a_recurrent_net_with_the_batch_in_dimension_1(tmp_path: Path) -> None:
+    job = job_of(models.Recurrent(), models.Sequences(), shards=3, workers=2, batch_dim=1)
+    merged, _ = run_alone(job, tmp_path)
+    chunks = plain_loop(job, list(range(17)), lambda items: torch.stack(items, 1), dim=1)
+    outputs, state = merged.read()
+    assert torch.equal(outputs, torch.cat([one[0] for one in chunks], 1))
+    assert torch.equal(state, torch.cat([one[1] for one in chunks], 1))
+    sizes = [batch[0].shape for batch in merged.batches(7)]
+    assert sizes == [torch.Size([4, 7, 6]), torch.Size([4, 7, 6]), torch.Size([4, 3, 6])]
+
+
+def test_a_dict_in_and_a_model_output_out(tmp_path: Path) -> None:
+    job = job_of(models.Transformerish(), models.Tokens(), shards=4, workers=3, call="kwargs")
+    merged, _ = run_alone(job, tmp_path)
+    outputs = merged.read()
+    data = models.Tokens()
+    with torch.inference_mode():
+        expected = job.model(data.ids, (data.ids > 2).long())
+    assert type(outputs) is models.ModelOutput
+    assert list(outputs) == ["logits", "hidden_states"]
+    assert outputs.loss is None
+    assert torch.allclose(outputs.logits, expected.logits, atol=1e-6)
+    assert torch.equal(outputs.hidden_states[0], expected.hidden_states[0])
+
+
+def test_a_model_without_parameters(tmp_path: Path) -> None:
+    job = job_of(models.Doubler(), models.Rows(), shards=4, workers=4)
+    merged, _ = run_alone(job, tmp_path)
+    assert torch.equal(merged.read(), models.Rows().data * 2)
+
+
+def test_a_batch_padded_to_its_longest_is_collated_whole(tmp_path: Path) -> None:
+    job = job_of(models.Doubler(), models.Ragged(), shards=3, workers=2, scatter="batch", collate=models.pad)
+    merged, reports = run_alone(job, tmp_path)
+    data = models.Ragged()
+    batches = [models.pad([data[index] for index in part]) * 2 for part in (range(7), range(7, 11))]
+    assert [batch.tolist() for batch in merged.batches(7)] == [batch.tolist() for batch in batches]
+    seen = {one.input_size for report in reports for one in report.seen.values()}
+    assert all(size.endswith(" 4]") for size in seen), seen
+
+
+def test_loader_processes_read_the_same(tmp_path: Path) -> None:
+    loader = {"processes": 2, "prefetch": 3, "context": "fork"}
+    job = job_of(models.Linear(), models.Rows(), shards=4, workers=2, loader=loader)
+    merged, _ = run_alone(job, tmp_path)
+    assert torch.equal(merged.read(), torch.cat(plain_loop(job, list(range(100)), torch.stack)))
+
+
+class Counted:
+    """A dataset that knows what was read of it."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read.append(index)
+        return torch.zeros(5)
+
+
+def test_a_worker_reads_its_own_rows_only(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    run.child(PARTS).create()
+    data = Counted()
+    job = job_of(models.Linear(), data, batch_size=30, shards=8, workers=8)
+    run_task(job, World(7, 8), run, lambda report: None)
+    assert data.read == [28, 29, 58, 59, 88, 89]
+
+
+@pytest.mark.parametrize("loader", [{"processes": 0}, {"processes": 1}])
+def test_a_sample_that_raises_is_named(tmp_path: Path, loader: dict[str, int]) -> None:
+    job = job_of(models.Linear(), models.Breaks(), workers=2, loader=loader)
+    with pytest.raises(DataError, match="sample 7 of the dataset raised OSError: the disk has a hole"):
+        run_alone(job, tmp_path)
+
+
+def test_a_model_that_raises_is_told_by_step_and_shard(tmp_path: Path) -> None:
+    job = job_of(models.RaisesOn(12), models.Rows(), workers=2)
+    with pytest.raises(ModelError, match="ArithmeticError in step 1, shard 1: a number that I do not like"):
+        run_alone(job, tmp_path)
+
+
+def test_one_number_a_shard_cannot_be_merged(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="step 0, shard 0.*scalar"):
+        run_alone(job_of(models.ScalarMean(), models.Rows(), workers=2), tmp_path)
+
+
+def test_a_collate_that_loses_rows_is_told(tmp_path: Path) -> None:
+    job = job_of(models.Linear(), models.Rows(), collate=lambda items: torch.stack(items[1:]))
+    with pytest.raises(DataError, match="shard 0 of step 0 has 7 rows, but collate gave 6"):
+        run_alone(job, tmp_path)
+
+
+def test_the_first_of_what_is_no_pair_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="inputs: 'first' needs items that are"):
+        run_alone(job_of(models.Linear(), models.Rows(), inputs="first"), tmp_path)
+
+
+def replica_process(rank: int, job: Job, folder: str, port: int) -> None:
+    """One of several real processes in a gloo group; its model has weights of its own until DDP syncs them."""
+    torch.manual_seed(rank)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=job.max_workers)
+    try:
+        run_task(job, World(rank, job.max_workers), Storage(folder), lambda report: None)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class Unseeded(models.Linear):
+    """Weights that no seed fixes: only rank 0's may count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.seed()
+        nn.init.normal_(self.layer.weight)
+
+
+def test_several_processes_run_rank_0s_weights_and_no_empty_shard_is_waited_for(tmp_path: Path) -> None:
+    Storage(str(tmp_path)).child(PARTS).create()
+    target = {"target": "tests.test_task:Unseeded"}
+    job = job_of(target, {"target": "tests.models:Rows", "args": {"length": 32}}, batch_size=30, shards=8, workers=4)
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    processes = [context.Process(target=replica_process, args=(rank, job, str(tmp_path), port)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 4
+    run = Storage(str(tmp_path))
+    merge(run.child(PARTS), run, Order(32, 0, 0, False), 32)
+    outputs = Merged(run).read()
+    data = torch.cat([models.Rows(32).data, torch.ones(32, 1)], 1)
+    solution = torch.linalg.lstsq(data, outputs).solution
+    assert torch.allclose(data @ solution, outputs, atol=1e-5), "the rows did not go through one and the same layer"
