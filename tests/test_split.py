@@ -57,7 +57,7 @@ def test_every_position_is_in_exactly_one_shard(
 ) -> None:
     world_size = data.draw(st.integers(1, shards))
     split = Split(rows, batch_size, shards, drop_last)
-    batches = [list(batch) for batch in torch.arange(rows).split(batch_size)] if rows else []
+    batches = [list(batch) for batch in torch.split(torch.arange(rows), batch_size)] if rows else []
     if drop_last and batches and len(batches[-1]) < batch_size:
         batches.pop()
     assert split.steps == len(batches)

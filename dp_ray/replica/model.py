@@ -13,7 +13,6 @@ from dp_ray.job import Job
 from dp_ray.replica.targets import build
 from dp_ray.replica.world import World
 
-
 # The option's name since torch 2.13, and before.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFERS_IN_FORWARD: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}

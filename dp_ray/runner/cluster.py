@@ -3,20 +3,25 @@
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.state import state as ray_state
+from ray._raylet import Config
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 import dp_ray
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
 
 Resources = Mapping[str, float]
+CONNECT_SECONDS = 10.0
 
 # Told to Ray Train in the driver's environment, from where it carries them to its own processes.
 TRAIN_ENVIRONMENT = {
@@ -25,6 +30,8 @@ TRAIN_ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a user's relative paths keep their meaning
     "RAY_TRAIN_METRICS_ENABLED": "0",
 }
+# One more process to start for each job, to tell of a node that will be taken away; alone, it has no heir.
+ONE_NODE_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
 
 @contextmanager
@@ -51,14 +58,38 @@ def _start(job: Job, address: str | None, verbose: bool) -> None:
     quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     try:
         if address:
-            # Ray sends the user's token to an address given by name only if told so; without it, it is refused.
-            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+            _authenticate(address)
             ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
         else:
             # "local" also keeps Ray from trying the address that a driver which died has left behind.
             ray.init("local", num_cpus=_logical_cpus(job), include_dashboard=False, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"no Ray answers at {address or 'local'}: {error}") from error
+
+
+def wants_token(address: str) -> bool:
+    """Whether the Ray at HOST:PORT takes only those who show its token.
+
+    Raises ConnectionError where none answers within CONNECT_SECONDS: Ray itself asks a dead address for minutes.
+    """
+    with grpc.insecure_channel(address) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=CONNECT_SECONDS)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                return True
+            raise ConnectionError(f"{error.code().name.lower()}, {error.details()}") from None
+    return False
+
+
+def _authenticate(address: str) -> None:
+    """Show the user's token to a Ray that wants it: Ray does so by itself only at an address that it found."""
+    is_host_and_port = re.fullmatch(r"\S+:\d+", address) and "://" not in address
+    if not is_host_and_port or "RAY_AUTH_MODE" in os.environ or "RAY_USE_TLS" in os.environ:
+        return
+    if wants_token(address) and not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+        raise ConnectionError("it wants its token, put that into ~/.ray/auth_token or RAY_AUTH_TOKEN")
 
 
 @contextmanager
@@ -69,14 +100,17 @@ def _environment_kept() -> Iterator[None]:
         yield
     finally:
         for key in os.environ.keys() - before.keys():
-            if key.startswith("RAY_"):
+            if key.startswith("RAY_") or key == "PYTHONBREAKPOINT":
                 del os.environ[key]
+        Config.initialize("")  # Ray has read the variables once and would go by what they were
 
 
 @contextmanager
 def train_environment() -> Iterator[None]:
-    """TRAIN_ENVIRONMENT in os.environ, where the user has not set another value, for as long as the block lasts."""
-    added = {key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}
+    """What Ray Train shall know, in os.environ where the user has not set it, for as long as the block lasts."""
+    one_node = len([node for node in ray.nodes() if node["Alive"]]) == 1
+    wanted = TRAIN_ENVIRONMENT | (ONE_NODE_ENVIRONMENT if one_node else {})
+    added = {key: value for key, value in wanted.items() if key not in os.environ}
     os.environ.update(added)
     try:
         yield

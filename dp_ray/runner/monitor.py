@@ -1,7 +1,7 @@
 """The driver's side of the channel: orders the shape reports, shows progress, remembers the first error."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -69,11 +69,9 @@ class Monitor:
         self.attempts.append(Attempt(hellos))
         self._current = hello.attempt
         worlds = [one.world for one in hellos]
-        nodes = len({world.node for world in worlds})
-        self._console.say(
-            f"{self._job.run_name}: {len(worlds)} workers on {nodes} node{'s' * (nodes > 1)}"
-            f" ({', '.join(sorted({str(world.device) for world in worlds}))})"
-        )
+        where = f"{_count(worlds, 'worker')} on {_count({world.node for world in worlds}, 'node')}"
+        devices = ", ".join(sorted({str(world.device) for world in worlds}))
+        self._console.say(f"{self._job.run_name}: {where} ({devices})")
         self._collector.begin(worlds)
         self._progress.start(worlds)
         for shapes in self._early.pop(hello.attempt, []):
@@ -106,6 +104,10 @@ class Monitor:
             seen = collector.seen[number]
             self._decoded[number] = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
         return self._decoded[number]
+
+
+def _count(things: Sized, noun: str) -> str:
+    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
 
 
 def error_of(failed: Failed) -> errors.Error:

@@ -1,0 +1,118 @@
+"""What fits into a cluster, and how it is found; the arithmetic without Ray, placement on made-up GPUs."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.cluster_utils import Cluster as SeveralNodes
+
+import dp_ray
+from dp_ray.errors import ClusterError
+from dp_ray.runner.cluster import in_ray_job, room_for, wants_token
+from dp_ray.runner.network import interface_of
+from tests.conftest import ROOT, Cluster, free_port
+
+
+@pytest.mark.parametrize(
+    ("each", "nodes", "placement", "room"),
+    [
+        ({"CPU": 1}, [{"CPU": 4}, {"CPU": 3}], "PACK", 7),
+        ({"CPU": 2}, [{"CPU": 3}, {"CPU": 3}], "PACK", 2),
+        ({"CPU": 1, "GPU": 1}, [{"CPU": 8, "GPU": 2}, {"CPU": 8}], "PACK", 2),
+        ({"GPU": 2}, [{"GPU": 1}, {"GPU": 1}], "PACK", 0),
+        ({"GPU": 0.5}, [{"GPU": 1}, {"GPU": 1}], "SPREAD", 4),
+        ({"CPU": 1}, [{"CPU": 4}, {"CPU": 3}], "STRICT_PACK", 4),
+        ({"CPU": 1}, [{"CPU": 4}, {"CPU": 3}, {"CPU": 0.5}], "STRICT_SPREAD", 2),
+        ({"CPU": 0.1}, [{"CPU": 1}], "PACK", 10),
+        ({"CPU": 1}, [], "PACK", 0),
+    ],
+)
+def test_room_is_counted_node_by_node(
+    each: dict[str, float], nodes: list[dict[str, float]], placement: str, room: int
+) -> None:
+    assert room_for(each, nodes, placement) == room
+
+
+def test_only_nodes_of_the_accelerator_type_count() -> None:
+    nodes = [{"GPU": 4.0, "accelerator_type:H100": 1.0}, {"GPU": 4.0, "accelerator_type:A100": 1.0}]
+    assert room_for({"GPU": 1}, nodes, "PACK", "H100") == 4
+    assert room_for({"GPU": 1}, nodes, "PACK", "V100") == 0
+
+
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))
+def test_room_is_never_more_than_a_greedy_packing_finds(cpus: list[int], need: int) -> None:
+    packed = 0
+    for node in cpus:
+        while node >= need:
+            node -= need
+            packed += 1
+    assert room_for({"CPU": need}, [{"CPU": float(node)} for node in cpus]) == packed
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    loopback = interface_of("127.0.0.1")
+    assert loopback is not None
+    assert any(one.address == "127.0.0.1" for one in psutil.net_if_addrs()[loopback])
+    assert interface_of("203.0.113.77") is None
+
+
+def test_an_address_where_nothing_listens_is_an_error_at_once() -> None:
+    with pytest.raises(ConnectionError, match="unavailable"):
+        wants_token(f"127.0.0.1:{free_port()}")
+
+
+@pytest.mark.ray
+def test_a_cluster_tells_whether_it_wants_a_token(cluster: Cluster, made_up_gpus: str) -> None:
+    assert not wants_token(made_up_gpus)
+    if (Path.home() / ".ray" / "auth_token").exists():
+        assert wants_token(cluster.address)
+
+
+def test_in_ray_job_is_told_by_rays_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not in_ray_job()
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert in_ray_job()
+
+
+@pytest.fixture
+def made_up_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Three nodes on this machine, two of them with two GPUs that nobody built; without a token."""
+    before = dict(os.environ)
+    head = {"num_cpus": 1, "include_dashboard": False, "dashboard_agent_listen_port": free_port()}
+    cluster: Any = SeveralNodes(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        cluster.add_node(num_cpus=4, num_gpus=2, dashboard_agent_listen_port=free_port())
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
+    for key in set(os.environ) - set(before):
+        del os.environ[key]
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
+    keys: dict[str, Any] = {"gpus_per_worker": 1, "devices": ["cpu"], "storage": str(tmp_path)}
+    result = dp_ray.run("jobs/tutorial.yaml", workers=4, address=made_up_gpus, name="four", **keys)
+    assert sorted(tuple(worker["gpu_ids"]) for worker in result.workers) == [("0",), ("0",), ("1",), ("1",)]
+    with pytest.raises(ClusterError, match=r"5 workers need 5 CPU, 5 GPU .*3 nodes has 9 CPU, 4 GPU, room for 4"):
+        dp_ray.run("jobs/tutorial.yaml", workers=5, address=made_up_gpus, name="five", **keys)
+    with pytest.raises(ClusterError, match=r"2 workers need 2 CPU, 6 GPU .* room for 0 workers"):
+        keys["gpus_per_worker"] = 3
+        dp_ray.run("jobs/tutorial.yaml", workers=2, address=made_up_gpus, name="three", **keys)
+
+
+def test_the_cluster_file_is_one_that_ray_takes() -> None:
+    """`ray up` checks a cluster file against its own schema before it does anything."""
+    code = "import yaml, sys; from ray.autoscaler._private.util import prepare_config, validate_config\n"
+    code += "validate_config(prepare_config(yaml.safe_load(open('cluster.yaml'))))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
