@@ -86,8 +86,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command += [f"--port={port}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
     command += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
     command += ["--disable-usage-stats"]
+    # As from an activated environment: a job's `python` is this one.
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     log = (tmp_path_factory.mktemp("ray") / "ray.log").open("wb")
-    with log, subprocess.Popen(command, stdout=log, stderr=log, cwd="/") as process:
+    with log, subprocess.Popen(command, stdout=log, stderr=log, cwd="/", env=environment) as process:
         try:
             wait_for_port(dashboard, process)
             yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")

@@ -1,9 +1,11 @@
 """Submit a command as a Ray job and follow it to its end."""
 
 import asyncio
+import logging
 import sys
 from typing import Any
 
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from dp_ray.errors import ClusterError
@@ -15,6 +17,8 @@ def submit_and_follow(address: str, entrypoint: str) -> int:
 
     Raises ClusterError where no dashboard answers.
     """
+    logging.getLogger("ray").setLevel("ERROR")
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         client = JobSubmissionClient(address)
         submission = client.submit_job(entrypoint=entrypoint, runtime_env=code_to_ship())

@@ -1,0 +1,338 @@
+"""Whole runs on Ray: the tutorial's counts, the ways to launch, and what a user sees when something is wrong."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import dp_ray
+from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
+from tests import models
+from tests.conftest import ROOT, Cluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+Run = Callable[..., dp_ray.Result]
+
+
+@pytest.fixture
+def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
+    """dp_ray.run on the session's cluster, into a folder of the test's own."""
+
+    def on_cluster(job: str | None = None, **keys: Any) -> dp_ray.Result:
+        return dp_ray.run(job, **{"address": cluster.address, "storage": str(tmp_path), "name": "run", **keys})
+
+    return on_cluster
+
+
+def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The program, as a user starts it in the project's folder."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    line = [sys.executable, "-m", "dp_ray", *args]
+    return subprocess.run(line, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, timeout=240)
+
+
+def tutorial_outputs() -> torch.Tensor:
+    """The tutorial's model over its whole dataset, in plain torch."""
+    from jobs.tutorial import Model, RandomDataset
+
+    torch.manual_seed(0)
+    model = Model(5, 2)
+    with torch.inference_mode():
+        outputs: torch.Tensor = model(RandomDataset(5, 100).data)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("workers", "full", "last"),
+    [
+        (1, [30], [10]),
+        (2, [15, 15], [5, 5]),
+        (3, [10, 10, 10], [4, 4, 2]),
+        (8, [4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
+    ],
+)
+def test_the_tutorial_prints_its_counts(
+    run: Run, capfd: pytest.CaptureFixture[str], workers: int, full: list[int], last: list[int]
+) -> None:
+    result = run("jobs/tutorial.yaml", workers=workers, shapes=True)
+    expected = []
+    for rows, shards in [(30, full)] * 3 + [(10, last)]:
+        expected += [f"\tIn Model: input size torch.Size([{n}, 5]) output size torch.Size([{n}, 2])" for n in shards]
+        expected += [f"Outside: input size torch.Size([{rows}, 5]) output_size torch.Size([{rows}, 2])"]
+    assert capfd.readouterr().out.splitlines() == expected
+    assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
+    assert result.outputs_sha256 == hashlib.sha256(result.outputs.numpy().tobytes()).hexdigest()
+    assert result.world_sizes == [workers]
+    shapes = result.shapes
+    assert [(one.step, one.rows) for one in shapes] == [
+        (step, rows) for step, shards in enumerate([full] * 3 + [last]) for rows in shards
+    ]
+    assert {one.rank for one in shapes} == set(range(workers))
+    assert all(one.milliseconds > 0 and one.device == "cpu" and one.node for one in shapes)
+    assert [batch.shape for batch in result.batches()] == [torch.Size([n, 2]) for n in (30, 30, 30, 10)]
+
+
+def test_objects_from_python_and_a_shuffled_order(run: Run) -> None:
+    data = models.Rows(101)
+    result = run(
+        model=models.Linear(), dataset=data, batch_size=7, workers=3, shards=5, shuffle=True, seed=9, inputs="all"
+    )
+    from dp_ray.plan.order import Order
+
+    torch.manual_seed(0)
+    order = Order(101, 9, 0).indices(0, 101)
+    table = result.outputs
+    assert table.shape == (101, 2)
+    # Each row is that of the order's sample: the same linear map takes the ordered inputs to the outputs.
+    inputs = torch.cat([data.data[torch.from_numpy(order)], torch.ones(101, 1)], 1)
+    solution = torch.linalg.lstsq(inputs, table).solution
+    assert torch.allclose(inputs @ solution, table, atol=1e-5)
+    loaded = dp_ray.load(result.run_dir)
+    assert loaded == result
+    assert torch.equal(loaded.outputs, table)
+
+
+def test_a_users_print_comes_once_with_its_rank(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    run(model=models.Talks(), dataset=models.Rows(20), batch_size=10, workers=2)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert (
+        sorted(captured.err.splitlines()) == ["[rank 0] forward of 5 rows"] * 2 + ["[rank 1] forward of 5 rows"] * 2
+    )
+
+
+def test_env_reaches_the_workers_and_is_not_kept(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    dataset = {"target": "tests.test_run:SaysSecret"}
+    result = run(model="tests.models:Linear", dataset=dataset, batch_size=10, workers=1, env={"DP_SECRET": "hush"})
+    assert "[rank 0] the secret has 4 letters" in capfd.readouterr().err
+    kept = "".join(path.read_text() for path in Path(result.run_dir).glob("*.json"))
+    assert "hush" not in kept
+
+
+class SaysSecret(models.Rows):
+    """Tells how long DP_SECRET is."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        if "DP_SECRET" in os.environ:
+            print(f"the secret has {len(os.environ['DP_SECRET'])} letters")
+
+
+def test_three_ways_to_launch_give_the_same_outputs(cluster: Cluster, tmp_path: Path) -> None:
+    flags = ["jobs/digits_predict.yaml", "--workers", "2", "--json"]
+    embedded = command("run", *flags, "--storage", str(tmp_path / "embedded"))
+    started = command("run", *flags, "--storage", str(tmp_path / "started"), RAY_ADDRESS=cluster.address)
+    submitted = command(
+        "submit",
+        *flags,
+        "--storage",
+        str(tmp_path / "submitted"),
+        "--address",
+        cluster.dashboard,
+        RAY_AUTH_MODE="token",
+    )
+    results = []
+    for done in (embedded, started, submitted):
+        assert done.returncode == 0, done.stdout + done.stderr
+        results.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    assert len({result["outputs_sha256"] for result in results}) == 1
+    assert all(result["rows"] == 1797 and result["status"] == "done" for result in results)
+
+
+def test_ray_job_submit_runs_the_program(cluster: Cluster, tmp_path: Path) -> None:
+    line = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--working-dir", ".", "--"]
+    line += ["python", "-m", "dp_ray", "run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--json"]
+    environment = {**os.environ, "RAY_API_SERVER_ADDRESS": cluster.dashboard, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"status": "done"' in done.stdout
+    assert torch.allclose(dp_ray.load(tmp_path / "tutorial").outputs, tutorial_outputs(), atol=1e-6)
+
+
+def test_a_sample_that_raises_ends_the_job_with_its_rank_and_traceback(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rank 0 on .*sample 7 of the dataset raised OSError") as caught:
+        run(model=models.Linear(), dataset=models.Breaks(), batch_size=30, workers=2)
+    assert "the disk has a hole" in "".join(caught.value.__notes__)
+    left = dp_ray.load(tmp_path / "run")
+    assert (left.status, left.outputs_path, left.restarts) == ("failed", None, 0)
+    with pytest.raises(StorageError, match="has no merged outputs"):
+        left.outputs  # noqa: B018
+
+
+def test_a_model_that_raises_on_one_rank_is_told_once(run: Run) -> None:
+    with pytest.raises(
+        ModelError, match=r"rank 1 on .*ArithmeticError in step 0, shard 1: a number that I"
+    ) as caught:
+        run(model=models.RaisesOn(20), dataset=models.Rows(), batch_size=30, workers=2)
+    assert len(caught.value.__notes__) == 1
+
+
+def test_more_workers_than_the_cluster_can_ever_hold_fail_at_once(run: Run) -> None:
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match=r"9 workers need 9 CPU .*has 8 CPU, room for 8 workers"):
+        run("jobs/tutorial.yaml", workers=9)
+    with pytest.raises(ClusterError, match=r"2 workers need 2 CPU, 8 GPU .*has 8 CPU, 0 GPU, room for 0 workers"):
+        run("jobs/tutorial.yaml", workers=2, gpus_per_worker=4, overwrite=True)
+    assert time.monotonic() - started < 30, "it must not wait for what cannot come"
+
+
+def test_storage_that_the_workers_do_not_share_is_found_out(run: Run) -> None:
+    with pytest.raises(StorageError, match=r"storage is not shared by all nodes: rank \d on .* cannot see") as caught:
+        run("jobs/tutorial.yaml", storage="mock://memory/runs")
+    assert "set storage to a folder that every node mounts" in str(caught.value)
+
+
+class Slow(models.Rows):
+    """Takes a while, so that something can happen."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+@pytest.fixture
+def killer() -> Iterator[Callable[[Path], threading.Thread]]:
+    """Kills one worker of a run, once it has read some rows."""
+    threads = []
+
+    def kill_a_worker_of(folder: Path) -> threading.Thread:
+        def kill() -> None:
+            until = time.monotonic() + 120
+            while time.monotonic() < until:
+                pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+                if pids:
+                    time.sleep(1)
+                    os.kill(pids[0], signal.SIGKILL)
+                    return
+                time.sleep(0.1)
+
+        threads.append(threading.Thread(target=kill))
+        threads[-1].start()
+        return threads[-1]
+
+    yield kill_a_worker_of
+    for thread in threads:
+        thread.join()
+
+
+class Marked(Slow):
+    """Leaves the process id of the first worker that opens it in `folder`."""
+
+    def __init__(self, folder: str, length: int = 200) -> None:
+        super().__init__(length)
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0 and not list(Path(self.folder).glob("*.pid")):
+            (Path(self.folder) / "worker.pid").write_text(str(os.getpid()))
+        return super().__getitem__(index)
+
+
+def test_a_killed_worker_costs_time_and_no_row(
+    run: Run, tmp_path: Path, killer: Callable[[Path], threading.Thread]
+) -> None:
+    killer(tmp_path)
+    result = run(
+        model="tests.models:Linear",
+        dataset={"target": "tests.test_run:Marked", "args": {"folder": str(tmp_path)}},
+        batch_size=10,
+        workers=2,
+    )
+    assert (result.restarts, result.world_sizes) == (1, [2, 2])
+    torch.manual_seed(0)
+    model = models.Linear()
+    with torch.inference_mode():
+        assert torch.allclose(result.outputs, model(models.Rows(200).data), atol=1e-6)
+    assert [(one.step, one.shard) for one in result.shapes] == [
+        (step, shard) for step in range(20) for shard in (0, 1)
+    ]
+
+
+def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
+    run: Run, tmp_path: Path, killer: Callable[[Path], threading.Thread]
+) -> None:
+    killer(tmp_path)
+    with pytest.raises(WorkerError, match=r"workers were lost, more often than retries allows: rank \d"):
+        run(
+            model="tests.models:Linear",
+            dataset={"target": "tests.test_run:Marked", "args": {"folder": str(tmp_path)}},
+            batch_size=10,
+            workers=2,
+            retries=0,
+        )
+
+
+def test_a_stale_address_of_a_dead_ray_costs_no_time(tmp_path: Path, in_project: Path) -> None:
+    """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""
+    done = command("run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    stale = Path("/tmp/ray/ray_current_cluster")
+    before = stale.read_text() if stale.exists() else None
+    stale.write_text("127.0.0.1:1")
+    try:
+        again = command("run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--json", "--overwrite")
+    finally:
+        stale.write_text(before) if before is not None else stale.unlink()
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["seconds"] < result["seconds"] + 30
+
+
+def test_an_address_where_no_ray_answers(tmp_path: Path) -> None:
+    done = command("run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--address", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert "error: no Ray answers at 127.0.0.1:1" in done.stderr
+
+
+def test_ctrl_c_ends_the_run_with_130(cluster: Cluster, tmp_path: Path) -> None:
+    job = tmp_path / "slow.yaml"
+    args = f"{{folder: '{tmp_path}', length: 3000}}"
+    job.write_text(
+        f"{{model: 'tests.models:Linear', dataset: {{target: 'tests.test_run:Marked', args: {args}}}, "
+        f"batch_size: 10, workers: 2, storage: '{tmp_path}'}}"
+    )
+    line = [sys.executable, "-m", "dp_ray", "run", str(job), "--address", cluster.address]
+    with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 120
+        while not (tmp_path / "worker.pid").exists() and time.monotonic() < until:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "interrupted" in errors
+    assert dp_ray.load(tmp_path / "slow").status == "interrupted"
+
+
+def test_a_callers_own_ray_is_used_and_left_alone(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
+    before = dict(os.environ)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env={"working_dir": str(ROOT)})
+    try:
+        result = dp_ray.run("jobs/tutorial.yaml", storage=str(tmp_path))
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+    assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
+
+
+def test_a_run_of_the_same_name_is_not_lost(run: Run) -> None:
+    first = run("jobs/tutorial.yaml", workers=1)
+    with pytest.raises(JobError, match="holds this run, finished; give it another --name"):
+        run("jobs/tutorial.yaml", workers=1)
+    with pytest.raises(JobError, match="holds a run of a different job"):
+        run("jobs/tutorial.yaml", workers=1, batch_size=20)
+    assert dp_ray.load(first.run_dir) == first
