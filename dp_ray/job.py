@@ -153,6 +153,11 @@ class Job(Strict):
         assert self.name is not None, "Job.make names every job"
         return self.name
 
+    @property
+    def is_all_targets(self) -> bool:
+        """Whether its keys alone tell the job from any other: objects from Python cannot be compared."""
+        return all(value is None or isinstance(value, Target) for value in (self.model, self.dataset, self.collate))
+
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
         """The job that these keys and values describe; JobError lists every one that is wrong."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
@@ -106,18 +107,24 @@ def check_targets(job: Job) -> Split:
 
 @contextmanager
 def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options: Options) -> Iterator[Monitor]:
+    """A monitor whose shape reports are a whole file when the block ends, also by an error."""
+    error: BaseException | None = None
     with claimed.storage.writing(SHAPES) as stream:
         monitor = Monitor(job, split, ReportFile(stream), console, options.shapes)
         try:
             with console.live():
                 yield monitor
-        finally:
-            monitor.close()
+        except BaseException as raised:
+            error = raised
+        monitor.close()
+    if error is not None:
+        raise error
 
 
 def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
     """`workers: 0`: the whole task in this process, where a debugger can step into it."""
-    world = World()
+    wants_gpu = torch.cuda.is_available() and job.gpus_per_worker != 0
+    world = World(device=torch.device(job.devices[0] if job.devices else "cuda" if wants_gpu else "cpu"))
     monitor.take(Hello("here", world, os.getpid(), ()))
 
     def send(report: Any) -> None:

@@ -74,11 +74,13 @@ def _check_may_carry_on(job: Job, storage: Storage) -> bool:
         raise JobError(f"{storage} holds a run of a different job; {advice}")
     if storage.exists(RESULT) and json.loads(storage.read_text(RESULT)).get("status") == "done":
         raise JobError(f"{storage} holds this run, finished; {advice}")
+    if not job.is_all_targets:
+        raise JobError(f"{storage} holds a run of objects from Python, which cannot be told from these; {advice}")
     return True
 
 
 def _check_is_run(storage: Storage) -> None:
-    if storage.names() and not storage.exists(RUN):
+    if not storage.is_empty() and not storage.exists(RUN):
         raise JobError(f"{storage} holds files that are no run; choose another --name or --storage")
 
 

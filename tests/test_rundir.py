@@ -1,0 +1,102 @@
+"""The run directory: claimed once, carried on only by the same job, seen by every worker or not used at all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dp_ray.errors import JobError, StorageError
+from dp_ray.job import Job
+from dp_ray.results.storage import Storage
+from dp_ray.runner.rundir import base_storage, check_shared, claim
+
+
+def job_of(**keys: Any) -> Job:
+    values = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30, **keys}
+    return Job.make(values, "job")
+
+
+def finish(folder: Path, status: str) -> None:
+    (folder / "job" / "result.json").write_text(json.dumps({"status": status}))
+
+
+def test_a_new_run_is_claimed(tmp_path: Path) -> None:
+    claimed = claim(job_of(), Storage(str(tmp_path)))
+    assert not claimed.carried_on
+    check_shared(claimed.storage, claimed.token, "rank 0")
+
+
+@pytest.mark.parametrize("status", [None, "failed", "interrupted"])
+def test_an_unfinished_run_of_the_same_job_is_carried_on(tmp_path: Path, status: str | None) -> None:
+    first = claim(job_of(shards=8, workers=2), Storage(str(tmp_path)))
+    (tmp_path / "job" / "parts" / "kept").write_text("x")
+    if status:
+        finish(tmp_path, status)
+    second = claim(job_of(shards=8, workers=3, retries=0), Storage(str(tmp_path)))
+    assert second.carried_on
+    assert second.token != first.token
+    assert (tmp_path / "job" / "parts" / "kept").exists()
+    with pytest.raises(StorageError, match="rank 1 sees another run's"):
+        check_shared(first.storage, first.token, "rank 1")
+
+
+def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    claim(job_of(), Storage(str(tmp_path)))
+    finish(tmp_path, "done")
+    with pytest.raises(JobError, match="finished; give it another --name, or replace it with --overwrite"):
+        claim(job_of(), Storage(str(tmp_path)))
+    assert not claim(job_of(), Storage(str(tmp_path)), overwrite=True).carried_on
+    assert not (tmp_path / "job" / "result.json").exists()
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 31}, {"seed": 2}, {"shards": 4}, {"inputs": "first"}])
+def test_a_run_of_a_different_job_is_left_alone(tmp_path: Path, change: dict[str, Any]) -> None:
+    claim(job_of(), Storage(str(tmp_path)))
+    with pytest.raises(JobError, match="holds a run of a different job"):
+        claim(job_of(**change), Storage(str(tmp_path)))
+
+
+def test_objects_from_python_are_never_taken_for_one_another(tmp_path: Path) -> None:
+    claim(job_of(dataset=[1, 2]), Storage(str(tmp_path)))
+    with pytest.raises(JobError, match="objects from Python, which cannot be told from these"):
+        claim(job_of(dataset=[3, 4]), Storage(str(tmp_path)))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path, overwrite: bool) -> None:
+    thesis = tmp_path / "job" / "in a folder" / "thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("years of work")
+    with pytest.raises(JobError, match="holds files that are no run"):
+        claim(job_of(), Storage(str(tmp_path)), overwrite)
+    assert thesis.read_text() == "years of work"
+
+
+def test_a_damaged_claim_is_told(tmp_path: Path) -> None:
+    claim(job_of(), Storage(str(tmp_path)))
+    (tmp_path / "job" / "run.json").write_text("{")
+    with pytest.raises(StorageError, match=r"run\.json: is damaged"):
+        claim(job_of(), Storage(str(tmp_path)))
+
+
+def test_what_a_worker_cannot_see_is_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="set storage to a folder that every node mounts, or to a URL"):
+        check_shared(Storage(str(tmp_path)), "token", "rank 3 on 10.0.0.7")
+
+
+def test_secrets_are_not_kept(tmp_path: Path) -> None:
+    claim(job_of(env={"TOKEN": "hush"}), Storage(str(tmp_path)))
+    assert "hush" not in (tmp_path / "job" / "run.json").read_text()
+
+
+def test_relative_storage_in_a_shipped_folder_is_under_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert base_storage(job_of()).path == f"{tmp_path}/runs"
+    shipped = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    shipped.mkdir(parents=True)
+    monkeypatch.chdir(shipped)
+    assert base_storage(job_of()).path == f"{Path.home()}/runs"
+    assert base_storage(job_of(storage=f"{tmp_path}/x")).path == f"{tmp_path}/x"
