@@ -24,7 +24,7 @@ class Done:
         self._steps: dict[int, list[tuple[int, int]]] = {}
         for done in sorted(ranges):
             for shard in range(done.first_shard, done.end_shard):
-                self._steps.setdefault(shard, []).append((done.first_step, done.end_step))
+                _join(self._steps.setdefault(shard, []), done.first_step, done.end_step)
 
     def __contains__(self, piece: Shard) -> bool:
         spans = self._steps.get(piece.shard)
@@ -32,6 +32,13 @@ class Done:
             return False
         before = bisect_right(spans, (piece.step, float("inf"))) - 1
         return before >= 0 and piece.step < spans[before][1]
+
+
+def _join(spans: list[tuple[int, int]], first: int, end: int) -> None:
+    """Append a span to ordered ones, or lengthen the last: a later attempt's part spans what earlier ones hold."""
+    if spans and first <= spans[-1][1]:
+        first, end = spans[-1][0], max(end, spans.pop()[1])
+    spans.append((first, end))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Between a model's outputs and Arrow columns: one column for each tensor, one row for each sample.
 
-A tensor of at least two dimensions is a fixed-shape tensor column; where rows differ in shape, it is a
-struct of `data` and `shape`. Floats that Arrow lacks (bfloat16, float8) are kept as float32, which holds them
+A tensor of at least two dimensions is a fixed-shape tensor column; where rows differ in shape or are empty,
+it is a struct of `data` and `shape`. Floats that Arrow lacks (bfloat16, float8) are kept as float32, which holds them
 exactly, and complex numbers as pairs; the schema's metadata says what each column was.
 """
 
@@ -43,10 +43,15 @@ class Column:
         return self.torch_dtype.is_complex
 
     @property
+    def is_struct(self) -> bool:
+        """Whether rows are kept with their shapes: they differ, or hold no number, and Arrow has no such tensors."""
+        return self.shape is None or 0 in self.shape
+
+    @property
     def arrow_type(self) -> pa.DataType:
         """The column's type: plain for single numbers, else a tensor."""
         value = pa.from_numpy_dtype(_to_numpy(torch.empty(0, dtype=self.torch_dtype)).dtype)
-        if self.shape is None:
+        if self.shape is None or self.is_struct:
             return pa.struct([("data", pa.large_list(value)), ("shape", pa.list_(pa.int64()))])
         shape = [*self.shape, 2] if self.is_complex else [*self.shape]
         return pa.fixed_shape_tensor(value, shape) if shape else value
@@ -110,8 +115,8 @@ def rows_of(outputs: Any, rows: int, batch_dim: int) -> tuple[Layout, Rows]:
     leaves, spec = flatten(gather([outputs], [rows], batch_dim))
     if not leaves:
         raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}")
-    tensors = [_rows_first(leaf, batch_dim) for leaf in leaves]
     names = _column_names(spec.paths)
+    tensors = [_rows_first(name, leaf, batch_dim) for name, leaf in zip(names, leaves, strict=True)]
     columns = [
         Column(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray))
         for name, tensor, leaf in zip(names, tensors, leaves, strict=True)
@@ -121,7 +126,7 @@ def rows_of(outputs: Any, rows: int, batch_dim: int) -> tuple[Layout, Rows]:
 
 def to_arrow(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
     """The rows of all `pieces`, in order, as one Arrow array of the column's type."""
-    if column.shape is None:
+    if column.is_struct:
         return _variable(column, pieces)
     values = _to_numpy(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
     flat = pa.array(values.reshape(-1))
@@ -136,6 +141,8 @@ def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Ten
     """The inverse of `to_arrow`: rows in dimension 0, or a list of one tensor a row where their shapes differ."""
     if column.shape is None:
         return [_row_of(column, row["data"], row["shape"]) for row in array]
+    if column.is_struct:
+        return torch.empty(len(array), *column.shape, dtype=column.torch_dtype)
     flat = array.storage.flatten() if isinstance(array, pa.ExtensionArray) else array
     return _to_torch(column, flat.to_numpy(zero_copy_only=False)).reshape(len(array), *column.shape)
 
@@ -154,13 +161,24 @@ def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]])
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in C order, whatever its dtype."""
+    if not tensor.numel():
+        return memoryview(b"")  # one of numpy's has strides that torch cannot view
     flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
-def _rows_first(leaf: Any, batch_dim: int) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(leaf)) if isinstance(leaf, np.ndarray) else leaf.detach()
-    return tensor.movedim(rows_dim(tensor, batch_dim), 0).cpu()
+def _rows_first(name: str, leaf: Any, batch_dim: int) -> torch.Tensor:
+    """A copy: the model may write over what it returned, and a view would hold all that it is a view of."""
+    tensor = _from_numpy(name, leaf) if isinstance(leaf, np.ndarray) else leaf.detach()
+    rows_first = tensor.movedim(rows_dim(tensor, batch_dim), 0)
+    return rows_first.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _from_numpy(name: str, leaf: Any) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(leaf, order="C"))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"output {name!r} is an array of {leaf.dtype}, which cannot be kept: {error}") from None
 
 
 def _column_names(paths: Sequence[str]) -> list[str]:
@@ -200,6 +218,8 @@ def _to_torch(column: Column, values: Any) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     if column.is_complex:
         return torch.view_as_complex(tensor.reshape(-1, 2)).to(column.torch_dtype)
+    if column.torch_dtype == torch.bfloat16:
+        return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # `to` makes every NaN the same
     return tensor.to(column.torch_dtype)
 
 

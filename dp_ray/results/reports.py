@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one worker sends: runs, the sizes that they refer to by number, and the last step it is through."""
+    """What one worker sends: runs by their first step, the sizes they refer to by number, and the last step done."""
 
     world: World
     through: int
@@ -100,10 +100,12 @@ class Recorder:
         with self._lock:
             for shard in list(self._open):
                 self._close_run(shard)
-            if not self._runs and self._through == self._sent_through:
+            through = self._through  # read once: `on_step` does not wait for the lock
+            if not self._runs and through == self._sent_through:
                 return None
-            report = Report(self._world, self._through, self._unsent, self._runs)
-            self._sent_through, self._unsent, self._runs = self._through, {}, []
+            runs = sorted(self._runs, key=lambda run: run.first_step)
+            report = Report(self._world, through, self._unsent, runs)
+            self._sent_through, self._unsent, self._runs = through, {}, []
             return report
 
     def _close_run(self, shard: int) -> None:
@@ -256,10 +258,10 @@ class ReportFile:
         self._blocks, self._rows = [], 0
 
 
-def read_reports(source: Any) -> Iterator[ShardReport]:
+def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
     """The shard reports of a file that ReportFile wrote, in the order of step and shard."""
     decoded: dict[str, Any] = {}
-    for batch in pq.ParquetFile(source).iter_batches():
+    for batch in file.iter_batches():
         for row in batch.to_pylist():
             for key in ("input_size", "output_size"):
                 text = row[key]
@@ -322,7 +324,10 @@ def _expand(taken: Sequence[tuple[int, Run]]) -> Rows:
 
 
 def _table(collector: Collector, rows: Rows) -> pa.Table:
-    worlds, seen = collector.worlds, collector.seen
+    world_numbers, world = np.unique(rows.world, return_inverse=True)
+    seen_numbers, seen = np.unique(rows.seen, return_inverse=True)
+    worlds = [collector.worlds[number] for number in world_numbers.tolist()]
+    sizes = [collector.seen[number] for number in seen_numbers.tolist()]
 
     def named(numbers: Any, names: list[str]) -> pa.DictionaryArray:
         return pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), pa.array(names, pa.string()))
@@ -330,12 +335,12 @@ def _table(collector: Collector, rows: Rows) -> pa.Table:
     columns = [
         rows.step,
         rows.shard,
-        np.array([world.rank for world in worlds], np.int32)[rows.world],
-        named(rows.world, [world.node for world in worlds]),
-        named(rows.world, [str(world.device) for world in worlds]),
-        np.array([one.rows for one in seen], np.int32)[rows.seen],
-        named(rows.seen, [one.input_size for one in seen]),
-        named(rows.seen, [one.output_size for one in seen]),
+        np.array([one.rank for one in worlds], np.int32)[world],
+        named(world, [one.node for one in worlds]),
+        named(world, [str(one.device) for one in worlds]),
+        np.array([one.rows for one in sizes], np.int32)[seen],
+        named(seen, [one.input_size for one in sizes]),
+        named(seen, [one.output_size for one in sizes]),
         rows.milliseconds,
     ]
     return pa.table([pa.array(column) for column in columns], schema=ReportFile.SCHEMA)

@@ -10,6 +10,7 @@ from typing import Any
 
 from dp_ray.errors import StorageError
 from dp_ray.results.outputs import MERGED, Merged
+from dp_ray.results.parts import reading
 from dp_ray.results.reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
 from dp_ray.results.storage import Storage
@@ -66,7 +67,8 @@ class Result:
 
     def iter_shapes(self) -> Iterator[ShardReport]:
         """`shapes` one by one, for runs whose reports do not fit in memory."""
-        return read_reports(self._storage().open(SHAPES))
+        with reading(self._storage(), SHAPES) as file:
+            yield from read_reports(file)
 
     def shape_lines(self) -> Iterator[str]:
         """The lines of `--shapes`, as the run printed them."""
@@ -98,8 +100,8 @@ def load(run_dir: str | Path) -> Result:
         raise StorageError(f"{run_dir}: holds no {RESULT}: not a run directory, or the run has not finished")
     try:
         values = json.loads(storage.read_text(RESULT))
-        values["outputs_path"] = f"{storage}/{MERGED}" if values.pop("outputs") else None
+        values["outputs_path"] = str(storage.child(MERGED)) if values.pop("outputs") else None
         known = {one.name for one in fields(Result)}
         return Result(**{**{key: value for key, value in values.items() if key in known}, "run_dir": str(storage)})
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{run_dir}/{RESULT}: is damaged: {error}") from None

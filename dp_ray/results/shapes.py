@@ -96,7 +96,7 @@ def shape_lines(reports: Sequence[tuple[Any, Any]], batch_dim: int) -> Iterator[
 
 
 def encode_sizes(tree: Any) -> str:
-    """Sizes as JSON: a tensor's as a list of numbers, a tuple's or list's under "0", "1", ..."""
+    """Sizes as JSON: a tensor's as a list of numbers, those of a tuple or list as a list of what it holds."""
     return json.dumps(_plain(sizes(tree)))
 
 
@@ -113,18 +113,17 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
-        return {str(number): _plain(item) for number, item in enumerate(value)}
+        return [_plain(item) for item in value] or {}  # an empty list is a scalar's size
     return value
 
 
 def _sized(value: Any) -> Any:
-    if isinstance(value, list):
-        return torch.Size(value)
-    if not isinstance(value, dict):
+    if isinstance(value, dict):
+        return {key: _sized(item) for key, item in value.items()}
+    if not isinstance(value, list):
         return value
-    items = {key: _sized(item) for key, item in value.items()}
-    is_sequence = bool(items) and list(items) == [str(number) for number in range(len(items))]
-    return tuple(items.values()) if is_sequence else items
+    is_size = all(isinstance(item, int) for item in value)
+    return torch.Size(value) if is_size else tuple(_sized(item) for item in value)
 
 
 def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,9 @@
 """A folder on a local disk, a shared one, or an object store, through pyarrow's file systems."""
 
+import copy
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from dp_ray.errors import StorageError
+
+TEMPORARY = ".tmp-"
 
 
 class Storage:
@@ -22,13 +25,24 @@ class Storage:
         except (OSError, ValueError, NotImplementedError) as error:
             raise StorageError(f"storage {location!r}: is no folder and no URL like s3://...: {error}") from None
 
-        self.location = self.path if isinstance(self.fs, pafs.LocalFileSystem) else location.rstrip("/")
+        is_local = isinstance(self.fs, pafs.LocalFileSystem)
+        base, mark, query = (self.path, "", "") if is_local else location.partition("?")
+        self._base, self._query = base, mark + query  # a URL's options stand behind its path
+
+    @property
+    def location(self) -> str:
+        """The folder's absolute path, or its URL."""
+        return self._base + self._query
 
     def __str__(self) -> str:
         return self.location
 
     def child(self, name: str) -> "Storage":
-        return Storage(f"{self.location}/{name}")
+        """A folder in this one, on the same connection."""
+        child = copy.copy(self)
+        child.path = self.file(name)
+        child._base = f"{self._base.rstrip('/')}/{name}"
+        return child
 
     def create(self) -> None:
         with self._named("cannot be made"):
@@ -36,21 +50,28 @@ class Storage:
 
     def remove(self) -> None:
         """Remove the folder and all that is in it, if it is there."""
-        if self.fs.get_file_info(self.path).type == pafs.FileType.Directory:
-            self.fs.delete_dir(self.path)
+        with self._named("cannot be removed"):
+            if self.fs.get_file_info(self.path).type == pafs.FileType.Directory:
+                self.fs.delete_dir(self.path)
+
+    def is_empty(self) -> bool:
+        """Whether the folder is not there, or holds neither file nor folder."""
+        return not self.fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True))
 
     def names(self) -> list[str]:
         """The names of the files in the folder, sorted; unfinished ones are left out."""
         selector = pafs.FileSelector(self.path, allow_not_found=True)
-        files = [info for info in self.fs.get_file_info(selector) if info.is_file]
-        return sorted(info.base_name for info in files if not info.base_name.startswith(".tmp-"))
+        with self._named("cannot be listed"):
+            files = [info for info in self.fs.get_file_info(selector) if info.is_file]
+        return sorted(info.base_name for info in files if not info.base_name.startswith(TEMPORARY))
 
     def exists(self, name: str) -> bool:
-        return bool(self.fs.get_file_info(f"{self.path}/{name}").is_file)
+        with self._named(f"cannot look for {name}"):
+            return bool(self.fs.get_file_info(self.file(name)).is_file)
 
     def file(self, name: str) -> str:
         """The file's path on `fs`."""
-        return f"{self.path}/{name}"
+        return f"{self.path.rstrip('/')}/{name}"
 
     def read_text(self, name: str) -> str:
         with self._named(f"cannot read {name}"), self.fs.open_input_stream(self.file(name)) as stream:
@@ -65,16 +86,15 @@ class Storage:
             return self.fs.open_input_file(self.file(name))
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
+    def writing(self, name: str) -> Iterator["Unfinished"]:
         """A stream whose bytes become the file `name` when the block ends without an error."""
         unfinished = Unfinished(self, name)
         try:
-            with unfinished.stream:
-                yield unfinished.stream
+            yield unfinished
+            unfinished.commit()
         except BaseException:
             unfinished.discard()
             raise
-        unfinished.commit()
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -85,21 +105,46 @@ class Storage:
 
 
 class Unfinished:
-    """A file being written under a temporary name."""
+    """A file being written under a temporary name: a stream whose errors name the file."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self.storage = storage
         self.name = name
-        self._temporary = f".tmp-{uuid.uuid4().hex}-{name}"
-        with storage._named(f"cannot write {name}"):
-            self.stream = storage.fs.open_output_stream(storage.file(self._temporary))
+        self._temporary = storage.file(f"{TEMPORARY}{uuid.uuid4().hex}-{name}")
+        with self._named():
+            self._stream = storage.fs.open_output_stream(self._temporary)
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._stream.closed)
+
+    def write(self, data: Any) -> None:
+        with self._named():
+            self._stream.write(data)
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def flush(self) -> None:
+        with self._named():
+            self._stream.flush()
+
+    def close(self) -> None:
+        with self._named():
+            self._stream.close()
 
     def commit(self) -> None:
-        """Give the closed file its name, in place of one that had it."""
-        with self.storage._named(f"cannot write {self.name}"):
-            self.storage.fs.move(self.storage.file(self._temporary), self.storage.file(self.name))
+        """Close the file and give it its name, in place of one that had it."""
+        self.close()
+        with self._named():
+            self.storage.fs.move(self._temporary, self.storage.file(self.name))
 
     def discard(self) -> None:
-        """Remove it if that can be done: an unfinished file is never read."""
+        """Close it and remove it if that can be done: an unfinished file is never read."""
+        with suppress(StorageError):
+            self.close()
         with suppress(OSError):
-            self.storage.fs.delete_file(self.storage.file(self._temporary))
+            self.storage.fs.delete_file(self._temporary)
+
+    def _named(self) -> AbstractContextManager[None]:
+        return self.storage._named(f"cannot write {self.name}")

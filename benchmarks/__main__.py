@@ -1,0 +1,25 @@
+"""Run the benchmarks that are named, or all: `python -m benchmarks [NAME...]`. Prints one markdown table."""
+
+import sys
+import time
+from importlib import import_module
+
+from benchmarks.table import heading, line
+
+NAMES = ("run", "predict", "reports", "growth", "order", "start")
+
+
+def main(names: list[str]) -> None:
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        sys.exit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
+    print(*heading(), sep="\n", flush=True)
+    for name in names or NAMES:
+        started = time.monotonic()
+        for row in import_module(f"benchmarks.{name}").measure():
+            print(line(row), flush=True)
+        print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

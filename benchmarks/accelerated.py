@@ -1,0 +1,52 @@
+"""accelerate's side of `predict`: two gloo processes, their outputs gathered on rank 0, which writes them."""
+
+import os
+import socket
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from benchmarks.rows import CLASSES, Mlp, Rows, as_read
+
+
+def predict(batch_size: int, workers: int, rows: Path, stamps: Path, out: Path) -> None:
+    """Start the processes, as `accelerate launch` would, but without a launcher's own start."""
+    args = (_free_port(), workers, batch_size, str(rows), str(stamps), str(out))
+    mp.spawn(_worker, args, nprocs=workers)  # type: ignore[no-untyped-call]
+
+
+def _worker(rank: int, port: int, world_size: int, batch_size: int, rows: str, stamps: str, out: str) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # One thread each, as Ray gives a worker of one CPU, and torchrun any worker; more only get in each other's way.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(Rows(rows), batch_size=batch_size // world_size, collate_fn=as_read)
+    model, loader = accelerator.prepare(Mlp(stamps).eval(), loader)
+    gathered = []
+    with torch.inference_mode():
+        for batch in loader:
+            gathered.append(accelerator.gather_for_metrics(model(batch)))
+    if accelerator.is_main_process:
+        _write(torch.cat(gathered), Path(out))
+    accelerator.wait_for_everyone()
+    dist.destroy_process_group()
+
+
+def _write(outputs: torch.Tensor, out: Path) -> None:
+    column = pa.FixedSizeListArray.from_arrays(pa.array(outputs.reshape(-1).numpy()), CLASSES)
+    pq.write_table(pa.table({"output": column}), out / "outputs.parquet")
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])

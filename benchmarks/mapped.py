@@ -1,0 +1,44 @@
+"""Ray Data's side of `predict`: map_batches over a pool of two actors, written as Parquet."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.data import ActorPoolStrategy, DataContext
+
+from benchmarks.rows import WIDTH, Mlp
+
+BLOCKS = 20
+
+
+class Predictor:
+    """The actor's body: the model is made once."""
+
+    def __init__(self, stamps: str) -> None:
+        self.model = Mlp(stamps).eval()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        with torch.inference_mode():
+            return {"output": self.model(torch.from_numpy(batch["data"])).numpy()}
+
+
+def put(rows: Path) -> list[Any]:
+    """The rows in Ray's memory, in blocks."""
+    data = np.fromfile(rows, np.float32).reshape(-1, WIDTH)
+    return [ray.put(block) for block in np.array_split(data, BLOCKS)]
+
+
+def predict(blocks: list[Any], batch_size: int, workers: int, rows: Path, stamps: Path, out: Path) -> None:
+    DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.from_numpy_refs(blocks).map_batches(
+        Predictor,
+        fn_constructor_args=(str(stamps),),
+        batch_size=batch_size // workers,
+        batch_format="numpy",
+        compute=ActorPoolStrategy(size=workers),
+        num_cpus=1,
+    ).write_parquet(str(out))

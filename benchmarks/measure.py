@@ -1,0 +1,41 @@
+"""Measure two sides in turn, so that a busy moment of the machine falls on both."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, TypeVar
+
+Found = TypeVar("Found")
+
+
+def alternate(ours: Callable[[], Found], theirs: Callable[[], Found], repeats: int) -> list[tuple[Found, Found]]:
+    """What both sides gave, `repeats` times, one after the other."""
+    return [(ours(), theirs()) for _ in range(repeats)]
+
+
+def medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    """The median of each side."""
+    ours, theirs = zip(*pairs, strict=True)
+    return median(ours), median(theirs)
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def in_process(module: str, *args: object) -> Any:
+    """Run `python -m module ARGS` on its own; the JSON on the last line that it prints."""
+    command = [sys.executable, "-m", module, *map(str, args)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def command_seconds(*command: str) -> float:
+    """Wall time of a command; it must succeed."""
+    return seconds(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))

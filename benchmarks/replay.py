@@ -1,0 +1,52 @@
+"""What many workers send to the driver, replayed by few processes."""
+
+import asyncio
+import pickle
+from typing import Any
+
+import numpy as np
+
+from dp_ray.replica.world import World
+from dp_ray.results.reports import Report, Run
+from dp_ray.results.shapes import Seen
+from dp_ray.runner.messages import Hello, Message, Shapes
+
+STEPS_IN_A_REPORT = 100  # one of 4,096 workers speaks every two seconds, here of a job of 50 steps a second
+IN_FLIGHT = 64
+ATTEMPT = "replay"
+
+
+class Replay:
+    """An actor that stands for some ranks of `world_size`; its messages are made before it is asked for them."""
+
+    def __init__(self, world_size: int, ranks: range, steps: int) -> None:
+        worlds = [World(rank, world_size) for rank in ranks]
+        self.in_flight = min(IN_FLIGHT, len(ranks))  # a worker waits for its message before it sends the next
+        self.hellos = [_packed(Hello(ATTEMPT, world, 0, ())) for world in worlds]
+        self.reports = [
+            _packed(Shapes(ATTEMPT, _report(world, first)))
+            for first in range(0, steps, STEPS_IN_A_REPORT)
+            for world in worlds
+        ]
+
+    async def hello(self, inbox: Any) -> None:
+        await self._put(inbox, self.hellos)
+
+    async def send(self, inbox: Any) -> None:
+        await self._put(inbox, self.reports)
+
+    async def _put(self, inbox: Any, messages: list[bytes]) -> None:
+        for first in range(0, len(messages), self.in_flight):
+            await asyncio.gather(*(inbox.put.remote(one) for one in messages[first : first + self.in_flight]))
+
+
+def _packed(message: Message) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _report(world: World, first_step: int) -> Report:
+    """One shard a step, alike in all steps; only the first report has to say what it looked like."""
+    seen = {0: Seen("[4, 5]", "[4, 2]", 4)} if first_step == 0 else {}
+    times = np.full(STEPS_IN_A_REPORT, 0.1, np.float32)
+    run = Run(first_step, STEPS_IN_A_REPORT, world.rank, 0, times)
+    return Report(world, first_step + STEPS_IN_A_REPORT - 1, seen, [run])

@@ -1,0 +1,93 @@
+"""What it costs a worker to tell the driver every shard's shapes, against a `ray.train.report` for each batch.
+
+dp_ray's cost is the difference between a loop of forwards with its Probe and Recorder, sending to a real Inbox, and
+the same loop without. Ray Train's is what a call takes, in two workers with its defaults.
+"""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ray.train
+import torch
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from benchmarks.cluster import local_ray, scratch
+from benchmarks.measure import alternate, seconds
+from benchmarks.table import Row, share, time_text
+from dp_ray.plan.split import Shard
+from dp_ray.replica.world import World
+from dp_ray.results.reports import Recorder
+from dp_ray.results.shapes import Probe
+from dp_ray.runner.inbox import open_inbox, tell
+from dp_ray.runner.messages import Shapes
+from jobs.tutorial import Model
+
+STEPS = 20_000
+ROWS = 15
+CALLS = 8
+REPEATS = 5
+TIMES_CHEAPER = 1_000
+AT_MOST_SECONDS = 0.2e-3
+
+
+def measure() -> list[Row]:
+    with local_ray(), scratch() as folder:
+        inbox = open_inbox()
+        pairs = alternate(partial(seconds, partial(_told, inbox)), partial(seconds, _silent), REPEATS)
+        ours = median(told - silent for told, silent in pairs) / STEPS
+        theirs = _report_seconds(folder)
+    return [
+        Row(
+            "reports: a shard's shapes told to the driver, on the worker's step",
+            time_text(ours),
+            f"{time_text(theirs)} ray.train.report",
+            share(ours, theirs),
+            f"1/{TIMES_CHEAPER:,}, and under {time_text(AT_MOST_SECONDS)}",
+            ours * TIMES_CHEAPER <= theirs and ours < AT_MOST_SECONDS,
+        )
+    ]
+
+
+@torch.inference_mode()
+def _silent() -> None:
+    model, batch = Model(5, 2), torch.randn(ROWS, 5)
+    for _ in range(STEPS):
+        model(batch)
+
+
+@torch.inference_mode()
+def _told(inbox: Any) -> None:
+    model, batch = Model(5, 2), torch.randn(ROWS, 5)
+    with (
+        Recorder(World(world_size=2), lambda report: tell(inbox, Shapes("", report))) as recorder,
+        Probe(model) as probe,
+    ):
+        for step in range(STEPS):
+            model(batch)
+            recorder.on_shard(Shard(step, 0, step * ROWS, (step + 1) * ROWS), *probe.take())
+            recorder.on_step(step)
+
+
+def _report_seconds(folder: Path) -> float:
+    TorchTrainer(
+        _report_each_batch,
+        train_loop_config={"folder": folder},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="reports", storage_path=str(folder)),
+    ).fit()
+    return median(json.loads((folder / "seconds.json").read_text()))
+
+
+def _report_each_batch(config: dict[str, Any]) -> None:
+    taken = []
+    for _ in range(CALLS):
+        started = time.perf_counter()
+        ray.train.report({"input_size": [ROWS, 5], "output_size": [ROWS, 2]})
+        taken.append(time.perf_counter() - started)
+    if ray.train.get_context().get_world_rank() == 0:
+        (config["folder"] / "seconds.json").write_text(json.dumps(taken))

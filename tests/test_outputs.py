@@ -1,0 +1,580 @@
+"""Part files and their merging: workers write slices of a known tensor, and plain torch says what is right."""
+
+import hashlib
+import resource
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dp_ray.errors import ModelError, StorageError
+from dp_ray.plan.order import Order
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Done, Work
+from dp_ray.results import outputs, parts
+from dp_ray.results.outputs import MERGED, Merged, PartWriter, done_ranges, merge
+from dp_ray.results.storage import Storage
+
+Forward = Callable[[torch.Tensor], Any]  # from sample indices to the outputs of these rows
+
+WIDE = torch.randn(100, 2, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Lost(Exception):
+    """A worker dies."""
+
+
+def forward(samples: torch.Tensor) -> dict[str, Any]:
+    """Every sample's outputs tell which sample it is."""
+    return {"wide": WIDE[samples], "inner": (samples * 2, "constant")}
+
+
+def run_worker(
+    folder: Storage,
+    work: Work,
+    order: Order,
+    model: Forward = forward,
+    lost_at: int | None = None,
+    batch_dim: int = 0,
+) -> list[tuple[int, int]]:
+    """Write a worker's parts; the (step, shard) it ran. Dies in step `lost_at`, its last shard not taken."""
+    ran = []
+    with PartWriter(folder, work.shards, batch_dim) as writer:
+        for step, shards in work:
+            for shard in shards:
+                if step == lost_at and shard == shards[-1]:
+                    raise Lost
+                samples = order.indices(shard.start, shard.stop)
+                writer.on_shard(shard, samples, model(torch.from_numpy(samples)))
+                ran.append((step, shard.shard))
+            if step == lost_at:
+                raise Lost
+            writer.on_step(step)
+    return ran
+
+
+def run_workers(run: Storage, split: Split, order: Order, world_size: int = 1, model: Forward = forward) -> Storage:
+    """One attempt in which nobody dies; gives the folder of the parts."""
+    folder = run.child("parts")
+    folder.create()
+    for rank in range(world_size):
+        run_worker(folder, Work(split, world_size, rank), order, model)
+    return folder
+
+
+def read_parts(folder: Storage) -> pd.DataFrame:
+    """All rows of all parts, as pandas finds them."""
+    return pd.concat([pd.read_parquet(folder.file(name), filesystem=folder.fs) for name in folder.names()])
+
+
+@contextmanager
+def small_files(group: int, part: int, block: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outputs, "GROUP_BYTES", group)
+        patch.setattr(outputs, "PART_BYTES", part)
+        patch.setattr(parts, "MERGE_BYTES", block)
+        yield
+
+
+def digest_of(*leaves: torch.Tensor) -> str:
+    return hashlib.sha256(b"".join(leaf.numpy().tobytes() for leaf in leaves)).hexdigest()
+
+
+def assert_merged(run: Storage, split: Split, order: Order) -> None:
+    """The merged file holds what one process would have given, asked in each of its ways."""
+    samples = torch.from_numpy(order.indices(0, split.rows_kept))
+    wide, doubled = WIDE[samples], samples * 2
+    merged = Merged(run)
+    read = merged.read()
+    assert torch.equal(read["wide"], wide) and torch.equal(read["inner"][0], doubled)
+    assert read["inner"][1] == "constant"
+    batches = list(merged.batches(split.batch_size))
+    expected = zip(torch.split(wide, split.batch_size), torch.split(doubled, split.batch_size), strict=True)
+    for batch, (some_wide, some_doubled) in zip(batches, expected, strict=True):
+        assert torch.equal(batch["wide"], some_wide) and torch.equal(batch["inner"][0], some_doubled)
+    assert merged.sha256() == digest_of(wide, doubled)
+
+
+splits = st.builds(
+    Split, rows=st.integers(1, 60), batch_size=st.integers(1, 20), shards=st.integers(1, 6), drop_last=st.booleans()
+).filter(lambda split: split.steps > 0)
+sizes = st.tuples(
+    st.sampled_from([1, 9000, 1 << 23]), st.sampled_from([1, 500, 1 << 30]), st.sampled_from([1, 99, 1 << 22])
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(split=splits, shuffle=st.booleans(), sizes=sizes, data=st.data())
+def test_workers_parts_merge_to_one_process_outputs(
+    split: Split, shuffle: bool, sizes: tuple[int, int, int], data: st.DataObject
+) -> None:
+    run, order = Storage("mock:///run"), Order(split.rows, 3, 0, shuffle)
+    with small_files(*sizes):
+        folder = run_workers(run, split, order, data.draw(st.integers(1, split.shards)))
+        merge(folder, run, order, split.rows_kept)
+    assert_merged(run, split, order)
+
+
+@settings(max_examples=200, deadline=None)
+@given(split=splits, shuffle=st.booleans(), data=st.data())
+def test_attempts_that_lose_workers_lose_and_repeat_nothing(split: Split, shuffle: bool, data: st.DataObject) -> None:
+    """Each attempt has another number of workers, of which any may die in any step; the last one has luck."""
+    run, order = Storage("mock:///run"), Order(split.rows, 3, 0, shuffle)
+    folder = run.child("parts")
+    folder.create()
+    for _ in range(data.draw(st.integers(1, 4), label="attempts")):
+        attempt(data, folder, split, order)
+    done = Done(done_ranges(folder))
+    for rank in range(world_size := data.draw(st.integers(1, split.shards), label="last world size")):
+        run_worker(folder, Work(split, world_size, rank, done), order)
+    merge(folder, run, order, split.rows_kept)
+    assert_merged(run, split, order)
+
+
+def attempt(data: st.DataObject, folder: Storage, split: Split, order: Order) -> None:
+    """Some workers come through, some die: what these had not committed must not count, what they had must."""
+    world_size = data.draw(st.integers(1, split.shards), label="world size")
+    done = Done(done_ranges(folder))
+    for rank in range(world_size):
+        lost_at = data.draw(st.none() | st.integers(0, split.steps - 1), label=f"rank {rank} dies in")
+        with small_files(*data.draw(sizes, label="sizes")), suppress(Lost):
+            run_worker(folder, Work(split, world_size, rank, done), order, lost_at=lost_at)
+    assert not folder.names() or read_parts(folder)["position"].is_unique
+
+
+def test_steps_that_a_larger_part_holds_too_are_done(tmp_path: Path) -> None:
+    """One worker of two commits three small parts and dies; one worker alone does all else, in one part."""
+    folder, split, order = Storage(str(tmp_path)), Split(20, 2, 2), Order(20)
+    with small_files(1, 1, 1), pytest.raises(Lost):
+        run_worker(folder, Work(split, 2, 0), order, lost_at=3)
+    run_worker(folder, Work(split, 1, 0, Done(done_ranges(folder))), order)
+    assert sorted(read_parts(folder)["position"]) == list(range(20))
+    assert run_worker(folder, Work(split, 1, 0, Done(done_ranges(folder))), order) == []
+
+
+def test_a_part_says_which_steps_and_shards_it_holds(tmp_path: Path) -> None:
+    split, order = Split(30, 10, 4), Order(30, shuffle=False)
+    with small_files(1, 1, 1):
+        folder = run_workers(Storage(str(tmp_path)), split, order, 2)
+    assert folder.names() == sorted(
+        f"steps-{step}-{step + 1}-shards-{shards}.parquet" for step in range(3) for shards in ("0-2", "2-4")
+    )
+    frame = pd.read_parquet(tmp_path / "parts" / "steps-1-2-shards-2-4.parquet")
+    assert frame["position"].tolist() == [16, 17, 18, 19]
+    assert frame["inner.0"].tolist() == [32, 34, 36, 38]
+
+
+def test_parts_are_committed_when_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "PART_SECONDS", -1.0)
+    folder = run_workers(Storage(str(tmp_path)), Split(30, 10, 1), Order(30))
+    assert len(folder.names()) == 3
+
+
+def test_a_part_gets_its_name_after_what_must_come_before(tmp_path: Path) -> None:
+    folder, split = Storage(str(tmp_path)), Split(4, 2, 1)
+    seen: list[list[str]] = []
+    writer = PartWriter(folder, range(1), before_commit=lambda: seen.append(folder.names()))
+    with small_files(1, 1, 1), writer:
+        for step, shards in Work(split):
+            writer.on_shard(shards[0], np.arange(shards[0].start, shards[0].stop), torch.ones(2))
+            writer.on_step(step)
+    assert seen == [[], ["steps-0-1-shards-0-1.parquet"]]
+    assert folder.names() == ["steps-0-1-shards-0-1.parquet", "steps-1-2-shards-0-1.parquet"]
+
+
+def refuse() -> None:
+    raise Lost
+
+
+def test_a_part_whose_commit_fails_leaves_nothing(tmp_path: Path) -> None:
+    writer = PartWriter(Storage(str(tmp_path)), range(1), before_commit=refuse)
+    writer.on_shard(Split(4, 4, 1).shard(0, 0), np.arange(4), torch.ones(4))
+    writer.on_step(0)
+    with pytest.raises(Lost), writer:
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_dies_leaves_only_what_it_had_committed(tmp_path: Path) -> None:
+    folder = Storage(str(tmp_path))
+    with small_files(1, 500, 1), pytest.raises(Lost):
+        run_worker(folder, Work(Split(30, 5, 2)), Order(30), lost_at=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["steps-0-3-shards-0-2.parquet"]
+
+
+def test_a_full_disk_is_an_error_that_leaves_no_part(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(StorageError, match="cannot write"):
+            run_worker(Storage(str(tmp_path)), Work(Split(100, 10, 1)), Order(100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def six(tmp_path: Path) -> Storage:
+    """A run with six parts: three steps of ten rows, in four shards on two workers."""
+    run = Storage(str(tmp_path))
+    with small_files(1, 1, 1):
+        run_workers(run, Split(30, 10, 4), SHUFFLED, 2)
+    return run
+
+
+SHUFFLED = Order(30, seed=1)
+
+
+def move(run: Storage, name: str, other: str | None) -> None:
+    path = Path(run.child("parts").file(name))
+    if other:
+        path.with_name(other).write_bytes(path.read_bytes())
+    else:
+        path.unlink()
+
+
+def merge_six(run: Storage, order: Order = SHUFFLED, rows: int = 30) -> None:
+    merge(run.child("parts"), run, order, rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "says"),
+    [
+        ("steps-0-1-shards-0-2.parquet", None, "position 0 is missing"),
+        ("steps-1-2-shards-2-4.parquet", None, "position 16 is missing"),
+        ("steps-2-3-shards-0-2.parquet", None, "position 20 is missing"),
+        ("steps-2-3-shards-2-4.parquet", None, "end at position 26 of 30"),
+        ("steps-0-1-shards-0-2.parquet", "steps-7-8-shards-0-2.parquet", "position 0 is there twice"),
+        ("steps-1-2-shards-2-4.parquet", "steps-0-1-shards-4-5.parquet", "position 16 is there twice"),
+        ("steps-2-3-shards-2-4.parquet", "steps-1-2-shards-0-2.parquet", "position 10 is missing"),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 1 << 22])
+def test_parts_that_are_not_whole_are_an_error_that_names_the_position(
+    six: Storage, name: str, other: str | None, says: str, block: int
+) -> None:
+    move(six, name, other)
+    with small_files(1, 1, block), pytest.raises(StorageError, match=says):
+        merge_six(six)
+    assert [path.name for path in Path(six.path).iterdir()] == ["parts"]
+
+
+def test_parts_of_another_order_are_an_error_that_names_the_position(six: Storage) -> None:
+    other = Order(30, seed=2)
+    first = int(np.flatnonzero(SHUFFLED.indices(0, 30) != other.indices(0, 30))[0])
+    says = (
+        f"position {first} holds the outputs of sample {SHUFFLED[first]}, where the order has sample {other[first]}"
+    )
+    with pytest.raises(StorageError, match=says):
+        merge_six(six, other)
+
+
+def test_a_part_with_a_wrong_sample_is_an_error_that_names_the_position(six: Storage) -> None:
+    name = six.child("parts").file("steps-1-2-shards-0-2.parquet")
+    table = pq.read_table(name)
+    samples = table["sample_index"].to_pylist()
+    wrong = pa.array([*samples[:2], samples[2] + 1000, *samples[3:]])
+    pq.write_table(table.set_column(1, table.schema.field(1), wrong), name)
+    with pytest.raises(StorageError, match=f"position 12 holds the outputs of sample {samples[2] + 1000}"):
+        merge_six(six)
+
+
+@pytest.mark.parametrize(("order", "rows"), [(SHUFFLED, 20), (Order(25, shuffle=False), 25), (SHUFFLED, 29)])
+def test_more_rows_than_the_job_has_are_an_error(tmp_path: Path, order: Order, rows: int) -> None:
+    run = Storage(str(tmp_path))
+    folder = run_workers(run, Split(30, 10, 4), Order(30, seed=1, shuffle=order.shuffle))
+    with pytest.raises(StorageError, match=f"outputs of position {rows}"):
+        merge(folder, run, order, rows)
+
+
+def test_no_parts_are_an_error(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    with pytest.raises(StorageError, match="no outputs to merge"):
+        merge(run, run, Order(1), 1)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.9])
+def test_a_part_cut_short_is_an_error_that_names_it(six: Storage, keep: float) -> None:
+    path = Path(six.child("parts").file("steps-1-2-shards-0-2.parquet"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep if keep > 1 else keep * len(whole))])
+    with pytest.raises(StorageError, match=r"steps-1-2-shards-0-2\.parquet: is damaged"):
+        merge_six(six)
+
+
+def test_a_merged_file_cut_short_is_an_error(six: Storage) -> None:
+    merge_six(six)
+    path = Path(six.file(MERGED))
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(StorageError, match=r"outputs\.parquet: is damaged"):
+        Merged(six).read()
+
+
+def test_other_files_among_the_parts_do_not_count(six: Storage) -> None:
+    for name in ("notes.txt", "steps-0-1-shards-0-2.parquet.bak", ".tmp-1-steps-0-9-shards-0-9.parquet"):
+        six.child("parts").write_text(name, "")
+    assert len(done_ranges(six.child("parts"))) == 6
+    merge_six(six)
+    assert_merged(six, Split(30, 10, 4), SHUFFLED)
+
+
+def test_the_merged_file_is_not_there_while_it_is_made(six: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def watched(*args: Any) -> Iterator[pa.Table]:
+        for block in parts.proven(*args):
+            seen.append(six.exists(MERGED))
+            yield block
+
+    monkeypatch.setattr(outputs, "proven", watched)
+    with small_files(1, 1, 1):
+        merge_six(six)
+    assert len(seen) > 5 and not any(seen)
+    assert six.exists(MERGED)
+
+
+def test_the_merged_file_opens_in_pandas_polars_and_duckdb(six: Storage) -> None:
+    merge_six(six)
+    path = six.file(MERGED)
+    samples = SHUFFLED.indices(0, 30).tolist()
+    names = ["sample_index", "wide", "inner.0"]
+    wide = WIDE[samples].reshape(30, 6).tolist()
+    frame = pd.read_parquet(path)
+    assert list(frame) == names
+    assert frame["sample_index"].tolist() == samples
+    assert frame["inner.0"].tolist() == [2 * sample for sample in samples]
+    assert [row.tolist() for row in frame["wide"]] == wide
+    table = pl.read_parquet(path)
+    assert table.columns == names
+    assert table["sample_index"].to_list() == samples
+    assert [list(row) for row in table["wide"].to_list()] == wide
+    rows = duckdb.execute(f"select sample_index, wide, \"inner.0\" from '{path}'").fetchall()
+    assert rows == [(sample, row, 2 * sample) for sample, row in zip(samples, wide, strict=True)]
+
+
+def odd(samples: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Outputs of which Arrow has no plain column: empty, bfloat16, complex and, by step, of another width."""
+    width = 1 + int(samples.max()) // 10
+    return {
+        "empty": torch.ones(len(samples), 0),
+        "short": samples.to(torch.bfloat16) / 2,
+        "pair": torch.complex(samples.float(), -samples.float()),
+        "ragged": samples[:, None].repeat(1, width),
+    }
+
+
+def test_odd_outputs_open_in_pandas_polars_and_duckdb_too(tmp_path: Path) -> None:
+    run, order = Storage(str(tmp_path)), Order(30, shuffle=False)
+    merge(run_workers(run, Split(30, 10, 2), order, 2, odd), run, order, 30)
+    path = run.file(MERGED)
+    ragged = [[number] * (1 + number // 10) for number in range(30)]
+    frame = pd.read_parquet(path)
+    assert [row["data"].tolist() for row in frame["ragged"]] == ragged
+    assert [row["data"].tolist() for row in frame["empty"]] == [[]] * 30
+    assert frame["short"].tolist() == [number / 2 for number in range(30)]
+    table = pl.read_parquet(path)
+    assert [row["data"] for row in table["ragged"].to_list()] == ragged
+    assert [row["shape"] for row in table["ragged"].to_list()] == [[len(row)] for row in ragged]
+    rows = duckdb.execute(f"select ragged.data, empty.data, short, pair from '{path}'").fetchall()
+    assert rows == [(row, [], row[0] / 2, [float(row[0]), -float(row[0])]) for row in ragged]
+    read = Merged(run).read()
+    assert read["empty"].shape == (30, 0)
+    assert torch.equal(read["short"], torch.arange(30).bfloat16() / 2)
+    assert [row.tolist() for row in read["ragged"]] == ragged
+
+
+def wide_in(widths: Callable[[int], int]) -> Forward:
+    """A model whose outputs' width depends on the first sample it sees."""
+    return lambda samples: samples[:, None].repeat(1, widths(int(samples[0])))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "widths",
+    [
+        lambda first: 1 + first // 10,  # between steps
+        lambda first: 1 + (first % 10 >= 6),  # between workers, and between shards of one
+        lambda first: first % 3,  # empty rows too
+        lambda first: 2 if first == 26 else 3,  # one shard of them all
+    ],
+)
+def test_rows_of_other_shapes_merge(world_size: int, widths: Callable[[int], int]) -> None:
+    run, split, order = Storage("mock:///run"), Split(30, 10, 4), Order(30, shuffle=False)
+    firsts = [first for step in (0, 10, 20) for first in [step, step + 3, step + 6, step + 9]]
+    pieces = [torch.arange(first, first + 3 if first % 10 < 9 else first + 1) for first in firsts]
+    expected = [row for piece in pieces for row in wide_in(widths)(piece)]
+    with small_files(1, 1 << 30, 1):
+        merge(run_workers(run, split, order, world_size, wide_in(widths)), run, order, 30)
+    merged = Merged(run)
+    assert_rows(merged.read(), expected)
+    assert merged.sha256() == digest_of(*expected)
+    for step, batch in enumerate(merged.batches(10)):
+        assert_rows(batch, expected[step * 10 : step * 10 + 10])
+
+
+def assert_rows(got: Any, expected: Sequence[torch.Tensor]) -> None:
+    """A tensor where all rows are of one shape, else a list of rows; never a list in a batch whose rows are alike."""
+    assert [row.tolist() for row in got] == [row.tolist() for row in expected]
+    assert [row.dtype for row in got] == [row.dtype for row in expected]
+
+
+def test_a_batch_of_like_rows_is_a_tensor_beside_others() -> None:
+    run, order = Storage("mock:///run"), Order(30, shuffle=False)
+    model = wide_in(lambda first: 1 + first // 10)
+    merge(run_workers(run, Split(30, 10, 4), order, 2, model), run, order, 30)
+    shapes = [tuple(batch.shape) for batch in Merged(run).batches(10)]
+    assert shapes == [(10, 1), (10, 2), (10, 3)]
+    assert [type(batch) for batch in Merged(run).batches(15)] == [list, list]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda samples: samples.float(),
+        lambda samples: (samples,),
+        lambda samples: samples.numpy(),
+        lambda samples: {"output": samples},
+    ],
+)
+def test_outputs_of_another_kind_are_an_error(other: Forward) -> None:
+    run, order = Storage("mock:///run"), Order(30, shuffle=False)
+
+    def changing(samples: torch.Tensor) -> Any:
+        return other(samples) if samples[0] >= 15 else samples
+
+    with pytest.raises(ModelError, match="alike on all shards"):
+        run_workers(run, Split(30, 10, 2), order, 1, changing)
+
+
+def test_outputs_of_another_kind_on_another_worker_are_an_error() -> None:
+    run, order, split = Storage("mock:///run"), Order(20, shuffle=False), Split(20, 10, 2)
+    folder = run.child("parts")
+    folder.create()
+    run_worker(folder, Work(split, 2, 0), order, lambda samples: samples.float())
+    run_worker(folder, Work(split, 2, 1), order, lambda samples: samples.double())
+    with pytest.raises(ModelError, match="float32 on one, float64 on another"):
+        merge(folder, run, order, 20)
+    assert run.names() == []
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_columns_whose_names_begin_alike_are_not_mixed_up(reverse: bool) -> None:
+    """Parquet's own names are dotted too: `x.data` could be a column, or a part of the ragged `x`."""
+    run, order = Storage("mock:///run"), Order(30, shuffle=False)
+    names = ["x", "x.data", "a.b.c", "a.b", "a", "position", "sample_index"]
+    places = {name: number for number, name in enumerate(names)}
+
+    def model(samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        named = {name: samples + 1000 * place for name, place in places.items()}
+        named["x"] = named["x"][:, None].repeat(1, 1 + int(samples[0]) // 10)
+        return dict(sorted(named.items(), reverse=reverse))
+
+    merge(run_workers(run, Split(30, 10, 2), order, 2, model), run, order, 30)
+    read = Merged(run).read()
+    expected = {name: torch.arange(30) + 1000 * place for name, place in places.items() if name != "x"}
+    for name, values in expected.items():
+        assert torch.equal(read[name], values), name
+    ragged = [torch.full((1 + number // 10,), number) for number in range(30)]
+    assert [row.tolist() for row in read["x"]] == [row.tolist() for row in ragged]
+    leaves = {**{name: [values] for name, values in expected.items()}, "x": ragged}
+    assert Merged(run).sha256() == digest_of(*[leaf for name in read for leaf in leaves[name]])
+
+
+def test_rows_in_dimension_one_and_numpy_outputs() -> None:
+    run, order, split = Storage("mock:///run"), Order(30, seed=4), Split(30, 8, 3)
+    states = torch.randn(5, 30, 2)
+    folder = run.child("parts")
+    folder.create()
+
+    def model(samples: torch.Tensor) -> Any:
+        return {"states": states[:, samples], "labels": samples.numpy() * 3}
+
+    for rank in range(2):
+        run_worker(folder, Work(split, 2, rank), order, model, batch_dim=1)
+    merge(folder, run, order, 30)
+    samples = order.indices(0, 30)
+    read = Merged(run).read()
+    assert torch.equal(read["states"], states[:, samples])
+    assert isinstance(read["labels"], np.ndarray) and read["labels"].tolist() == (samples * 3).tolist()
+    expected = torch.split(states[:, samples], 8, dim=1)
+    for batch, some in zip(Merged(run).batches(8), expected, strict=True):
+        assert torch.equal(batch["states"], some)
+    assert Merged(run).sha256() == digest_of(states[:, samples].movedim(1, 0), torch.from_numpy(samples * 3))
+
+
+def test_the_hash_does_not_depend_on_the_parts() -> None:
+    """Numbers that Arrow lacks are converted block by block, NaN among them; the blocks depend on the workers."""
+    numbers = torch.full((100, 3), float("nan")).bfloat16()
+    numbers[::2] = torch.tensor(float("nan"), dtype=torch.float64).to(torch.bfloat16)
+    numbers[::3] = 1.5
+    digests = set()
+    for world_size, group in [(1, 1 << 23), (1, 1), (3, 1), (4, 5000)]:
+        run, order = Storage("mock:///run"), Order(100, seed=2)
+        with small_files(group, group, group):
+            folder = run_workers(run, Split(100, 17, 4), order, world_size, lambda samples: numbers[samples])
+            merge(folder, run, order, 100)
+        digests.add(Merged(run).sha256())
+    assert digests == {digest_of(numbers[order.indices(0, 100)].view(torch.int16))}
+
+
+class Memory:
+    """The most bytes that Arrow and Python have held at once, looked at now and then, since the block began."""
+
+    def __enter__(self) -> "Memory":
+        self.peak = 0
+        self._before = pa.total_allocated_bytes()
+        tracemalloc.start()
+        return self
+
+    def look(self) -> None:
+        held = pa.total_allocated_bytes() - self._before + tracemalloc.get_traced_memory()[1]
+        self.peak = max(self.peak, held)
+
+    def __exit__(self, *_: object) -> None:
+        self.look()
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_merging_holds_a_few_blocks_at_a_time(
+    tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, split, order = Storage(str(tmp_path)), Split(200_000, 1000, 4), Order(200_000, seed=1)
+    table, memory = torch.randn(200_000, 32), Memory()
+
+    def watched(*args: Any) -> Iterator[pa.Table]:
+        for block in parts.proven(*args):
+            memory.look()
+            yield block
+
+    monkeypatch.setattr(outputs, "proven", watched)
+    with small_files(1 << 18, 1 << 22, 1 << 17):
+        folder = run_workers(run, split, order, world_size, lambda samples: table[samples])
+        with memory:
+            merge(folder, run, order, 200_000)
+    assert torch.equal(Merged(run).read(), table[order.indices(0, 200_000)])
+    assert 1 << 17 < memory.peak < table.nbytes / 3
+
+
+def test_batches_are_read_as_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "GROUP_BYTES", 1 << 19)
+    run, order = Storage(str(tmp_path)), Order(200_000, shuffle=False)
+    table = torch.randn(200_000, 32)
+    merge(run_workers(run, Split(200_000, 4000, 1), order, 1, lambda samples: table[samples]), run, order, 200_000)
+    with Memory() as memory:
+        for batch, expected in zip(Merged(run).batches(1000), torch.split(table, 1000), strict=True):
+            assert torch.equal(batch, expected)
+            memory.look()
+    assert 128_000 <= memory.peak < table.nbytes / 4

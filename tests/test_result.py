@@ -1,0 +1,185 @@
+"""A result read back from its run directory: numbers, outputs and shape reports."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dp_ray.errors import StorageError
+from dp_ray.plan.order import Order
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Work
+from dp_ray.replica.world import World
+from dp_ray.results.outputs import PartWriter, merge
+from dp_ray.results.reports import Collector, Recorder, ReportFile
+from dp_ray.results.result import RESULT, SHAPES, Result, load
+from dp_ray.results.shapes import Seen, ShardReport
+from dp_ray.results.storage import Storage
+
+OUTPUTS = torch.arange(20.0).reshape(10, 2)
+SPLIT = Split(10, 6, 2)
+
+
+def make_outputs(run: Storage) -> None:
+    with PartWriter(run, range(2)) as writer:
+        for step, shards in Work(SPLIT):
+            for shard in shards:
+                writer.on_shard(shard, np.arange(shard.start, shard.stop), OUTPUTS[shard.start : shard.stop])
+            writer.on_step(step)
+    merge(run, run, Order(10, shuffle=False), 10)
+
+
+def make_shapes(run: Storage) -> None:
+    with run.writing(SHAPES) as stream:
+        file = ReportFile(stream)
+        collector = Collector(file.write)
+        collector.begin([World()])
+        with Recorder(World(), collector.take, 3600.0) as recorder:
+            for step, shards in Work(SPLIT):
+                for shard in shards:
+                    recorder.on_shard(shard, Seen(f"[{shard.rows}, 5]", f"[{shard.rows}, 2]", shard.rows), 1.5)
+                recorder.on_step(step)
+        collector.close()
+        file.close()
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Result:
+    """A finished run of two steps, saved."""
+    run = Storage(str(tmp_path / "run"))
+    run.create()
+    make_outputs(run)
+    make_shapes(run)
+    made = Result(
+        run_dir=str(run),
+        name="digits",
+        task="predict",
+        status="done",
+        rows=10,
+        steps=2,
+        batch_size=6,
+        shards=2,
+        world_sizes=[2, 1],
+        workers=[{"rank": 0, "node": "10.0.0.1", "gpu_ids": [3]}],
+        restarts=1,
+        metrics={"loss": 0.1},
+        seconds=1.5,
+        outputs_path=f"{run}/outputs.parquet",
+        outputs_sha256="abc",
+    )
+    made.save()
+    return made
+
+
+def test_what_was_saved_is_loaded(result: Result) -> None:
+    assert load(result.run_dir) == result
+    assert load(Path(result.run_dir)) == result
+    assert load(f"file://{result.run_dir}") == result
+
+
+def test_the_file_is_plain_json_with_the_promised_keys(result: Result) -> None:
+    said = json.loads((Path(result.run_dir) / RESULT).read_text())
+    promised = "status task name run_dir rows steps epochs batch_size shards world_sizes restarts metrics seconds"
+    assert set(f"{promised} outputs outputs_sha256 weights_sha256".split()) <= said.keys()
+    assert said["outputs"] == f"{result.run_dir}/outputs.parquet"
+    assert said["weights_sha256"] is None
+    assert said == result.to_json()
+
+
+def test_a_run_directory_may_be_moved(result: Result, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    Path(result.run_dir).rename(moved)
+    found = load(moved)
+    assert found.run_dir == str(moved)
+    assert found.outputs_path == f"{moved}/outputs.parquet"
+    assert torch.equal(found.outputs, OUTPUTS)
+
+
+def test_a_relative_run_directory_is_found(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(result.run_dir).parent)
+    assert load("run") == result
+
+
+def test_a_result_with_keys_of_another_version_is_loaded(result: Result) -> None:
+    path = Path(result.run_dir) / RESULT
+    said = json.loads(path.read_text())
+    del said["workers"]
+    path.write_text(json.dumps({**said, "new": 1}))
+    assert load(path.parent) == dataclasses.replace(result, workers=[])
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.touch()])
+def test_a_folder_without_a_result_is_an_error_that_names_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "run")
+    with pytest.raises(StorageError, match=r"run: holds no result\.json"):
+        load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "3", '"x"', "null", '{"outputs": null}', "\udcff"])
+def test_a_damaged_result_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / RESULT).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(StorageError, match=r"result\.json: is damaged"):
+        load(tmp_path)
+
+
+def test_the_outputs_are_read_whole_or_by_batches(result: Result) -> None:
+    found = load(result.run_dir)
+    assert torch.equal(found.outputs, OUTPUTS)
+    assert found.outputs is found.outputs
+    assert [batch.tolist() for batch in found.batches()] == [batch.tolist() for batch in torch.split(OUTPUTS, 6)]
+
+
+@pytest.mark.parametrize("read", [lambda one: one.outputs, lambda one: next(one.batches())])
+def test_a_run_without_outputs_says_so(result: Result, read: Callable[[Result], Any]) -> None:
+    failed = dataclasses.replace(result, status="failed", outputs_path=None, error="ModelError: no")
+    failed.save()
+    found = load(result.run_dir)
+    assert found.error == "ModelError: no"
+    with pytest.raises(StorageError, match=r"no merged outputs \(status failed\)"):
+        read(found)
+
+
+def test_outputs_that_are_gone_are_an_error_that_names_them(result: Result) -> None:
+    (Path(result.run_dir) / "outputs.parquet").unlink()
+    with pytest.raises(StorageError, match=r"outputs\.parquet"):
+        _ = load(result.run_dir).outputs
+
+
+def expected_reports() -> list[ShardReport]:
+    """By torch.chunk: six rows and four, in two shards each."""
+    return [
+        ShardReport(step, shard, 0, "localhost", "cpu", rows, torch.Size([rows, 5]), torch.Size([rows, 2]), 1.5)
+        for step, rows in [(0, 3), (1, 2)]
+        for shard in (0, 1)
+    ]
+
+
+def test_the_shape_reports_are_read_one_by_one_or_all(result: Result) -> None:
+    found = load(result.run_dir)
+    assert found.shapes == expected_reports()
+    one_by_one = found.iter_shapes()
+    assert next(one_by_one) == expected_reports()[0]
+    assert list(one_by_one) == expected_reports()[1:]
+
+
+def test_the_lines_are_those_of_the_run(result: Result) -> None:
+    assert list(load(result.run_dir).shape_lines()) == [
+        "\tIn Model: input size torch.Size([3, 5]) output size torch.Size([3, 2])",
+        "\tIn Model: input size torch.Size([3, 5]) output size torch.Size([3, 2])",
+        "Outside: input size torch.Size([6, 5]) output_size torch.Size([6, 2])",
+        "\tIn Model: input size torch.Size([2, 5]) output size torch.Size([2, 2])",
+        "\tIn Model: input size torch.Size([2, 5]) output size torch.Size([2, 2])",
+        "Outside: input size torch.Size([4, 5]) output_size torch.Size([4, 2])",
+    ]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])
+def test_shape_reports_that_cannot_be_read_are_an_error(result: Result, damage: Callable[[Path], Any]) -> None:
+    damage(Path(result.run_dir) / SHAPES)
+    with pytest.raises(StorageError, match=r"shapes\.parquet"):
+        _ = load(result.run_dir).shapes

@@ -1,0 +1,202 @@
+"""Storage on a local folder, a file:// URL and an object store in memory, looked at from outside while it is used."""
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import fs
+
+from dp_ray.errors import StorageError
+from dp_ray.results.storage import Storage
+
+
+@pytest.fixture(params=["folder", "file://", "mock://"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    location = {"folder": str(tmp_path / "run"), "file://": f"file://{tmp_path}/run", "mock://": "mock:///run"}
+    made = Storage(location[request.param])
+    made.create()
+    return made
+
+
+def all_files(storage: Storage) -> dict[str, bytes]:
+    """Everything that a plain listing of the file system shows, temporary files too."""
+    found = storage.fs.get_file_info(fs.FileSelector(storage.path, recursive=True))
+    paths = [info.path for info in found if info.is_file]
+    return {path.split("/")[-1]: storage.fs.open_input_file(path).readall() for path in paths}
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file of this process may grow past `limit` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_text_comes_back(storage: Storage) -> None:
+    storage.write_text("a.json", "grüße\n")
+    assert storage.read_text("a.json") == "grüße\n"
+    assert all_files(storage) == {"a.json": "grüße\n".encode()}
+
+
+def test_a_file_appears_only_when_it_is_whole(storage: Storage) -> None:
+    with storage.writing("x.bin") as stream:
+        stream.write(b"half")
+        assert storage.names() == [] and not storage.exists("x.bin")
+        assert "x.bin" not in all_files(storage)
+        stream.write(b" and half")
+    assert storage.names() == ["x.bin"] and storage.exists("x.bin")
+    assert all_files(storage) == {"x.bin": b"half and half"}
+
+
+def test_readers_see_the_old_file_until_the_new_one_is_whole(storage: Storage) -> None:
+    storage.write_text("x", "old")
+    with storage.writing("x") as stream:
+        stream.write(b"new")
+        assert storage.read_text("x") == "old"
+    assert all_files(storage) == {"x": b"new"}
+
+
+def fail(storage: Storage, error: type[BaseException]) -> None:
+    with storage.writing("x") as stream:
+        stream.write(b"new")
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, OSError])
+def test_an_error_while_writing_leaves_nothing(storage: Storage, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        fail(storage, error)
+    assert all_files(storage) == {}
+
+
+def test_an_error_while_writing_leaves_the_old_file(storage: Storage) -> None:
+    storage.write_text("x", "old")
+    with pytest.raises(ValueError):
+        fail(storage, ValueError)
+    assert all_files(storage) == {"x": b"old"}
+
+
+def test_writers_of_one_name_do_not_mix(storage: Storage) -> None:
+    with storage.writing("x") as first, storage.writing("x") as second:
+        first.write(b"1" * 10)
+        second.write(b"2" * 5)
+    assert all_files(storage) == {"x": b"1" * 10}
+
+
+def test_names_are_those_of_whole_files_sorted(storage: Storage) -> None:
+    storage.child("folder").create()
+    for name in ("b", "a", "c"):
+        storage.write_text(name, "")
+    with storage.writing("d"):
+        assert storage.names() == ["a", "b", "c"]
+    assert storage.names() == ["a", "b", "c", "d"]
+    assert storage.child("absent").names() == []
+
+
+def test_a_folder_does_not_exist_as_a_file(storage: Storage) -> None:
+    storage.child("folder").create()
+    assert not storage.exists("folder") and not storage.exists("absent")
+
+
+def test_a_child_is_a_folder_of_the_same_store(storage: Storage) -> None:
+    child = storage.child("a").child("b")
+    child.create()
+    child.write_text("x", "1")
+    assert str(child) == f"{storage}/a/b"
+    assert child.path == f"{storage.path}/a/b"
+    assert storage.fs.get_file_info(f"{storage.path}/a/b/x").size == 1
+
+
+def test_a_folder_is_removed_with_all_that_is_in_it(storage: Storage) -> None:
+    child = storage.child("a")
+    child.remove()
+    child.create()
+    child.write_text("x", "1")
+    child.remove()
+    child.remove()
+    assert all_files(storage) == {} and child.names() == []
+
+
+@pytest.mark.parametrize("location", ["bogus://x", "http://host/x", "file://host/x", "mock:///a b"])
+def test_a_bad_url_is_an_error_that_names_it(location: str) -> None:
+    with pytest.raises(StorageError, match=location):
+        Storage(location)
+
+
+def test_a_relative_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Storage("runs/x").location == Storage(f"file://{tmp_path}/runs/x").location == f"{tmp_path}/runs/x"
+
+
+@pytest.mark.parametrize("name", ["with space", "per%20cent", "what?", "hash#", "ünïcode"])
+def test_a_local_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    child = Storage(str(tmp_path / name)).child("a")
+    child.create()
+    child.write_text("x", "1")
+    assert (tmp_path / name / "a" / "x").read_text() == "1"
+    assert child.location == str(tmp_path / name / "a")
+
+
+def test_the_options_of_a_url_stay_behind_its_path() -> None:
+    child = Storage("mock:///bucket/run?endpoint=localhost:9000").child("parts")
+    assert child.location == "mock:///bucket/run/parts?endpoint=localhost:9000"
+    assert child.path == Storage(child.location).path == "bucket/run/parts"
+
+
+@pytest.mark.parametrize(
+    ("act", "names"),
+    [
+        (lambda run: run.read_text("absent"), "absent"),
+        (lambda run: run.open("absent"), "absent"),
+        (lambda run: run.child("no-folder").write_text("x", "1"), "no-folder.*cannot write x"),
+        (lambda run: run.child("file").create(), "file: cannot be made"),
+        (lambda run: run.child("file").child("below").create(), "file/below: cannot be made"),
+        (lambda run: run.child("file").write_text("x", "1"), "cannot write x"),
+        (lambda run: run.child("file").names(), "file: cannot be listed"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error_that_names_it(
+    storage: Storage, act: Callable[[Storage], object], names: str
+) -> None:
+    storage.write_text("file", "")
+    with pytest.raises(StorageError, match=names):
+        act(storage)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(StorageError, match="cannot write x"):
+            Storage(str(tmp_path)).write_text("x", "1")
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with full_disk(1000), pytest.raises(StorageError, match=r"cannot write x\.bin"):
+        Storage(str(tmp_path)).write_text("x.bin", "x" * 2000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def write_parquet(storage: Storage) -> None:
+    table = pa.table({"x": range(5000)})
+    with storage.writing("x.parquet") as stream, pq.ParquetWriter(stream, table.schema) as writer:
+        writer.write_table(table)
+
+
+def test_a_full_disk_is_an_error_of_parquet_files_too(tmp_path: Path) -> None:
+    with full_disk(1000), pytest.raises(StorageError, match=r"cannot write x\.parquet"):
+        write_parquet(Storage(str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+    write_parquet(Storage(str(tmp_path)))
+    assert pq.read_table(tmp_path / "x.parquet")["x"].to_pylist() == list(range(5000))

@@ -1,0 +1,39 @@
+"""What is still to be run: done ranges against a plain set of (step, shard)."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.work import Done, Range, Work
+
+spans = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted)
+ranges = st.tuples(spans, spans).map(lambda pair: Range(*pair[0], *pair[1]))
+
+
+@given(st.lists(ranges, max_size=8))
+def test_done_is_the_union_of_its_ranges(done: list[Range]) -> None:
+    held = {
+        (step, shard)
+        for one in done
+        for step in range(one.first_step, one.end_step)
+        for shard in range(one.first_shard, one.end_shard)
+    }
+    asked = Done(done)
+    assert {(s, v) for s in range(14) for v in range(14) if Shard(s, v, 0, 1) in asked} == held
+
+
+@given(st.lists(ranges, max_size=4), st.integers(1, 9), st.integers(0, 60), st.data())
+def test_all_workers_together_run_what_is_not_done(
+    done: list[Range], shards: int, rows: int, data: st.DataObject
+) -> None:
+    world_size = data.draw(st.integers(1, shards))
+    split = Split(rows, 5, shards)
+    asked = Done(done)
+    walked = []
+    for rank in range(world_size):
+        work = Work(split, world_size, rank, asked)
+        assert [step for step, _ in work] == list(range(split.steps))
+        walked += [piece for _, pieces in work for piece in pieces]
+    every = [split.shard(step, shard) for step in range(split.steps) for shard in range(shards)]
+    expected = [piece for piece in every if piece.rows and piece not in asked]
+    assert sorted(walked, key=lambda piece: (piece.step, piece.shard)) == expected
