@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dp_ray.replica.world import World
-from dp_ray.results.reports import Report, Run
+from dp_ray.results.recorder import Report, Run
 from dp_ray.results.shapes import Seen
 from dp_ray.runner.messages import Hello, Message, Shapes
 

@@ -21,7 +21,7 @@ from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, share, time_text
 from dp_ray.plan.split import Shard
 from dp_ray.replica.world import World
-from dp_ray.results.reports import Recorder
+from dp_ray.results.recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.runner.inbox import open_inbox, tell
 from dp_ray.runner.messages import Shapes

@@ -13,7 +13,7 @@ from dp_ray.replica.model import build_model, replicate
 from dp_ray.replica.targets import build_dataset
 from dp_ray.replica.world import World
 from dp_ray.results.outputs import PartWriter, done_ranges
-from dp_ray.results.reports import Recorder, Report
+from dp_ray.results.recorder import Recorder, Report
 from dp_ray.results.shapes import Probe
 from dp_ray.results.storage import Storage
 

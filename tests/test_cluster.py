@@ -105,8 +105,8 @@ def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in
     assert sorted(tuple(worker["gpu_ids"]) for worker in result.workers) == [("0",), ("0",), ("1",), ("1",)]
     with pytest.raises(ClusterError, match=r"5 workers need 5 CPU, 5 GPU .*3 nodes has 9 CPU, 4 GPU, room for 4"):
         dp_ray.run("jobs/tutorial.yaml", workers=5, address=made_up_gpus, name="five", **keys)
+    keys["gpus_per_worker"] = 3
     with pytest.raises(ClusterError, match=r"2 workers need 2 CPU, 6 GPU .* room for 0 workers"):
-        keys["gpus_per_worker"] = 3
         dp_ray.run("jobs/tutorial.yaml", workers=2, address=made_up_gpus, name="three", **keys)
 
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from dp_ray.plan.split import Shard
 from dp_ray.replica.world import World
 from dp_ray.results import reports
-from dp_ray.results.reports import Collector, Recorder, Report, ReportFile, Rows, Run, read_reports
+from dp_ray.results.recorder import Recorder, Report, Run
+from dp_ray.results.reports import Collector, ReportFile, Rows, read_reports
 from dp_ray.results.shapes import Seen, ShardReport
 
 SEEN = [Seen(f"[{rows}, 5]", f"[{rows}, 2]", rows) for rows in range(1, 5)]

@@ -1,10 +1,8 @@
-"""The way of the shape reports: recorded on the workers, put in order by the driver, kept as Parquet.
+"""The driver's side of the shape reports: put in order, passed on as they are complete, kept as Parquet.
 
-A worker records a shard in a few microseconds and sends runs of equal steps in the background; the driver
-passes each step on once all workers are through with it, so that neither side's memory grows with the steps.
+Each step is passed on once all workers are through with it, so that memory does not grow with the steps.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,106 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from dp_ray.plan.split import Shard
+from dp_ray.plan.work import Done
 from dp_ray.replica.world import World
+from dp_ray.results.recorder import Report, Run
 from dp_ray.results.shapes import Seen, ShardReport, decode_sizes
 
 ROWS_IN_A_GROUP = 1 << 16
 PENDING_RUNS = 1 << 12  # runs of one worker held with exact times; further ahead of the others, with averages
-
-
-class Run(NamedTuple):
-    """Consecutive steps in which one shard looked the same; one time each, or one mean where folded."""
-
-    first_step: int
-    num_steps: int
-    shard: int
-    seen: int
-    milliseconds: np.ndarray[Any, np.dtype[np.float32]]
-
-
-class Report(NamedTuple):
-    """What one worker sends: runs by their first step, the sizes they refer to by number, and the last step done."""
-
-    world: World
-    through: int
-    seen: dict[int, Seen]
-    runs: list[Run]
-
-
-class Recorder:
-    """Collects one worker's reports and sends them on, a batch every `interval` seconds."""
-
-    def __init__(self, world: World, send: Callable[[Report], None], interval: float | None = None) -> None:
-        self._world = world
-        self._send = send
-        # Thousands of workers share one driver: each speaks the less often, the more there are.
-        self._interval = interval if interval is not None else max(0.1, world.world_size / 2000)
-        self._numbers: dict[Seen, int] = {}
-        self._unsent: dict[int, Seen] = {}
-        self._open: dict[int, tuple[int, int, list[float]]] = {}
-        self._runs: list[Run] = []
-        self._through = -1
-        self._sent_through = -1
-        self._lock = threading.Lock()
-        self._sending = threading.Lock()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._send_regularly, name="shape-reports", daemon=True)
-        self._thread.start()
-
-    def on_shard(self, shard: Shard, seen: Seen, milliseconds: float) -> None:
-        with self._lock:
-            number = self._numbers.get(seen)
-            if number is None:
-                number = self._numbers[seen] = len(self._numbers)
-                self._unsent[number] = seen
-            run = self._open.get(shard.shard)
-            if run and run[1] == number and run[0] + len(run[2]) == shard.step:
-                run[2].append(milliseconds)
-                return
-            self._close_run(shard.shard)
-            self._open[shard.shard] = (shard.step, number, [milliseconds])
-
-    def on_step(self, step: int) -> None:
-        """This worker is through with `step`, whether or not it had rows in it."""
-        self._through = step
-
-    def flush(self) -> None:
-        """Send what there is; when it returns, it has arrived."""
-        with self._sending:
-            report = self._take()
-            if report:
-                self._send(report)
-
-    def __enter__(self) -> "Recorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-        self.flush()
-
-    def _send_regularly(self) -> None:
-        while not self._stopped.wait(self._interval):
-            self.flush()
-
-    def _take(self) -> Report | None:
-        with self._lock:
-            for shard in list(self._open):
-                self._close_run(shard)
-            through = self._through  # read once: `on_step` does not wait for the lock
-            if not self._runs and through == self._sent_through:
-                return None
-            runs = sorted(self._runs, key=lambda run: run.first_step)
-            report = Report(self._world, through, self._unsent, runs)
-            self._sent_through, self._unsent, self._runs = through, {}, []
-            return report
-
-    def _close_run(self, shard: int) -> None:
-        if run := self._open.pop(shard, None):
-            first_step, seen, times = run
-            self._runs.append(Run(first_step, len(times), shard, seen, np.array(times, np.float32)))
 
 
 class Rows(NamedTuple):
@@ -154,19 +62,34 @@ class Collector:
         """A new attempt starts with these workers; what the last one's reported is kept."""
         self._through = {world.rank: -1 for world in worlds}
         for world in worlds:
-            self._workers[world.rank] = len(self.worlds)
-            self._pending[len(self.worlds)] = deque()
-            self._limit[len(self.worlds)] = PENDING_RUNS
-            self.worlds.append(world)
+            self._workers[world.rank] = self._join(world)
+
+    def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
+        """Take in what an earlier run of the job reported, of workers that are gone, ordered by first step."""
+        gone: dict[World, int] = {}
+        for world, seen, run in runs:
+            if world not in gone:
+                gone[world] = self._join(world)
+            self._pending[gone[world]].append(run._replace(seen=self._number(seen)))
+
+    def _join(self, world: World) -> int:
+        worker = len(self.worlds)
+        self.worlds.append(world)
+        self._pending[worker] = deque()
+        self._limit[worker] = PENDING_RUNS
+        return worker
+
+    def _number(self, seen: Seen) -> int:
+        if seen not in self._known:
+            self._known[seen] = len(self.seen)
+            self.seen.append(seen)
+        return self._known[seen]
 
     def take(self, report: Report) -> None:
         rank = report.world.rank
         worker = self._workers[rank]
         for number, seen in report.seen.items():
-            if seen not in self._known:
-                self._known[seen] = len(self.seen)
-                self.seen.append(seen)
-            self._numbers[worker, number] = self._known[seen]
+            self._numbers[worker, number] = self._number(seen)
         pending = self._pending[worker]
         pending.extend(run._replace(seen=self._numbers[worker, run.seen]) for run in report.runs)
         if len(pending) > self._limit[worker]:
@@ -269,6 +192,28 @@ def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
                     decoded[text] = decode_sizes(text)
                 row[key] = decoded[text]
             yield ShardReport(**row)
+
+
+def read_runs(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, Run]]:
+    """The reports of the steps and shards that are done, as runs, ordered by first step."""
+    runs: list[tuple[World, Seen, int, int, list[float]]] = []
+    last: dict[tuple[World, int], int] = {}
+    for row in (row for batch in file.iter_batches() for row in batch.to_pylist()):
+        step, shard = row["step"], row["shard"]
+        if Shard(step, shard, 0, 0) not in done:
+            continue
+        world = World(rank=row["rank"], node=row["node"], device=torch.device(row["device"]))
+        seen = Seen(row["input_size"], row["output_size"], row["rows"])
+        at = last.get((world, shard), -1)
+        if at >= 0 and runs[at][1] == seen and runs[at][2] + len(runs[at][4]) == step:
+            runs[at][4].append(row["milliseconds"])
+            continue
+        last[world, shard] = len(runs)
+        runs.append((world, seen, step, shard, [row["milliseconds"]]))
+    return [
+        (world, seen, Run(first, len(times), shard, -1, np.array(times, np.float32)))
+        for world, seen, first, shard, times in runs
+    ]
 
 
 def _split_run(run: Run, step: int) -> tuple[Run, Run | None]:

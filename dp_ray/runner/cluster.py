@@ -13,7 +13,7 @@ import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.state import state as ray_state
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 import dp_ray

@@ -17,11 +17,16 @@ from dp_ray.errors import Error, WorkerError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
+from dp_ray.plan.work import Done
 from dp_ray.replica.targets import bind, build_dataset, resolve
 from dp_ray.replica.world import World
-from dp_ray.results.outputs import MERGED, Merged, merge
-from dp_ray.results.reports import ReportFile
+from dp_ray.results.outputs import MERGED, Merged, done_ranges, merge
+from dp_ray.results.parts import reading
+from dp_ray.results.recorder import Run
+from dp_ray.results.reports import ReportFile, read_runs
 from dp_ray.results.result import SHAPES, Result
+from dp_ray.results.shapes import Seen
+from dp_ray.results.storage import Storage
 from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
 from dp_ray.runner.inbox import drain, open_inbox
@@ -109,8 +114,10 @@ def check_targets(job: Job) -> Split:
 def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options: Options) -> Iterator[Monitor]:
     """A monitor whose shape reports are a whole file when the block ends, also by an error."""
     error: BaseException | None = None
+    reported = _reported(claimed.storage)
     with claimed.storage.writing(SHAPES) as stream:
         monitor = Monitor(job, split, ReportFile(stream), console, options.shapes)
+        monitor.restore(reported)
         try:
             with console.live():
                 yield monitor
@@ -119,6 +126,14 @@ def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options:
         monitor.close()
     if error is not None:
         raise error
+
+
+def _reported(run: Storage) -> list[tuple[World, Seen, Run]]:
+    """What an earlier run reported of the parts that it left."""
+    if not run.exists(SHAPES):
+        return []
+    with reading(run, SHAPES) as file:
+        return read_runs(file, Done(done_ranges(run.child(PARTS))))
 
 
 def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dp_ray.replica.world import World
-from dp_ray.results.reports import Report
+from dp_ray.results.recorder import Report
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The driver's side of the channel: orders the shape reports, shows progress, remembers the first error."""
 
 import threading
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,8 +10,10 @@ from typing import Any
 from dp_ray import errors
 from dp_ray.job import Job
 from dp_ray.plan.split import Split
+from dp_ray.replica.world import World
+from dp_ray.results.recorder import Run
 from dp_ray.results.reports import Collector, ReportFile, Rows
-from dp_ray.results.shapes import decode_sizes, shape_lines
+from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
 from dp_ray.runner.console import Console, Progressed
 from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes
 
@@ -39,6 +41,10 @@ class Monitor:
         self._early: dict[str, list[Shapes]] = {}
         self._current: str | None = None
         self._decoded: dict[int, tuple[Any, Any]] = {}
+
+    def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
+        """What the run that is carried on had reported of the steps that it finished."""
+        self._collector.restore(runs)
 
     def take(self, message: Message) -> None:
         if isinstance(message, Hello):

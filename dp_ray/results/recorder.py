@@ -1,0 +1,104 @@
+"""The worker's side of the shape reports: recorded in microseconds, sent as runs of equal steps in the background."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dp_ray.plan.split import Shard
+from dp_ray.replica.world import World
+from dp_ray.results.shapes import Seen
+
+
+class Run(NamedTuple):
+    """Consecutive steps in which one shard looked the same; one time each, or one mean where folded."""
+
+    first_step: int
+    num_steps: int
+    shard: int
+    seen: int
+    milliseconds: np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Report(NamedTuple):
+    """What one worker sends: runs by their first step, the sizes they refer to by number, and the last step done."""
+
+    world: World
+    through: int
+    seen: dict[int, Seen]
+    runs: list[Run]
+
+
+class Recorder:
+    """Collects one worker's reports and sends them on, a batch every `interval` seconds."""
+
+    def __init__(self, world: World, send: Callable[[Report], None], interval: float | None = None) -> None:
+        self._world = world
+        self._send = send
+        # Thousands of workers share one driver: each speaks the less often, the more there are.
+        self._interval = interval if interval is not None else max(0.1, world.world_size / 2000)
+        self._numbers: dict[Seen, int] = {}
+        self._unsent: dict[int, Seen] = {}
+        self._open: dict[int, tuple[int, int, list[float]]] = {}
+        self._runs: list[Run] = []
+        self._through = -1
+        self._sent_through = -1
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._send_regularly, name="shape-reports", daemon=True)
+        self._thread.start()
+
+    def on_shard(self, shard: Shard, seen: Seen, milliseconds: float) -> None:
+        with self._lock:
+            number = self._numbers.get(seen)
+            if number is None:
+                number = self._numbers[seen] = len(self._numbers)
+                self._unsent[number] = seen
+            run = self._open.get(shard.shard)
+            if run and run[1] == number and run[0] + len(run[2]) == shard.step:
+                run[2].append(milliseconds)
+                return
+            self._close_run(shard.shard)
+            self._open[shard.shard] = (shard.step, number, [milliseconds])
+
+    def on_step(self, step: int) -> None:
+        """This worker is through with `step`, whether or not it had rows in it."""
+        self._through = step
+
+    def flush(self) -> None:
+        """Send what there is; when it returns, it has arrived."""
+        with self._sending:
+            report = self._take()
+            if report:
+                self._send(report)
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self.flush()
+
+    def _send_regularly(self) -> None:
+        while not self._stopped.wait(self._interval):
+            self.flush()
+
+    def _take(self) -> Report | None:
+        with self._lock:
+            for shard in list(self._open):
+                self._close_run(shard)
+            through = self._through  # read once: `on_step` does not wait for the lock
+            if not self._runs and through == self._sent_through:
+                return None
+            runs = sorted(self._runs, key=lambda run: run.first_step)
+            report = Report(self._world, through, self._unsent, runs)
+            self._sent_through, self._unsent, self._runs = through, {}, []
+            return report
+
+    def _close_run(self, shard: int) -> None:
+        if run := self._open.pop(shard, None):
+            first_step, seen, times = run
+            self._runs.append(Run(first_step, len(times), shard, seen, np.array(times, np.float32)))

@@ -1,0 +1,99 @@
+"""A run that broke is carried on: only what is missing is read, and the end is that of one undisturbed run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dp_ray
+from dp_ray.errors import DataError, JobError, StorageError
+from dp_ray.results import outputs
+from tests import models
+
+pytestmark = pytest.mark.usefixtures("in_project")
+
+
+class Fragile(models.Rows):
+    """Sample 50 cannot be read while the file `broken` is there; what is read is written down."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(101)
+        self.folder = Path(folder)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 50 and (self.folder / "broken").exists():
+            raise OSError("sector 50")
+        with (self.folder / "read").open("a") as log:
+            log.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+def keys(folder: Path, **others: Any) -> dict[str, Any]:
+    target = {"target": "tests.test_driver:Fragile", "args": {"folder": str(folder)}}
+    values = {"model": "tests.models:Linear", "dataset": target, "batch_size": 7, "shards": 3, "workers": 0}
+    return {**values, "name": "run", "storage": str(folder), **others}
+
+
+def test_a_broken_run_is_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    (tmp_path / "broken").touch()
+    with pytest.raises(DataError, match="sample 50 of the dataset raised OSError: sector 50"):
+        dp_ray.run(**keys(tmp_path))
+    broken = dp_ray.load(tmp_path / "run")
+    assert broken.status == "failed"
+    assert {report.step for report in broken.shapes} == set(range(7)) | ({7} & {r.step for r in broken.shapes})
+    (tmp_path / "broken").unlink()
+    (tmp_path / "read").unlink()
+    result = dp_ray.run(**keys(tmp_path))
+    read = [int(line) for line in (tmp_path / "read").read_text().split()]
+    assert sorted(read) == list(range(49, 101)), "steps 0 to 6 were committed and step 7 was not"
+    undisturbed = dp_ray.run(**keys(tmp_path, name="undisturbed"))
+    assert result.outputs_sha256 == undisturbed.outputs_sha256
+    seen = [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in result.shapes]
+    assert seen == [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in undisturbed.shapes]
+
+
+def test_parts_are_gone_once_they_are_merged(tmp_path: Path) -> None:
+    result = dp_ray.run(**keys(tmp_path))
+    left = sorted(path.name for path in Path(result.run_dir).iterdir())
+    assert left == ["outputs.parquet", "result.json", "run.json", "shapes.parquet"]
+
+
+def test_a_part_that_vanished_is_found_out_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof before the merge is an error, not a hole; the next run fills it."""
+    from dp_ray.runner import driver
+
+    def lose_a_part(parts: Any, *rest: Any) -> None:
+        parts.fs.delete_file(parts.file(parts.names()[0]))
+        outputs.merge(parts, *rest)
+
+    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(driver, "merge", lose_a_part)
+    with pytest.raises(StorageError, match=r"position 0 (is missing|holds)"):
+        dp_ray.run(**keys(tmp_path))
+    monkeypatch.setattr(driver, "merge", outputs.merge)
+    result = dp_ray.run(**keys(tmp_path))
+    assert result.outputs_sha256 == dp_ray.run(**keys(tmp_path, name="undisturbed")).outputs_sha256
+
+
+def test_an_unknown_keyword_is_the_jobs_error(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="batchsize: is no key of a job; did you mean batch_size"):
+        dp_ray.run(**keys(tmp_path, batchsize=3))
+
+
+def test_a_job_can_be_given_whole_and_changed(tmp_path: Path) -> None:
+    job = dp_ray.Job.make(keys(tmp_path), "job")
+    first = dp_ray.run(job)
+    second = dp_ray.run(job, name="second", batch_size=10)
+    assert (first.name, first.steps) == ("run", 15)
+    assert (second.name, second.steps) == ("second", 11)
+    assert torch.allclose(first.outputs, second.outputs, atol=1e-6)
+
+
+def test_a_run_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
+    values = keys(tmp_path)
+    del values["name"]
+    names = {dp_ray.run(**values).name for _ in range(2)}
+    assert len(names) == 2
+    assert all(name.startswith("run-") for name in names)
