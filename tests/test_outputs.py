@@ -1,6 +1,7 @@
 """Part files and their merging: workers write slices of a known tensor, and plain torch says what is right."""
 
 import hashlib
+import itertools
 import resource
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -437,6 +438,16 @@ def test_a_batch_of_like_rows_is_a_tensor_beside_others() -> None:
     shapes = [tuple(batch.shape) for batch in Merged(run).batches(10)]
     assert shapes == [(10, 1), (10, 2), (10, 3)]
     assert [type(batch) for batch in Merged(run).batches(15)] == [list, list]
+
+
+@pytest.mark.parametrize("lengths", [[10], [3, 3, 4], [1] * 10, [7, 1, 2], [4, 0, 6]])
+def test_batches_are_whole_however_the_file_gives_its_rows(lengths: list[int]) -> None:
+    cuts = np.cumsum([0, *lengths]).tolist()
+    pieces = [
+        pa.record_batch({"x": pa.array(range(first, end), pa.int64())}) for first, end in itertools.pairwise(cuts)
+    ]
+    tables = outputs._slices(iter(pieces), 4)
+    assert [table["x"].to_pylist() for table in tables] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize(
