@@ -181,9 +181,10 @@ def merge(parts: Storage, run: Storage, order: Order, rows: int) -> None:
     Raises StorageError, naming the position, unless the parts hold each of the `rows` first positions of `order`
     once, with the sample that the order has there.
     """
-    readers = [PartReader(parts, name) for name in parts.names() if PART_NAME.fullmatch(name)]
-    if not readers:
+    names = [name for name in parts.names() if PART_NAME.fullmatch(name)]
+    if not names:
         raise StorageError(f"{parts}: there are no outputs to merge")
+    readers = [PartReader(parts, name, len(names)) for name in names]
     layout = functools.reduce(Layout.join, (reader.layout for reader in readers))
     with run.writing(MERGED) as stream, open_writer(stream, layout.schema) as writer:
         for block in _rechunk(proven(in_order(readers, layout), order, rows), GROUP_BYTES):

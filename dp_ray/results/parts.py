@@ -13,7 +13,9 @@ from dp_ray.results.columns import SAMPLE_INDEX, Layout, from_arrow, to_arrow
 from dp_ray.results.storage import Storage
 
 POSITION = "position"
-MERGE_BYTES = 4 << 20
+MERGE_BYTES = 4 << 20  # rows held of each part while they are merged
+MERGE_BYTES_IN_ALL = 256 << 20
+READ_BYTES = 256 << 10
 
 
 @contextmanager
@@ -21,7 +23,8 @@ def reading(storage: Storage, name: str) -> Iterator[pq.ParquetFile]:
     """A Parquet file while it is read, one row group at a time; StorageError where it turns out damaged."""
     try:
         with storage.open(name) as stream:
-            yield pq.ParquetFile(stream, pre_buffer=False)  # with it, all that will be read is held
+            # By default all that will be read of the file is held at once.
+            yield pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES)
     except (pa.ArrowInvalid, OSError) as error:
         raise StorageError(f"{storage.child(name)}: is damaged: {error}") from None
 
@@ -29,7 +32,7 @@ def reading(storage: Storage, name: str) -> Iterator[pq.ParquetFile]:
 class PartReader:
     """Reads one part from its first row to its last, a block at a time; opened only while it is needed."""
 
-    def __init__(self, parts: Storage, name: str) -> None:
+    def __init__(self, parts: Storage, name: str, num_parts: int) -> None:
         self._parts = parts
         self._name = name
         with reading(parts, name) as file:
@@ -37,7 +40,7 @@ class PartReader:
             group = file.metadata.row_group(0)
         self.first: int = group.column(0).statistics.min
         row_bytes = max(1, group.total_byte_size // group.num_rows)
-        self._block_rows = max(1, MERGE_BYTES // row_bytes)
+        self._block_rows = max(1, min(MERGE_BYTES, MERGE_BYTES_IN_ALL // num_parts) // row_bytes)
         self._blocks: Iterator[pa.Table] | None = None
         self.block: pa.Table | None = None
 

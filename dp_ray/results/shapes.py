@@ -133,9 +133,19 @@ def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
 
 
+def _nested_alike(first: Any, other: Any) -> bool:
+    if type(first) is not type(other):
+        return False
+    if isinstance(first, dict):
+        return bool(first.keys() == other.keys())
+    return not isinstance(first, tuple) or len(first) == len(other)
+
+
 def _sum_rows(many: Sequence[Any], batch_dim: int) -> Any:
     """The sizes of the shards' concatenation."""
     first = many[0]
+    if any(not _nested_alike(first, other) for other in many):
+        return "(not nested alike on all shards)"
     if isinstance(first, torch.Size):
         if not first:
             return torch.Size([len(many)])

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -165,7 +167,7 @@ def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, o
             run_config=_run_config(job, claimed, options),
         )
         try:
-            with listening(monitor, lambda: drain(inbox)):
+            with _own_sigint(), listening(monitor, lambda: drain(inbox)):
                 trainer.fit()
         except SystemExit:
             raise KeyboardInterrupt from None  # Ray Train turns a Ctrl-C into this
@@ -173,6 +175,19 @@ def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, o
             raise _cause(error, monitor) from None
         finally:
             claimed.storage.child(TRAIN_FOLDER).remove()
+
+
+@contextmanager
+def _own_sigint() -> Iterator[None]:
+    """Ray Train takes over Ctrl-C, and keeps it when it is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
@@ -251,7 +266,7 @@ def _result(
         workers=[_told(hello) for hello in attempts[-1].hellos] if attempts else [],
         restarts=max(0, len(attempts) - 1),
         seconds=round(time.monotonic() - started, 3),
-        outputs_path=f"{storage}/{MERGED}" if merged else None,
+        outputs_path=str(storage.child(MERGED)) if merged else None,
         outputs_sha256=Merged(storage).sha256() if merged else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
     )

@@ -1,5 +1,6 @@
 """The driver's side of the channel: orders the shape reports, shows progress, remembers the first error."""
 
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -127,9 +128,13 @@ def error_of(failed: Failed) -> errors.Error:
 
 @contextmanager
 def listening(monitor: Monitor, drain: Callable[[], list[Message]]) -> Iterator[None]:
-    """Feed the monitor in the background; when the block ends, what has been sent by then is taken in."""
+    """Feed the monitor in the background; when the block ends, what has been sent by then is taken in.
+
+    Where that fails, as on a full disk, the block is interrupted and the failure raised.
+    """
     ended = threading.Event()
     trouble: list[BaseException] = []
+    caller = threading.get_ident()
 
     def listen() -> None:
         try:
@@ -142,6 +147,8 @@ def listening(monitor: Monitor, drain: Callable[[], list[Message]]) -> Iterator[
                     return
         except BaseException as error:
             trouble.append(error)
+            if not ended.is_set():
+                signal.pthread_kill(caller, signal.SIGINT)
 
     thread = threading.Thread(target=listen, name="monitor", daemon=True)
     thread.start()
@@ -150,5 +157,5 @@ def listening(monitor: Monitor, drain: Callable[[], list[Message]]) -> Iterator[
     finally:
         ended.set()
         thread.join()
-    if trouble:
-        raise trouble[0]
+        if trouble:
+            raise trouble[0]

@@ -1,0 +1,122 @@
+"""The driver's ear: what workers tell, in order; what goes wrong while listening ends the job."""
+
+import io
+import time
+
+import pytest
+import torch
+
+from dp_ray import errors
+from dp_ray.job import Job
+from dp_ray.plan.split import Shard, Split
+from dp_ray.replica.world import World
+from dp_ray.results.recorder import Recorder
+from dp_ray.results.reports import ReportFile
+from dp_ray.results.shapes import Seen
+from dp_ray.runner.console import Console, Progressed
+from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes
+from dp_ray.runner.monitor import Monitor, error_of, listening
+
+SEEN = Seen("[5, 5]", "[5, 2]", 5)
+
+
+def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:
+    job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}, "job")
+    return Monitor(job, Split(20, 10, 2), ReportFile(io.BytesIO()), Console(quiet), shapes)
+
+
+def hello(attempt: str, rank: int, world_size: int = 2) -> Hello:
+    return Hello(attempt, World(rank, world_size, node=f"10.0.0.{rank}"), 1, ())
+
+
+def reported(attempt: str, rank: int, steps: int) -> list[Message]:
+    """What a real Recorder of this rank sends for its shard of `steps` steps."""
+    sent: list[Message] = []
+    with Recorder(World(rank, 2), lambda report: sent.append(Shapes(attempt, report)), interval=60) as recorder:
+        for step in range(steps):
+            recorder.on_shard(Shard(step, rank, 0, 5), SEEN, 1.0)
+            recorder.on_step(step)
+    return sent
+
+
+def test_a_step_is_printed_once_all_workers_are_through(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = monitor_of(shapes=True)
+    for message in (hello("a", 0), *reported("a", 0, 2), hello("a", 1)):
+        monitor.take(message)
+    monitor.tick()
+    assert capsys.readouterr().out == ""
+    for message in reported("a", 1, 2):
+        monitor.take(message)
+    monitor.tick()
+    one = "\tIn Model: input size torch.Size([5, 5]) output size torch.Size([5, 2])"
+    whole = "Outside: input size torch.Size([10, 5]) output_size torch.Size([10, 2])"
+    assert capsys.readouterr().out.splitlines() == [one, one, whole] * 2
+    monitor.close()
+
+
+def test_attempts_are_counted_when_all_their_workers_are_there() -> None:
+    monitor = monitor_of(quiet=True)
+    for message in (hello("a", 0), hello("a", 1), hello("b", 0), hello("c", 0, 1)):
+        monitor.take(message)
+    assert [len(attempt.hellos) for attempt in monitor.attempts] == [2, 1]
+    monitor.close()
+
+
+def test_the_first_error_told_is_the_one_that_counts() -> None:
+    monitor = monitor_of(quiet=True)
+    first = Failed("a", World(1, 2, node="n"), "DataError", "sample 7 ...", "Traceback of rank 1")
+    monitor.take(first)
+    monitor.take(Failed("a", World(0, 2), "ModelError", "a consequence", "Traceback of rank 0"))
+    assert monitor.failed == first
+    error = error_of(first)
+    assert type(error) is errors.DataError
+    assert str(error) == "rank 1 on n: sample 7 ..."
+    assert error.__notes__ == ["Traceback of rank 1"]
+    monitor.close()
+
+
+@pytest.mark.parametrize("kind", ["", "os", "Exception", "__doc__"])
+def test_an_error_of_no_kind_of_ours_is_a_plain_one(kind: str) -> None:
+    assert type(error_of(Failed("a", World(), kind, "text", "trace"))) is errors.Error
+
+
+def test_what_users_print_shows_its_rank_even_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = monitor_of(quiet=True)
+    monitor.take(Printed(World(3, 4), "[bold]hello[/bold]"))
+    assert capsys.readouterr().err == "[rank 3] [bold]hello[/bold]\n"
+    monitor.close()
+
+
+def test_trouble_while_listening_ends_the_block_and_is_raised() -> None:
+    def drain() -> list[Message]:
+        raise errors.StorageError("the disk is full")
+
+    started = time.monotonic()
+    with pytest.raises(errors.StorageError, match="the disk is full"), listening(monitor_of(), drain):
+        time.sleep(60)
+    assert time.monotonic() - started < 30, "the block must not run on to its end"
+
+
+def test_what_was_sent_before_the_end_is_taken_in() -> None:
+    waiting: list[Message] = [hello("a", 0), hello("a", 1)]
+
+    def drain() -> list[Message]:
+        time.sleep(0.01)
+        taken, waiting[:] = list(waiting), []
+        return taken
+
+    monitor = monitor_of(quiet=True)
+    with listening(monitor, drain):
+        waiting.extend([hello("b", 0), hello("b", 1)])
+    assert len(monitor.attempts) == 2
+    monitor.close()
+
+
+def test_progress_says_how_far_it_is() -> None:
+    progress = Progressed("job", steps=10, rows=100)
+    assert str(progress) == "starting the workers"
+    progress.start([World(0), World(1)])
+    progress.step, progress.rows = 5, 50
+    assert str(progress).startswith("step 5/10, 50 rows, ")
+    assert str(progress).endswith("0:00 left")
+    assert torch.device("cpu") == progress.workers[0][0].device
