@@ -134,7 +134,7 @@ def listening(monitor: Monitor, drain: Callable[[], list[Message]]) -> Iterator[
     """
     ended = threading.Event()
     trouble: list[BaseException] = []
-    caller = threading.get_ident()
+    caller = threading.current_thread()
 
     def listen() -> None:
         try:
@@ -147,15 +147,25 @@ def listening(monitor: Monitor, drain: Callable[[], list[Message]]) -> Iterator[
                     return
         except BaseException as error:
             trouble.append(error)
-            if not ended.is_set():
-                signal.pthread_kill(caller, signal.SIGINT)
+            if not ended.is_set() and caller is threading.main_thread():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=listen, name="monitor", daemon=True)
-    thread.start()
     try:
+        thread.start()
         yield
     finally:
         ended.set()
-        thread.join()
+        _join(thread, trouble)
         if trouble:
             raise trouble[0]
+
+
+def _join(thread: threading.Thread, trouble: list[BaseException]) -> None:
+    """Wait for the thread, whose own interrupt may arrive only here."""
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            if not trouble:
+                raise
