@@ -11,8 +11,8 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/installed
-	$(BIN)/dp-ray run jobs/tutorial.yaml --workers 3 --shapes --overwrite
-	$(BIN)/dp-ray run jobs/digits_predict.yaml --workers 3 --overwrite
+	$(BIN)/dp-ray run jobs/tutorial.yaml --workers 3 --shapes --name demo-tutorial --overwrite
+	$(BIN)/dp-ray run jobs/digits_predict.yaml --workers 3 --name demo-digits --overwrite
 
 test: .venv/installed
 	$(BIN)/python -m pytest

@@ -8,20 +8,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from accelerate import Accelerator
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader
 
-from benchmarks.rows import CLASSES, Mlp, Rows, as_read
+from benchmarks.rows import CLASSES, Mlp, Rows, Work, as_read
 
 
-def predict(batch_size: int, workers: int, rows: Path, stamps: Path, out: Path) -> None:
+def predict(work: Work, stamps: Path, out: Path) -> None:
     """Start the processes, as `accelerate launch` would, but without a launcher's own start."""
-    args = (_free_port(), workers, batch_size, str(rows), str(stamps), str(out))
-    mp.spawn(_worker, args, nprocs=workers)  # type: ignore[no-untyped-call]
+    args = (_free_port(), work, str(stamps), out)
+    spawn(_worker, args, nprocs=work.workers)  # type: ignore[no-untyped-call]
 
 
-def _worker(rank: int, port: int, world_size: int, batch_size: int, rows: str, stamps: str, out: str) -> None:
+def _worker(rank: int, port: int, work: Work, stamps: str, out: Path) -> None:
+    world_size = work.workers
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -29,14 +30,15 @@ def _worker(rank: int, port: int, world_size: int, batch_size: int, rows: str, s
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    loader = DataLoader(Rows(rows), batch_size=batch_size // world_size, collate_fn=as_read)
+    rows = Rows(work.path, work.times)
+    loader = DataLoader(rows, batch_size=work.batch_size // world_size, collate_fn=as_read)
     model, loader = accelerator.prepare(Mlp(stamps).eval(), loader)
     gathered = []
     with torch.inference_mode():
         for batch in loader:
             gathered.append(accelerator.gather_for_metrics(model(batch)))
     if accelerator.is_main_process:
-        _write(torch.cat(gathered), Path(out))
+        _write(torch.cat(gathered), out)
     accelerator.wait_for_everyone()
     dist.destroy_process_group()
 

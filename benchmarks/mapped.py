@@ -9,7 +9,7 @@ import ray
 import torch
 from ray.data import ActorPoolStrategy, DataContext
 
-from benchmarks.rows import WIDTH, Mlp
+from benchmarks.rows import WIDTH, Mlp, Work
 
 BLOCKS = 20
 
@@ -31,14 +31,14 @@ def put(rows: Path) -> list[Any]:
     return [ray.put(block) for block in np.array_split(data, BLOCKS)]
 
 
-def predict(blocks: list[Any], batch_size: int, workers: int, rows: Path, stamps: Path, out: Path) -> None:
+def predict(blocks: list[Any], work: Work, stamps: Path, out: Path) -> None:
     DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ray.data.from_numpy_refs(blocks).map_batches(
+    ray.data.from_numpy_refs(blocks * work.times).map_batches(
         Predictor,
         fn_constructor_args=(str(stamps),),
-        batch_size=batch_size // workers,
+        batch_size=work.batch_size // work.workers,
         batch_format="numpy",
-        compute=ActorPoolStrategy(size=workers),
+        compute=ActorPoolStrategy(size=work.workers),
         num_cpus=1,
     ).write_parquet(str(out))

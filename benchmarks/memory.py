@@ -32,6 +32,7 @@ def _run(rows: Path, num_rows: int) -> None:
         batch_size=1024,
         workers=2,
         storage=str(rows.parent),
+        quiet=True,
     )
     assert result.rows == num_rows
 

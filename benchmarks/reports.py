@@ -80,7 +80,8 @@ def _report_seconds(folder: Path) -> float:
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(name="reports", storage_path=str(folder)),
     ).fit()
-    return median(json.loads((folder / "seconds.json").read_text()))
+    taken: list[float] = json.loads((folder / "seconds.json").read_text())
+    return median(taken)
 
 
 def _report_each_batch(config: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ WIDTH = 256
 CLASSES = 10
 
 
+@dataclass(frozen=True)
+class Work:
+    """What every side does: the file of rows, how often it is gone over, in global batches of which size, by whom."""
+
+    path: str
+    times: int
+    batch_size: int
+    workers: int
+
+
 def make_rows(path: Path, rows: int) -> None:
     """Write `rows` rows of normal numbers, a few at a time; every process then maps them into its memory."""
     numbers = np.random.default_rng(0)
@@ -23,23 +34,24 @@ def make_rows(path: Path, rows: int) -> None:
 
 
 class Rows(Dataset[torch.Tensor]):
-    """The rows in one tensor; many are read at once by torch's own `__getitems__`."""
+    """The rows in one tensor, gone over `times` times; many are read at once by torch's own `__getitems__`."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, times: int = 1) -> None:
         size = Path(path).stat().st_size // 4
         self.data = torch.from_file(path, size=size, dtype=torch.float32).reshape(-1, WIDTH)
+        self.times = times
 
     def __len__(self) -> int:
-        return len(self.data)
+        return self.times * len(self.data)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return self.data[index]
+        return self.data[index % len(self.data)]
 
     def __getitems__(self, indices: list[int]) -> torch.Tensor:
-        return self.data[indices]
+        return self.data[torch.tensor(indices) % len(self.data)]
 
 
-def as_read(batch: torch.Tensor) -> torch.Tensor:
+def as_read(batch: Any) -> Any:
     """The collate for what `__getitems__` gave: it is a batch already."""
     return batch
 

@@ -44,7 +44,7 @@ def measure() -> list[Row]:
 
 
 def _run(folder: Path, numbers: "count[int]") -> torch.Tensor:
-    result = dp_ray.run(JOB, workers=WORKERS, storage=str(folder), name=f"ours-{next(numbers)}")
+    result = dp_ray.run(JOB, workers=WORKERS, storage=str(folder), name=f"ours-{next(numbers)}", quiet=True)
     outputs: torch.Tensor = result.outputs
     return outputs
 

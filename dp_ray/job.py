@@ -209,7 +209,7 @@ def parse_workers(text: str) -> int | dict[str, int]:
         return int(text)
     if match := re.fullmatch(r"(\d+):(\d+)", text):
         return {"min": int(match[1]), "max": int(match[2])}
-    raise JobError(f"--workers {text!r}: must be N, like 4, or MIN:MAX, like 1:8")
+    raise JobError(f"--workers {text!r}: must be N, like 4 (0: in this process), or MIN:MAX, like 1:8")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

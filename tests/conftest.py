@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import torch
@@ -18,6 +19,8 @@ import dp_ray.runner.driver  # noqa: F401 - Ray changes the environment when it 
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("dp_ray", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("dp_ray")
 
 
 @pytest.fixture(autouse=True)

@@ -117,7 +117,7 @@ def test_a_finished_run_is_not_run_again_unless_it_is_to_be_replaced(
     assert status_of(monkeypatch, "run", str(job), "--quiet") == 0
     assert capsys.readouterr().err == ""
     assert status_of(monkeypatch, "run", str(job)) == 2
-    assert "give it another --name, or replace it with --overwrite" in capsys.readouterr().err
+    assert "give it another name (--name, name=), or replace it (--overwrite" in capsys.readouterr().err
     assert status_of(monkeypatch, "run", str(job), "--overwrite") == 0
     assert status_of(monkeypatch, "run", str(job), "--name", "other") == 0
 

@@ -114,7 +114,7 @@ def test_what_was_sent_before_the_end_is_taken_in() -> None:
 
 def test_progress_says_how_far_it_is() -> None:
     progress = Progressed("job", steps=10, rows=100)
-    assert str(progress) == "starting the workers"
+    assert str(progress) == "starting the workers, 0 s"
     progress.start([World(0), World(1)])
     progress.step, progress.rows = 5, 50
     assert str(progress).startswith("step 5/10, 50 rows, ")

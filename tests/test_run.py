@@ -31,7 +31,9 @@ def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
     """dp_ray.run on the session's cluster, into a folder of the test's own."""
 
     def on_cluster(job: str | None = None, **keys: Any) -> dp_ray.Result:
-        return dp_ray.run(job, **{"address": cluster.address, "storage": str(tmp_path), "name": "run", **keys})
+        return dp_ray.run(
+            job, **{"address": cluster.address, "storage": str(tmp_path), "name": "run", "quiet": True, **keys}
+        )
 
     return on_cluster
 
@@ -95,6 +97,7 @@ def test_objects_from_python_and_a_shuffled_order(run: Run) -> None:
     order = Order(101, 9, 0).indices(0, 101)
     table = result.outputs
     assert table.shape == (101, 2)
+    assert result.sample_index.tolist() == order.tolist()
     # Each row is that of the order's sample: the same linear map takes the ordered inputs to the outputs.
     inputs = torch.cat([data.data[torch.from_numpy(order)], torch.ones(101, 1)], 1)
     solution = torch.linalg.lstsq(inputs, table).solution
@@ -111,6 +114,21 @@ def test_a_users_print_comes_once_with_its_rank(run: Run, capfd: pytest.CaptureF
     assert (
         sorted(captured.err.splitlines()) == ["[rank 0] forward of 5 rows"] * 2 + ["[rank 1] forward of 5 rows"] * 2
     )
+
+
+def test_what_a_loaders_process_prints_comes_too(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    dataset = {"target": "tests.test_run:Chatty", "args": {"length": 4}}
+    run(model="tests.models:Linear", dataset=dataset, batch_size=4, workers=2, loader={"processes": 1})
+    said = sorted(capfd.readouterr().err.splitlines())
+    assert said == ["[rank 0] reading 0", "[rank 0] reading 1", "[rank 1] reading 2", "[rank 1] reading 3"]
+
+
+class Chatty(models.Rows):
+    """Says what it reads."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        print(f"reading {index}")
+        return super().__getitem__(index)
 
 
 def test_env_reaches_the_workers_and_is_not_kept(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
@@ -276,10 +294,13 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
 
 def test_a_stale_address_of_a_dead_ray_costs_no_time(tmp_path: Path, in_project: Path) -> None:
     """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""
+    others = left_by_embedded_rays()
     done = command("run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
+    assert left_by_embedded_rays() <= others, "an embedded Ray leaves its folder behind"
     stale = Path("/tmp/ray/ray_current_cluster")
+    stale.parent.mkdir(exist_ok=True)
     before = stale.read_text() if stale.exists() else None
     stale.write_text("127.0.0.1:1")
     try:
@@ -288,6 +309,20 @@ def test_a_stale_address_of_a_dead_ray_costs_no_time(tmp_path: Path, in_project:
         stale.write_text(before) if before is not None else stale.unlink()
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["seconds"] < result["seconds"] + 30
+
+
+def left_by_embedded_rays() -> set[Path]:
+    return set(Path("/tmp").glob("dp_ray-*/session_*"))
+
+
+def test_a_reader_of_shapes_that_has_seen_enough_does_not_end_the_job(tmp_path: Path) -> None:
+    job = f"{sys.executable} -m dp_ray run jobs/tutorial.yaml --workers 0 --set dataset.args.length=30000"
+    line = f"{job} --shapes --storage {tmp_path} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert dp_ray.load(tmp_path / "tutorial").rows == 30000
 
 
 def test_an_address_where_no_ray_answers(tmp_path: Path) -> None:
@@ -331,7 +366,7 @@ def test_a_callers_own_ray_is_used_and_left_alone(cluster: Cluster, tmp_path: Pa
 
 def test_a_run_of_the_same_name_is_not_lost(run: Run) -> None:
     first = run("jobs/tutorial.yaml", workers=1)
-    with pytest.raises(JobError, match="holds this run, finished; give it another --name"):
+    with pytest.raises(JobError, match="holds this run, finished; give it another name"):
         run("jobs/tutorial.yaml", workers=1)
     with pytest.raises(JobError, match="holds a run of a different job"):
         run("jobs/tutorial.yaml", workers=1, batch_size=20)

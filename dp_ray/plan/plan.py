@@ -54,6 +54,7 @@ def _folded(workers: list[str]) -> list[str]:
     for rank in range(1, len(workers) + 1):
         if rank == len(workers) or workers[rank] != workers[first]:
             who = f"rank {first}" if rank - first == 1 else f"ranks {first}-{rank - 1}"
-            lines.append(f"  {who:<14}{workers[first]} rows" + (" each" if rank - first > 1 else ""))
+            rows = "row" if workers[first] == "1" else "rows"
+            lines.append(f"  {who:<14}{workers[first]} {rows}" + (" each" if rank - first > 1 else ""))
             first = rank
     return lines

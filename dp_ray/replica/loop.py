@@ -1,6 +1,6 @@
 """The loop of one worker: shard in, outputs out. It knows neither Ray nor files."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
     except Error:
         raise
     except Exception as error:
+        mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
+        hint = "; the model got one dict: to pass its keys as keywords, set call: kwargs" if mistaken else ""
         raise ModelError(
-            f"the model raised {type(error).__name__} in step {shard.step}, shard {shard.shard}: {error}"
+            f"the model raised {type(error).__name__} in step {shard.step}, shard {shard.shard}: {error}{hint}"
         ) from error

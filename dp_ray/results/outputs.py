@@ -228,6 +228,11 @@ class Merged:
                 leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
                 yield rebuild(layout, [_stacked(leaf) for leaf in leaves])
 
+    def sample_index(self) -> torch.Tensor:
+        """Which sample of the dataset each row is of, int64 [rows]."""
+        with reading(self.run, MERGED) as file:
+            return torch.from_numpy(file.read(columns=[SAMPLE_INDEX]).column(0).to_numpy().copy())
+
     def sha256(self) -> str:
         """The hash of the outputs' raw bytes: leaf after leaf, each row after row."""
         digest = hashlib.sha256()

@@ -8,6 +8,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dp_ray.errors import StorageError
 from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.parts import reading
@@ -19,7 +21,7 @@ RESULT = "result.json"
 SHAPES = "shapes.parquet"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """One finished run: the numbers of `result.json`, and its outputs and shape reports read when asked for.
 
@@ -56,6 +58,11 @@ class Result:
         """
         return self._merged().read()
 
+    @cached_property
+    def sample_index(self) -> torch.Tensor:
+        """Which sample of the dataset each row of the outputs is of: int64 [rows], 0, 1, 2, ... unless shuffled."""
+        return self._merged().sample_index()
+
     def batches(self) -> Iterator[Any]:
         """The merged outputs of each global batch, in order, read as they are asked for."""
         return self._merged().batches(self.batch_size)
@@ -80,6 +87,9 @@ class Result:
         values = asdict(self)
         values["outputs"] = values.pop("outputs_path")
         return values
+
+    def __repr__(self) -> str:
+        return f"Result({self.name!r}, {self.status}, {self.rows} rows in {self.steps} steps, {self.run_dir!r})"
 
     def save(self) -> None:
         self._storage().write_text(RESULT, json.dumps(self.to_json(), indent=2) + "\n")

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,15 +45,27 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    with _environment_kept():
-        _start(job, address or os.environ.get("RAY_ADDRESS"), verbose)
+    with _environment_kept(), _own_folder() as folder:
+        _start(job, address or os.environ.get("RAY_ADDRESS"), verbose, folder)
         try:
             yield
         finally:
             ray.shutdown()
 
 
-def _start(job: Job, address: str | None, verbose: bool) -> None:
+@contextmanager
+def _own_folder() -> Iterator[str]:
+    """Where an embedded Ray keeps its sockets and logs, for itself alone, and gone when it is.
+
+    In Ray's usual folder stands the address of whichever Ray was started last. Some of Ray Train's actors look
+    for their cluster there: after a driver that died they wait for it, and beside another Ray they ask the wrong one.
+    """
+    parent = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path may have 107 characters, TMPDIR many
+    with tempfile.TemporaryDirectory(prefix="dp_ray-", dir=parent, ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def _start(job: Job, address: str | None, verbose: bool, folder: str) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
     quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
@@ -61,8 +74,7 @@ def _start(job: Job, address: str | None, verbose: bool) -> None:
             _authenticate(address)
             ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
         else:
-            # "local" also keeps Ray from trying the address that a driver which died has left behind.
-            ray.init("local", num_cpus=_logical_cpus(job), include_dashboard=False, **quiet)
+            ray.init("local", num_cpus=_logical_cpus(job), include_dashboard=False, _temp_dir=folder, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"no Ray answers at {address or 'local'}: {error}") from error
 

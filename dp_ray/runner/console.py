@@ -30,6 +30,7 @@ class Console:
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[says]}"))
         self._task = self._bar.add_task("", says="")
         self._told = 0.0
+        self._done = False
 
     def say(self, line: str) -> None:
         if not self._quiet:
@@ -45,7 +46,8 @@ class Console:
         if self._live:
             self._bar.update(self._task, total=seen.steps, completed=seen.step, description=seen.name, says=str(seen))
             self._live.update(Group(self._bar, _workers(seen)))
-        elif time.monotonic() - self._told >= LINE_SECONDS:
+        elif time.monotonic() - self._told >= LINE_SECONDS and not self._done:
+            self._done = seen.step == seen.steps
             self._told = time.monotonic()
             self._print(f"{seen.name}: {seen}")
 
@@ -77,6 +79,7 @@ class Progressed:
         self.step = 0
         self.rows = 0
         self.workers: dict[int, tuple[World, int]] = {}
+        self._made = time.monotonic()
         self._started: tuple[float, int] | None = None
 
     def start(self, worlds: list[World]) -> None:
@@ -97,7 +100,9 @@ class Progressed:
 
     def __str__(self) -> str:
         if self._started is None:
-            return "starting the workers"
+            return f"starting the workers, {time.monotonic() - self._made:.0f} s"
+        if self.step == self.steps:
+            return f"step {self.step}/{self.steps}, {self.rows} rows, stopping the workers"
         rate = self.rows_per_second
         left = f", {_duration((self.rows_in_all - self.rows) / rate)} left" if rate else ""
         return f"step {self.step}/{self.steps}, {self.rows} rows, {rate:,.0f} rows/s{left}"

@@ -62,7 +62,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     Raises an Error of dp_ray.errors.
     """
     names = {field.name for field in dataclasses.fields(Options)}
-    options = Options(**{"quiet": True, **{name: keys.pop(name) for name in names & keys.keys()}})
+    options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
     return execute(_job_of(job, keys), options)
 
 

@@ -1,6 +1,8 @@
 """The driver's side of the channel: orders the shape reports, shows progress, remembers the first error."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -98,8 +100,18 @@ class Monitor:
         self._progress.step = int(rows.step[-1]) + 1
         self._progress.rows += sum(collector.seen[number].rows for number in rows.seen.tolist())
         if self._print_shapes:
-            for line in self._lines(collector, rows):
-                print(line, flush=True)
+            self._print(self._lines(collector, rows))
+
+    def _print(self, lines: Iterator[str]) -> None:
+        """A reader that has seen enough, as in `| head`, ends the printing and not the job."""
+        try:
+            for line in lines:
+                print(line)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            self._print_shapes = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._console.say(f"{self._job.run_name}: stdout was closed, no more shapes are printed")
 
     def _lines(self, collector: Collector, rows: Rows) -> Iterator[str]:
         numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)

@@ -69,14 +69,21 @@ def _check_may_carry_on(job: Job, storage: Storage) -> bool:
     if not claimed:
         _check_is_run(storage)
         return False
-    advice = "give it another --name, or replace it with --overwrite"
+    advice = "give it another name (--name, name=), or replace it (--overwrite, overwrite=True)"
     if claimed.get("fingerprint") != job.fingerprint():
-        raise JobError(f"{storage} holds a run of a different job; {advice}")
+        raise JobError(f"{storage} holds a run of a different job ({_difference(claimed, job)}); {advice}")
     if storage.exists(RESULT) and json.loads(storage.read_text(RESULT)).get("status") == "done":
         raise JobError(f"{storage} holds this run, finished; {advice}")
     if not job.is_all_targets:
-        raise JobError(f"{storage} holds a run of objects from Python, which cannot be told from these; {advice}")
+        raise JobError(f"{storage} holds a run of Python objects; whether these are the same is unknown; {advice}")
     return True
+
+
+def _difference(claimed: dict[str, Any], job: Job) -> str:
+    """The keys that tell the job which made the run from this one."""
+    there, here = claimed.get("job", {}), job.describe()
+    keys = [key for key in here if key not in job.CANNOT_CHANGE_THE_RESULT and there.get(key) != here[key]]
+    return "; ".join(f"{key}: {there.get(key)!r:.80} there, {here[key]!r:.80} here" for key in keys)
 
 
 def _check_is_run(storage: Storage) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import traceback
 import uuid
 from collections.abc import Iterator
@@ -88,10 +89,14 @@ def forwarded_prints(given: WorkerConfig, world: World) -> Iterator[None]:
 
 
 class Lines:
-    """A text stream whose lines go to the driver, and to the worker's own log where nothing else shows that."""
+    """A text stream whose lines go to the driver, and to the worker's own log where nothing else shows that.
+
+    They pass through a pipe, so that the processes of a loader, which are forked, have a way to the driver too.
+    """
 
     encoding = "utf-8"
     errors = "replace"
+    _END = "\0"
 
     def __init__(self, given: WorkerConfig, world: World, log: TextIO) -> None:
         self._given = given
@@ -99,14 +104,18 @@ class Lines:
         self._log = log
         self._pid = os.getpid()
         self._rest = ""
+        reading, self._pipe = os.pipe()
+        self._thread = threading.Thread(target=self._forward, args=(reading,), name="prints", daemon=True)
+        self._thread.start()
 
     def write(self, text: str) -> int:
-        if self._given.keep_prints or os.getpid() != self._pid:
-            self._log.write(text)  # a loader's process is forked and has no way to the driver
-        if os.getpid() == self._pid:
-            *lines, self._rest = (self._rest + text).split("\n")
-            for line in lines:
-                tell(self._given.inbox, Printed(self._world, line), wait=False)
+        if self._given.keep_prints:
+            self._log.write(text)
+        if self._pid != os.getpid():
+            self._pid, self._rest = os.getpid(), ""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            os.write(self._pipe, f"{line}\n".encode(errors="replace"))
         return len(text)
 
     def flush(self) -> None:
@@ -122,5 +131,14 @@ class Lines:
         return True
 
     def close(self) -> None:
-        if self._rest:
-            self.write("\n")
+        """Send what is left; a forked process may hold the pipe open, so its end is said, not waited for."""
+        self.write("\n" * bool(self._rest) + f"{self._END}\n")
+        self._thread.join()
+        os.close(self._pipe)
+
+    def _forward(self, reading: int) -> None:
+        with os.fdopen(reading, encoding="utf-8", errors="replace", newline="\n") as lines:
+            for line in lines:
+                if line == f"{self._END}\n":
+                    return
+                tell(self._given.inbox, Printed(self._world, line.rstrip("\n")), wait=False)
