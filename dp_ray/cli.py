@@ -1,5 +1,6 @@
 """The command line: run, plan, submit, report."""
 
+import contextlib
 import json
 import shlex
 import sys
@@ -94,7 +95,9 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
     from dp_ray.plan.split import Split
     from dp_ray.replica.targets import build_dataset
 
-    split = Split(len(build_dataset(job)), job.batch_size, job.num_shards, job.drop_last)
+    with contextlib.redirect_stdout(sys.stderr):
+        dataset = build_dataset(job)
+    split = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
     planned = plan_of(split, job.max_workers)
     click.echo(json.dumps(planned) if as_json else table(planned))
 

@@ -113,7 +113,7 @@ class Job(Strict):
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     devices: Annotated[list[str], Field(min_length=1, max_length=1)] | None = None
     retries: NonNegativeInt = 3
-    storage: str = "runs"
+    storage: Annotated[str, Field(min_length=1)] = "runs"
     env: dict[str, str] = Field(default_factory=dict)
 
     # A run of a job that differs in one of these only is the same run, carried on.
@@ -175,7 +175,10 @@ class Job(Strict):
     def fingerprint(self) -> str:
         """A hash of every key that can change the result."""
         kept = {key: value for key, value in self.describe().items() if key not in self.CANNOT_CHANGE_THE_RESULT}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        try:
+            return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise JobError(f"args: must be plain YAML values with keys of one kind: {error}") from None
 
 
 def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
@@ -217,7 +220,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise JobError(f"{path}: is not YAML: {error}") from None
     if not isinstance(values, dict):
         raise JobError(f"{path}: must hold keys and values, like 'batch_size: 30', got {values!r:.80}")

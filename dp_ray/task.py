@@ -44,6 +44,9 @@ def run_task(job: Job, world: World, run: Storage, send: Callable[[Report], None
                 writer.on_shard(shard, indices, outputs)
             except ModelError as error:
                 raise ModelError(f"step {shard.step}, shard {shard.shard}: {error}") from error
+            except (TypeError, ValueError, RuntimeError) as error:
+                what = f"step {shard.step}, shard {shard.shard}: the outputs cannot be kept: {error}"
+                raise ModelError(what) from error
 
         def on_step(step: int) -> None:
             recorder.on_step(step)

@@ -23,13 +23,17 @@ hypothesis.settings.register_profile("dp_ray", deadline=None)  # the machine may
 hypothesis.settings.load_profile("dp_ray")
 
 
+def environment() -> dict[str, str]:
+    """os.environ, without what pytest and, at its first DDP, torch write there."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "TORCHINDUCTOR_"))}
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """A test that leaves an environment variable or a process group behind fails."""
-    before = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    before = environment()
     yield
-    after = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    assert after == before, "the test changed the environment"
+    assert environment() == before, "the test changed the environment"
     assert not torch.distributed.is_initialized(), "the test left a process group"
 
 

@@ -82,7 +82,7 @@ def test_an_error_of_no_kind_of_ours_is_a_plain_one(kind: str) -> None:
 
 def test_what_users_print_shows_its_rank_even_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     monitor = monitor_of(quiet=True)
-    monitor.take(Printed(World(3, 4), "[bold]hello[/bold]"))
+    monitor.take(Printed(World(3, 4), ("[bold]hello[/bold]",)))
     assert capsys.readouterr().err == "[rank 3] [bold]hello[/bold]\n"
     monitor.close()
 

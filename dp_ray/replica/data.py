@@ -31,7 +31,8 @@ class Samples(Dataset[Any]):
         """The samples, with the indices by which they were read, so that nobody else need say which they are."""
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None:
-            return indices, _read(many, indices, f"samples {_shorten(indices)}")
+            what = f"samples {_shorten(indices)}"
+            return indices, _check_items(_read(many, list(indices), what), len(indices), what)
         return indices, [_read(self.dataset.__getitem__, index, f"sample {index}") for index in indices]
 
 
@@ -131,7 +132,11 @@ def _loader(job: Job, dataset: Any, ranges: Ranges, device: torch.device) -> Dat
 
 def _collate(read: tuple[Sequence[int], Any], collate: Callable[[Any], Any]) -> Batch:
     indices, items = read
-    return np.asarray(indices, np.int64), collate(items)
+    try:
+        return np.asarray(indices, np.int64), collate(items)
+    except Exception as error:
+        what = f"collate raised {type(error).__name__} on samples {_shorten(indices)}: {error}"
+        raise DataError(what) from error
 
 
 def collate_of(job: Job) -> Callable[[list[Any]], Any]:
@@ -216,8 +221,15 @@ def _read(read: Callable[[Any], Any], wanted: Any, what: str) -> Any:
         return read(wanted)
     except Error:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"{what} of the dataset raised {type(error).__name__}: {error}") from error
+
+
+def _check_items(items: Any, wanted: int, what: str) -> Any:
+    if isinstance(items, list | tuple) and len(items) == wanted:
+        return items
+    got = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
+    raise DataError(f"the dataset's __getitems__ gave {got} for {what}: it must give a list of one item for each")
 
 
 def _shorten(indices: Sequence[int]) -> str:

@@ -41,7 +41,7 @@ def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
         return call_model(model, inputs, call)
     except Error:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
         hint = "; the model got one dict: to pass its keys as keywords, set call: kwargs" if mistaken else ""
         raise ModelError(

@@ -1,21 +1,18 @@
 """The model of one worker: built from its target, moved to its device, wrapped by DDP."""
 
-import inspect
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from dp_ray.errors import JobError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.replica.targets import build
 from dp_ray.replica.world import World
-
-# The option's name since torch 2.13, and before.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFERS_IN_FORWARD: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 def build_model(job: Job, device: torch.device) -> nn.Module:
@@ -24,7 +21,10 @@ def build_model(job: Job, device: torch.device) -> nn.Module:
     model = build("model", job.model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
-    return model.to(device)
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise JobError(f"devices: the model cannot be moved to {device}: {error}") from error
 
 
 def replicate(model: nn.Module, world: World) -> nn.Module:
@@ -39,7 +39,10 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     device_ids = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, **_NO_BUFFERS_IN_FORWARD)
+    with warnings.catch_warnings():
+        # torch 2.13 has a new name for the option, whose meaning differs: it syncs at the start, as was done above.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False, init_sync=False)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -57,5 +60,22 @@ def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
 
 
 def _broadcast_state(model: nn.Module) -> None:
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
+    """Rank 0's parameters and buffers on every rank, as bytes: gloo and NCCL do not know every dtype."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            continue  # built from the same seed or file on every worker
+        data = tensor.detach()
+        raw = data.contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(raw, src=0)
+        if raw.data_ptr() != data.data_ptr() and dist.get_rank() != 0:
+            _copy(name, data, raw.view(data.dtype).reshape(data.shape))
+
+
+def _copy(name: str, data: torch.Tensor, values: torch.Tensor) -> None:
+    try:
+        data.copy_(values)
+    except RuntimeError as error:
+        if not torch.equal(data, values):
+            raise ModelError(f"{name} differs on the workers and cannot be set to rank 0's: {error}") from error

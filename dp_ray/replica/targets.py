@@ -29,7 +29,11 @@ def build_dataset(job: Job) -> Any:
             f"dataset: must be map-style, with __len__ and __getitem__; "
             f"{type(dataset).__qualname__} lacks {' and '.join(lacking)}"
         )
-    if len(dataset) == 0:
+    try:
+        rows = len(dataset)
+    except Exception as error:
+        raise DataError(f"dataset: its length raised {type(error).__name__}: {error}") from error
+    if rows == 0:
         raise DataError(f"dataset: {type(dataset).__qualname__} is empty, there is nothing to run")
     return dataset
 
@@ -77,7 +81,7 @@ def _import(key: str, module_name: str) -> Any:
             f"{key}: cannot import {module_name!r}: there is no module {missing!r} "
             f"(looked from {os.getcwd()} and in what is installed)"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
 
 
@@ -100,5 +104,5 @@ def _call(key: str, target: Target, found: Callable[..., Any]) -> Any:
         return found(**target.args)
     except Error:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"{key}: {target.target} raised {type(error).__name__}: {error}") from error

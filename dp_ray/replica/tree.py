@@ -41,7 +41,7 @@ class Spec:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Spec):
             return NotImplemented
-        return _difference(self, other) is None and _leaf_keys(self) == _leaf_keys(other)
+        return difference(self, other) is None and _leaf_keys(self) == _leaf_keys(other)
 
     @property
     def paths(self) -> list[str]:
@@ -162,7 +162,7 @@ def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0
     flat = [flatten(tree) for tree in trees]
     spec = flat[0][1]
     for shard, (_, other) in enumerate(flat):
-        if found := _difference(spec, other):
+        if found := difference(spec, other):
             advice = "all shards must give the same structure, keys and constants"
             raise ModelError(f"shard {shard}: {found}: {advice}")
     held = [dict(zip(_leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
@@ -243,7 +243,7 @@ def _quoted(keys: Keys) -> str:
     return f" {'.'.join(map(str, keys))!r}" if keys else ""
 
 
-def _difference(first: Spec, other: Spec) -> str | None:
+def difference(first: Spec, other: Spec) -> str | None:
     """Where another shard's spec first differs from shard 0's; the order of keys does not count."""
     here, there = dict(_nodes(first)), dict(_nodes(other))
     for keys in here | there:

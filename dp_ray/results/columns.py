@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.replica.tree import Spec, flatten, gather, rows_dim, unflatten
+from dp_ray.replica.tree import Spec, difference, flatten, gather, rows_dim, unflatten
 
 METADATA = b"dp_ray"
 SAMPLE_INDEX = "sample_index"
@@ -95,10 +95,12 @@ class Layout:
 
         Raises ModelError, naming the column, where nesting or dtypes differ.
         """
+        if found := difference(self.spec, other.spec):
+            raise ModelError(f"the model's outputs are not nested alike on all shards: {found}")
         if self.spec != other.spec:
             raise ModelError(
-                f"the model's outputs are not nested alike on all shards: {self.spec.paths} and {other.spec.paths}, "
-                "or a constant among them differs"
+                f"the model's outputs have their keys in another order on some shards: {self.spec.paths} "
+                f"and {other.spec.paths}"
             )
         return Layout(self.spec, tuple(map(_join, self.columns, other.columns)), self.batch_dim)
 

@@ -50,6 +50,7 @@ class Probe:
             model.register_forward_hook(self._after, with_kwargs=True),
         ]
         self._started = 0.0
+        self._depth = 0
         self._cache: dict[Any, Seen] = {}
         self._seen: Seen | None = None
         self._milliseconds = 0.0
@@ -69,9 +70,14 @@ class Probe:
         return seen, self._milliseconds
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._started = time.perf_counter()
+        self._depth += 1
+        if self._depth == 1:
+            self._started = time.perf_counter()
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._depth -= 1
+        if self._depth:  # a model that calls itself: the outermost call is the shard's
+            return
         self._milliseconds = (time.perf_counter() - self._started) * 1e3
         inputs = _as_called(args, kwargs)
         if isinstance(inputs, torch.Tensor) and isinstance(output, torch.Tensor):

@@ -20,7 +20,7 @@ class Storage:
 
     def __init__(self, location: str) -> None:
         try:
-            url = location if "://" in location else Path(location).absolute().as_posix()
+            url = location if "://" in location else Path(location).expanduser().absolute().as_posix()
             self.fs, self.path = pafs.FileSystem.from_uri(url)
         except (OSError, ValueError, NotImplementedError) as error:
             raise StorageError(f"storage {location!r}: is no folder and no URL like s3://...: {error}") from None
@@ -56,7 +56,8 @@ class Storage:
 
     def is_empty(self) -> bool:
         """Whether the folder is not there, or holds neither file nor folder."""
-        return not self.fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True))
+        with self._named("cannot be listed"):
+            return not self.fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True))
 
     def names(self) -> list[str]:
         """The names of the files in the folder, sorted; unfinished ones are left out."""

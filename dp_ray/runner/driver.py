@@ -1,8 +1,10 @@
 """Run a job: claim its run directory, start its workers, follow them, merge what they leave."""
 
+import contextlib
 import dataclasses
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import torch
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
-from dp_ray.errors import Error, WorkerError
+from dp_ray.errors import DataError, Error, JobError, WorkerError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
@@ -35,7 +37,7 @@ from dp_ray.runner.inbox import drain, open_inbox
 from dp_ray.runner.messages import Hello, Shapes
 from dp_ray.runner.monitor import Monitor, error_of, listening
 from dp_ray.runner.network import BoundTorchConfig
-from dp_ray.runner.rundir import RunDir, base_storage, claim
+from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 from dp_ray.task import PARTS, run_task, split_of
 
@@ -78,7 +80,8 @@ def execute(job: Job, options: Options) -> Result:
     """Run a job to its end; its result, also of a failure, is in the run directory."""
     started = time.monotonic()
     console = Console(options.quiet)
-    split = check_targets(job)
+    with contextlib.redirect_stdout(sys.stderr):  # what user code prints is not what was asked for
+        split = check_targets(job)
     claimed = claim(job, base_storage(job), options.overwrite)
     console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
     monitors: list[Monitor] = []
@@ -89,10 +92,12 @@ def execute(job: Job, options: Options) -> Result:
                 _run_here(job, claimed, monitor)
             else:
                 _run_on_ray(job, claimed, monitor, console, options)
+        check_ours(claimed)
         console.say(f"{job.run_name}: merging the outputs")
         order = Order(split.rows, job.seed, 0, job.shuffle)
         merge(claimed.storage.child(PARTS), claimed.storage, order, split.rows_kept)
     except BaseException as error:
+        check_ours(claimed)
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         _result(job, split, claimed, monitors, started, status, error).save()
         raise
@@ -109,7 +114,10 @@ def check_targets(job: Job) -> Split:
         bind("model", job.model)
     if isinstance(job.collate, Target):
         resolve("collate", job.collate)
-    return split_of(job, build_dataset(job))
+    split = split_of(job, build_dataset(job))
+    if split.steps == 0:
+        raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")
+    return split
 
 
 @contextmanager
@@ -148,7 +156,19 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
         monitor.take(Shapes("here", report))
         monitor.tick()
 
-    run_task(job, world, claimed.storage, send)
+    with contextlib.redirect_stdout(sys.stderr), _environment(job.env):
+        run_task(job, world, claimed.storage, send)
+
+
+@contextmanager
+def _environment(added: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, options: Options) -> None:
@@ -157,6 +177,7 @@ def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, o
         each = worker_resources(job)
         if waiting := check_fits(job, each):
             console.say(f"{job.run_name}: {waiting}")
+        _check_can_be_shipped(job)
         inbox = open_inbox()
         config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints)
         trainer = TorchTrainer(
@@ -175,6 +196,16 @@ def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, o
             raise _cause(error, monitor) from None
         finally:
             claimed.storage.child(TRAIN_FOLDER).remove()
+
+
+def _check_can_be_shipped(job: Job) -> None:
+    """Objects from Python travel to the workers by pickle; say which one cannot."""
+    for key in ("model", "dataset", "collate"):
+        try:
+            with open(os.devnull, "wb") as nowhere:
+                ray.cloudpickle.dump(getattr(job, key), nowhere)
+        except Exception as error:
+            raise JobError(f"{key}: cannot be pickled for the workers: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -24,10 +24,10 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Printed:
-    """A line that user code printed."""
+    """Lines that user code printed."""
 
     world: World
-    line: str
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)

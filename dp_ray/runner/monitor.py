@@ -38,6 +38,7 @@ class Monitor:
         self._file = file
         self._console = console
         self._print_shapes = shapes
+        self._stdout = sys.stdout
         self._collector = Collector(self._on_rows)
         self._progress = Progressed(job.run_name, split.steps, split.rows_kept)
         self._gathering: dict[str, dict[int, Hello]] = {}
@@ -55,7 +56,8 @@ class Monitor:
         elif isinstance(message, Shapes):
             self._shapes(message)
         elif isinstance(message, Printed):
-            self._console.printed(message.world, message.line)
+            for line in message.lines:
+                self._console.printed(message.world, line)
         elif self.failed is None:
             self.failed = message
 
@@ -106,11 +108,11 @@ class Monitor:
         """A reader that has seen enough, as in `| head`, ends the printing and not the job."""
         try:
             for line in lines:
-                print(line)
-            sys.stdout.flush()
+                print(line, file=self._stdout)
+            self._stdout.flush()
         except BrokenPipeError:
             self._print_shapes = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
             self._console.say(f"{self._job.run_name}: stdout was closed, no more shapes are printed")
 
     def _lines(self, collector: Collector, rows: Rows) -> Iterator[str]:

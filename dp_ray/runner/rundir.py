@@ -30,16 +30,23 @@ def claim(job: Job, base: Storage, overwrite: bool = False) -> RunDir:
     Raises JobError where it holds a finished run, a run of a different job, or no run at all.
     """
     storage = base.child(job.run_name)
+    token = uuid.uuid4().hex
+    says = {"token": token, "fingerprint": job.fingerprint(), "job": _without_secrets(job)}
+    text = json.dumps(says, indent=2, default=str) + "\n"
     if overwrite:
         _check_is_run(storage)
         storage.remove()
     carried_on = _check_may_carry_on(job, storage)
-    token = uuid.uuid4().hex
     storage.create()
+    storage.write_text(RUN, text)
     storage.child("parts").create()
-    says = {"token": token, "fingerprint": job.fingerprint(), "job": _without_secrets(job)}
-    storage.write_text(RUN, json.dumps(says, indent=2) + "\n")
     return RunDir(storage, token, carried_on)
+
+
+def check_ours(claimed: RunDir) -> None:
+    """Raise StorageError where another driver has claimed the run directory since: what is there is its own."""
+    if _claimed(claimed.storage).get("token") != claimed.token:
+        raise StorageError(f"{claimed.storage} was taken over by another driver, which was started after this one")
 
 
 def check_shared(run: Storage, token: str, who: str) -> None:
@@ -72,7 +79,7 @@ def _check_may_carry_on(job: Job, storage: Storage) -> bool:
     advice = "give it another name (--name, name=), or replace it (--overwrite, overwrite=True)"
     if claimed.get("fingerprint") != job.fingerprint():
         raise JobError(f"{storage} holds a run of a different job ({_difference(claimed, job)}); {advice}")
-    if storage.exists(RESULT) and json.loads(storage.read_text(RESULT)).get("status") == "done":
+    if storage.exists(RESULT) and _read(storage, RESULT).get("status") == "done":
         raise JobError(f"{storage} holds this run, finished; {advice}")
     if not job.is_all_targets:
         raise JobError(f"{storage} holds a run of Python objects; whether these are the same is unknown; {advice}")
@@ -92,12 +99,14 @@ def _check_is_run(storage: Storage) -> None:
 
 
 def _claimed(storage: Storage) -> dict[str, Any]:
-    if not storage.exists(RUN):
-        return {}
+    return _read(storage, RUN) if storage.exists(RUN) else {}
+
+
+def _read(storage: Storage, name: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(storage.read_text(RUN)))
+        return dict(json.loads(storage.read_text(name)))
     except (ValueError, TypeError) as error:
-        raise StorageError(f"{storage}/{RUN}: is damaged: {error}") from None
+        raise StorageError(f"{storage}/{name}: is damaged: {error}") from None
 
 
 def _without_secrets(job: Job) -> dict[str, Any]:

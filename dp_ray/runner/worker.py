@@ -1,5 +1,6 @@
 """What Ray Train runs on every worker."""
 
+import io
 import os
 import sys
 import threading
@@ -68,11 +69,13 @@ def told_errors(given: WorkerConfig, attempt: str, world: World) -> Iterator[Non
     """Tell the driver of an error at once, before those that it causes on other ranks."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         kind = type(error).__name__ if isinstance(error, Error) else ""
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         tell(given.inbox, Failed(attempt, world, kind, text, traceback.format_exc()))
-        raise
+        if isinstance(error, Exception):
+            raise
+        raise Error(text) from error  # Ray Train waits for ever for a thread that a user's KeyboardInterrupt ended
 
 
 @contextmanager
@@ -88,14 +91,12 @@ def forwarded_prints(given: WorkerConfig, world: World) -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-class Lines:
+class Lines(io.TextIOBase):
     """A text stream whose lines go to the driver, and to the worker's own log where nothing else shows that.
 
     They pass through a pipe, so that the processes of a loader, which are forked, have a way to the driver too.
     """
 
-    encoding = "utf-8"
-    errors = "replace"
     _END = "\0"
 
     def __init__(self, given: WorkerConfig, world: World, log: TextIO) -> None:
@@ -104,6 +105,7 @@ class Lines:
         self._log = log
         self._pid = os.getpid()
         self._rest = ""
+        self.buffer = Bytes(self)
         reading, self._pipe = os.pipe()
         self._thread = threading.Thread(target=self._forward, args=(reading,), name="prints", daemon=True)
         self._thread.start()
@@ -113,9 +115,10 @@ class Lines:
             self._log.write(text)
         if self._pid != os.getpid():
             self._pid, self._rest = os.getpid(), ""
-        *lines, self._rest = (self._rest + text).split("\n")
+        *lines, rest = (self._rest + text).replace("\r\n", "\n").split("\n")
+        self._rest = rest[rest.rfind("\r", 0, -1) + 1 :]  # of a progress bar's updates, the last one counts
         for line in lines:
-            os.write(self._pipe, f"{line}\n".encode(errors="replace"))
+            os.write(self._pipe, f"{line[line.rfind(chr(13)) + 1 :]}\n".encode(errors="replace"))
         return len(text)
 
     def flush(self) -> None:
@@ -132,13 +135,36 @@ class Lines:
 
     def close(self) -> None:
         """Send what is left; a forked process may hold the pipe open, so its end is said, not waited for."""
+        if self.closed:
+            return
         self.write("\n" * bool(self._rest) + f"{self._END}\n")
         self._thread.join()
         os.close(self._pipe)
+        super().close()
 
     def _forward(self, reading: int) -> None:
-        with os.fdopen(reading, encoding="utf-8", errors="replace", newline="\n") as lines:
-            for line in lines:
-                if line == f"{self._END}\n":
+        """Tell the driver of all lines that have come since the last time, in one message."""
+        rest = b""
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            while True:
+                *lines, rest = (rest + pipe.read(1 << 16)).split(b"\n")
+                ended = self._END.encode() in lines
+                said = tuple(line.decode(errors="replace") for line in lines if line != self._END.encode())
+                if said:
+                    tell(self._given.inbox, Printed(self._world, said), wait=False)
+                if ended:
                     return
-                tell(self._given.inbox, Printed(self._world, line.rstrip("\n")), wait=False)
+
+
+class Bytes(io.RawIOBase):
+    """The `buffer` of Lines, for those who write bytes."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._lines.write(bytes(data).decode(errors="replace"))
+        return len(data)

@@ -1,0 +1,252 @@
+"""What users' code may do wrong, and what the world may do to a run: each ends in one clear error, nothing lost."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dp_ray
+from dp_ray import cli
+from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError
+from dp_ray.job import Job
+from dp_ray.replica.model import build_model, replicate
+from dp_ray.replica.world import World
+from dp_ray.results.storage import Storage
+from dp_ray.runner.rundir import check_ours, claim
+from tests import models
+from tests.conftest import free_port
+
+pytestmark = pytest.mark.usefixtures("in_project")
+
+
+def run(folder: Path, model: Any, dataset: Any, **keys: Any) -> dp_ray.Result:
+    values = {"batch_size": 7, "workers": 0, "shards": 3, "quiet": True, "storage": str(folder), **keys}
+    return dp_ray.run(model=model, dataset=dataset, name="run", **values)
+
+
+class Exits(nn.Module):
+    """Ends the program from within."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        sys.exit(0)
+
+
+def test_a_model_that_exits_is_no_success(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="the model raised SystemExit in step 0, shard 0"):
+        run(tmp_path, Exits(), models.Rows(9))
+
+
+class TreeModel(nn.Module):
+    """Calls itself on parts of what it gets."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.ndim == 0:
+            return inputs * 2
+        return torch.stack([self(part) for part in inputs])
+
+
+def test_a_model_that_calls_itself_is_seen_from_outside(tmp_path: Path) -> None:
+    result = run(tmp_path, TreeModel(), models.Rows(9))
+    assert torch.equal(result.outputs, models.Rows(9).data * 2)
+    assert result.shapes[0].input_size == torch.Size([3, 5])
+
+
+class SharedBuffer(nn.Module):
+    """Gives the same memory each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.empty(7, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.memory[: len(inputs)] = inputs
+        return self.memory[: len(inputs)]
+
+
+def test_outputs_that_the_model_overwrites_are_kept_as_they_were(tmp_path: Path) -> None:
+    assert torch.equal(run(tmp_path, SharedBuffer(), models.Rows(20)).outputs, models.Rows(20).data)
+
+
+class Items(models.Rows):
+    """Batched reads that give `items`."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__(9)
+        self.items = items
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        indices.reverse()
+        return self.items
+
+
+@pytest.mark.parametrize(("items", "got"), [(None, "a NoneType"), ([1], "1 items"), (torch.zeros(3), "a Tensor")])
+def test_batched_reads_must_give_one_item_each(tmp_path: Path, items: Any, got: str) -> None:
+    with pytest.raises(DataError, match=rf"__getitems__ gave {got} for samples 0, 1, 2"):
+        run(tmp_path, models.Doubler(), Items(items))
+
+
+def broken_collate(items: list[Any]) -> Any:
+    raise LookupError("no such thing")
+
+
+def test_a_collate_that_raises_is_told_with_its_samples(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="collate raised LookupError on samples 0, 1, 2: no such thing"):
+        run(tmp_path, models.Doubler(), models.Rows(9), collate=broken_collate)
+
+
+class SparseOutput(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.to_sparse()
+
+
+def test_outputs_that_cannot_be_kept_are_told_by_step_and_shard(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="step 0, shard 0"):
+        run(tmp_path, SparseOutput(), models.Rows(9))
+
+
+def test_dropping_everything_is_an_error_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="drop_last leaves none of the 5 rows: batch_size is 7"):
+        run(tmp_path, models.Doubler(), models.Rows(5), drop_last=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dict_for_a_model_of_keywords_gets_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="to pass its keys as keywords, set call: kwargs"):
+        run(tmp_path, models.Transformerish(), models.Tokens())
+
+
+class Prints(models.Rows):
+    """Prints wherever it can."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        print("made")
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        print("read")
+        return super().__getitem__(index)
+
+
+def test_stdout_is_for_what_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "{model: 'tests.models:Doubler', dataset: 'tests.test_attacks:Prints', batch_size: 9, workers: 0, "
+        f"storage: '{tmp_path}'}}"
+    )
+    for args in (["run", "--shapes", "--json"], ["plan", "--json"]):
+        monkeypatch.setattr(sys, "argv", ["dp-ray", args[0], str(job), *args[1:]])
+        cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:9].strip() for line in lines] == ["In Model", "Outside:", '{"run_dir', '{"rows":']
+
+
+def test_env_is_there_in_this_process_too_and_gone_afterwards(tmp_path: Path) -> None:
+    dataset = {"target": "tests.test_attacks:NeedsVariable"}
+    assert run(tmp_path, "tests.models:Doubler", dataset, env={"DP_RAY_TEST": "5"}).rows == 9
+
+
+class NeedsVariable(models.Rows):
+    """Reads an environment variable with each row."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        import os
+
+        assert os.environ["DP_RAY_TEST"] == "5"
+        return super().__getitem__(index)
+
+
+def test_a_driver_that_was_overtaken_writes_nothing_more(tmp_path: Path) -> None:
+    job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run")
+    first = claim(job, Storage(str(tmp_path)))
+    check_ours(first)
+    claim(job, Storage(str(tmp_path)))
+    with pytest.raises(StorageError, match="was taken over by another driver"):
+        check_ours(first)
+
+
+class TakesOver(nn.Module):
+    """While it runs, another driver claims its run directory."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        (Path(self.folder) / "run" / "run.json").write_text('{"token": "of another"}')
+        return inputs
+
+
+def test_the_result_of_another_driver_is_left_alone(tmp_path: Path) -> None:
+    model = {"target": "tests.test_attacks:TakesOver", "args": {"folder": str(tmp_path)}}
+    with pytest.raises(StorageError, match="was taken over by another driver"):
+        run(tmp_path, model, "tests.models:Rows")
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_overwriting_needs_a_job_that_can_be_written_down(tmp_path: Path) -> None:
+    first = run(tmp_path, "tests.models:Doubler", {"target": "tests.models:Rows", "args": {"length": 9}})
+    with pytest.raises(JobError, match="args: must be plain YAML values"):
+        claim(
+            Job.make(
+                {"model": {"target": "a:b", "args": {"x": {1: 2, "a": 3}}}, "dataset": "a:c", "batch_size": 1}, "run"
+            ),
+            Storage(str(tmp_path)),
+            overwrite=True,
+        )
+    assert dp_ray.load(first.run_dir) == first
+
+
+def test_a_dataset_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    from dp_ray.runner.driver import _check_can_be_shipped
+
+    data = models.Rows(9)
+    data.lock = (number for number in range(3))  # type: ignore[attr-defined]
+    job = Job.make({"model": models.Doubler(), "dataset": data, "batch_size": 1}, "run")
+    with pytest.raises(JobError, match="dataset: cannot be pickled for the workers"):
+        _check_can_be_shipped(job)
+
+
+class OddState(nn.Module):
+    """Buffers of dtypes and layouts that process groups do not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shorts", torch.arange(3, dtype=torch.int16))
+        self.register_buffer("strided", torch.arange(10.0)[::2])
+        self.register_buffer("eighth", torch.ones(2, dtype=torch.float8_e4m3fn))
+        self.register_buffer("expanded", torch.arange(5.0).expand(3, -1))
+        self.layer = nn.Linear(5, 2)
+
+
+class LazyState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(3)
+
+
+def test_odd_buffers_pass_through_a_process_group_and_lazy_ones_are_named() -> None:
+    keys = {"dataset": "tests.models:Rows", "batch_size": 1}
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        odd = build_model(Job.make({"model": OddState(), **keys}, "job"), torch.device("cpu"))
+        assert replicate(odd, World()).module is odd
+        lazy = build_model(Job.make({"model": LazyState(), **keys}, "job"), torch.device("cpu"))
+        with pytest.raises(ModelError, match=r"layer\.weight has no shape yet"):
+            replicate(lazy, World())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_error_of_ours_is_an_error() -> None:
+    kinds = [kind for kind in vars(dp_ray.errors).values() if isinstance(kind, type)]
+    assert all(issubclass(kind, Error) for kind in kinds)
+    assert (JobError.exit_status, DataError.exit_status) == (2, 1)
