@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader
 
-from benchmarks.rows import CLASSES, Mlp, Rows, Work, as_read
+from benchmarks.rows import CLASSES, Mlp, Rows, Work
 
 
 def predict(work: Work, stamps: Path, out: Path) -> None:
@@ -31,7 +31,7 @@ def _worker(rank: int, port: int, work: Work, stamps: str, out: Path) -> None:
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     rows = Rows(work.path, work.times)
-    loader = DataLoader(rows, batch_size=work.batch_size // world_size, collate_fn=as_read)
+    loader = DataLoader(rows, batch_size=work.batch_size // world_size)
     model, loader = accelerator.prepare(Mlp(stamps).eval(), loader)
     gathered = []
     with torch.inference_mode():

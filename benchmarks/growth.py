@@ -33,6 +33,7 @@ STEPS = 1_000
 REPLAYS = 3
 SHARD_REPORTS = MANY * STEPS_IN_A_REPORT * 4
 REPEATS = 3
+QUICK_REPEATS = 25  # of what takes milliseconds
 AT_MOST_PLAN_SECONDS = 0.1
 FLAT = 1.5
 AT_LEAST_A_SECOND = 200_000
@@ -40,9 +41,9 @@ AT_LEAST_A_SECOND = 200_000
 
 def measure() -> list[Row]:
     with local_ray(), scratch() as folder:
-        many_rate, few_rate = _medians(partial(_reports_a_second, folder))
-    many_plan, few_plan = _medians(_plan_seconds)
-    many_steps, few_steps = _medians(_worker_seconds)
+        many_rate, few_rate = _medians(partial(_reports_a_second, folder), REPEATS)
+    many_plan, few_plan = _medians(_plan_seconds, QUICK_REPEATS)
+    many_steps, few_steps = _medians(_worker_seconds, QUICK_REPEATS)
     return [
         Row(
             f"growth: plan of {ROWS:,} rows and its JSON, {MANY:,} workers",
@@ -71,9 +72,9 @@ def measure() -> list[Row]:
     ]
 
 
-def _medians(measured: Callable[[int], float]) -> tuple[float, float]:
+def _medians(measured: Callable[[int], float], repeats: int) -> tuple[float, float]:
     """The medians for MANY and for FEW workers."""
-    return medians(alternate(partial(measured, MANY), partial(measured, FEW), REPEATS))
+    return medians(alternate(partial(measured, MANY), partial(measured, FEW), repeats))
 
 
 def _plan_seconds(workers: int) -> float:

@@ -1,12 +1,16 @@
 """Measure two sides in turn, so that a busy moment of the machine falls on both."""
 
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
+
+import psutil
 
 Found = TypeVar("Found")
 
@@ -39,3 +43,16 @@ def in_process(module: str, *args: object) -> Any:
 def command_seconds(*command: str) -> float:
     """Wall time of a command; it must succeed."""
     return seconds(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
+
+
+def grown(act: Callable[[], object]) -> int:
+    """By how many bytes this process's memory exceeds, at its peak in a call, what it held before (Linux only).
+
+    Not by getrusage: its peak begins with that of the process which started this one.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = psutil.Process().memory_info().rss
+    act()
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak
+    return max(0, int(peak[1]) * 1024 - before)

@@ -1,13 +1,11 @@
 """How far the driver's memory grows in a run: `python -m benchmarks.memory ROWS` prints bytes."""
 
-import resource
 import sys
 from pathlib import Path
 
-import psutil
-
 import dp_ray
 from benchmarks.cluster import local_ray, scratch
+from benchmarks.measure import grown
 from benchmarks.rows import make_rows
 
 WARM_ROWS = 1_000
@@ -19,16 +17,13 @@ def main(rows: int) -> int:
         make_rows(folder / "warm", WARM_ROWS)
         make_rows(folder / "measured", rows)
         _run(folder / "warm", WARM_ROWS)  # what is imported and connected once is no growth
-        before = psutil.Process().memory_info().rss
-        _run(folder / "measured", rows)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        return grown(lambda: _run(folder / "measured", rows))
 
 
 def _run(rows: Path, num_rows: int) -> None:
     result = dp_ray.run(
         model="benchmarks.rows:Wide",
         dataset={"target": "benchmarks.rows:Rows", "args": {"path": str(rows)}},
-        collate="benchmarks.rows:as_read",
         batch_size=1024,
         workers=2,
         storage=str(rows.parent),

@@ -4,16 +4,13 @@
 """
 
 import json
-import resource
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 
-import psutil
 from torch.utils.data import DistributedSampler
 
-from benchmarks.measure import alternate, in_process, medians
+from benchmarks.measure import alternate, grown, in_process, medians, seconds
 from benchmarks.table import Row, bytes_text, share, time_text
 from dp_ray.plan.order import Order
 
@@ -63,12 +60,9 @@ SIDES = {"dp_ray": _ours, "torch": _theirs}
 
 
 def _measured(first: Callable[[], int]) -> dict[str, float]:
-    before = psutil.Process().memory_info().rss
-    started = time.perf_counter()
-    first()
-    seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "bytes": max(PAGE, peak - before)}
+    taken: list[float] = []
+    size = grown(lambda: taken.append(seconds(first)))
+    return {"seconds": taken[0], "bytes": max(PAGE, size)}
 
 
 if __name__ == "__main__":

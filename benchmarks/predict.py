@@ -68,7 +68,6 @@ def _ours(work: Work, stamps: Path, out: Path) -> None:
     dp_ray.run(
         model={"target": "benchmarks.rows:Mlp", "args": {"stamps": str(stamps)}},
         dataset={"target": "benchmarks.rows:Rows", "args": {"path": work.path, "times": work.times}},
-        collate="benchmarks.rows:as_read",
         batch_size=work.batch_size,
         workers=work.workers,
         storage=str(out),

@@ -47,13 +47,8 @@ class Rows(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.data[index % len(self.data)]
 
-    def __getitems__(self, indices: list[int]) -> torch.Tensor:
-        return self.data[torch.tensor(indices) % len(self.data)]
-
-
-def as_read(batch: Any) -> Any:
-    """The collate for what `__getitems__` gave: it is a batch already."""
-    return batch
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return list(self.data[torch.tensor(indices) % len(self.data)])
 
 
 class Mlp(nn.Module):

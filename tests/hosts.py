@@ -6,6 +6,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -91,10 +92,14 @@ def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
         ip("link", "set", bridge, "up")
         for host in made:
             _connect(host, bridge)
-        made[0].start_ray("--head", f"--port={PORT}", "--include-dashboard=false")
-        for host in made[1:]:
-            host.start_ray(f"--address={made[0].address}:{PORT}")
-        yield made
+        # A folder of its own: in Ray's usual one stands the address by which other tests find their Ray.
+        with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
+            made[0].start_ray("--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={sockets}")
+            for host in made[1:]:
+                host.start_ray(f"--address={made[0].address}:{PORT}")
+            yield made
+            for host in reversed(made):
+                host.kill()
     finally:
         for host in reversed(made):
             host.kill()

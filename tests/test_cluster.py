@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,13 +87,15 @@ def test_in_ray_job_is_told_by_rays_variable(monkeypatch: pytest.MonkeyPatch) ->
 def made_up_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Three nodes on this machine, two of them with two GPUs that nobody built; without a token."""
     before = dict(os.environ)
-    head = {"num_cpus": 1, "include_dashboard": False, "dashboard_agent_listen_port": free_port()}
-    cluster: Any = SeveralNodes(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        cluster.add_node(num_cpus=4, num_gpus=2, dashboard_agent_listen_port=free_port())
-    yield cluster.address
-    ray.shutdown()
-    cluster.shutdown()
+    with tempfile.TemporaryDirectory(prefix="gpus-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
+        own = {"include_dashboard": False, "temp_dir": sockets}
+        ports = {"dashboard_agent_listen_port": free_port()}
+        cluster: Any = SeveralNodes(initialize_head=True, head_node_args={"num_cpus": 1, **own, **ports})
+        for _ in range(2):
+            cluster.add_node(num_cpus=4, num_gpus=2, dashboard_agent_listen_port=free_port())
+        yield cluster.address
+        ray.shutdown()
+        cluster.shutdown()
     for key in set(os.environ) - set(before):
         del os.environ[key]
 

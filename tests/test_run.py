@@ -1,5 +1,6 @@
 """Whole runs on Ray: the tutorial's counts, the ways to launch, and what a user sees when something is wrong."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._raylet import Config  # type: ignore[attr-defined]
 
 import dp_ray
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
@@ -350,18 +353,50 @@ def test_ctrl_c_ends_the_run_with_130(cluster: Cluster, tmp_path: Path) -> None:
     assert dp_ray.load(tmp_path / "slow").status == "interrupted"
 
 
-def test_a_callers_own_ray_is_used_and_left_alone(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
+@contextlib.contextmanager
+def users_own_ray(cluster: Cluster) -> Iterator[None]:
+    """A Ray that the caller has connected to, with RAY_AUTH_MODE=token."""
     before = dict(os.environ)
-    os.environ["RAY_AUTH_MODE"] = "token"
-    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env={"working_dir": str(ROOT)})
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
-        result = dp_ray.run("jobs/tutorial.yaml", storage=str(tmp_path))
-        assert ray.is_initialized()
+        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env={"working_dir": str(ROOT)})
+        yield
     finally:
         ray.shutdown()
         os.environ.clear()
         os.environ.update(before)
+        Config.initialize("")
+
+
+def test_a_callers_own_ray_is_used_and_left_alone(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
+    with users_own_ray(cluster):
+        result = dp_ray.run("jobs/tutorial.yaml", storage=str(tmp_path))
+        assert ray.is_initialized()
     assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
+
+
+def test_what_other_jobs_hold_is_waited_for_and_said(
+    cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with users_own_ray(cluster):
+        holder = ray.remote(num_cpus=7)(Holder).remote()
+        ray.get(holder.hold.remote())
+        until = time.monotonic() + 30
+        while ray.available_resources().get("CPU", 0) > 1 and time.monotonic() < until:
+            time.sleep(0.1)
+        release = threading.Timer(5, ray.kill, [holder])
+        release.start()
+        result = dp_ray.run("jobs/tutorial.yaml", storage=str(tmp_path), workers=2)
+        release.join()
+    assert "2 workers need 2 CPU; free are 1 CPU: waiting for other jobs to end" in capfd.readouterr().err
+    assert result.rows == 100
+
+
+class Holder:
+    """An actor that holds CPUs as long as it lives."""
+
+    def hold(self) -> None:
+        pass
 
 
 def test_a_run_of_the_same_name_is_not_lost(run: Run) -> None:

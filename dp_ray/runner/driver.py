@@ -17,7 +17,7 @@ import torch
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
 
-from dp_ray.errors import DataError, Error, JobError, WorkerError
+from dp_ray.errors import DataError, Error, JobError, StorageError, WorkerError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
@@ -99,7 +99,8 @@ def execute(job: Job, options: Options) -> Result:
     except BaseException as error:
         check_ours(claimed)
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        _result(job, split, claimed, monitors, started, status, error).save()
+        with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
+            _result(job, split, claimed, monitors, started, status, error).save()
         raise
     result = _result(job, split, claimed, monitors, started, "done")
     result.save()
@@ -192,7 +193,7 @@ def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, o
                 trainer.fit()
         except SystemExit:
             raise KeyboardInterrupt from None  # Ray Train turns a Ctrl-C into this
-        except ray.train.TrainingFailedError as error:
+        except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             raise _cause(error, monitor) from None
         finally:
             claimed.storage.child(TRAIN_FOLDER).remove()
@@ -259,7 +260,7 @@ def is_death(error: BaseException) -> bool:
     )
 
 
-def _cause(error: ray.train.TrainingFailedError, monitor: Monitor) -> Error:
+def _cause(error: Exception, monitor: Monitor) -> Error:
     """What ended the run: the first error that a worker told, or else the death of one."""
     failures = getattr(error, "worker_failures", {})
     deaths = {rank: one for rank, one in failures.items() if is_death(one)}
