@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -40,8 +41,6 @@ from dp_ray.runner.network import BoundTorchConfig
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 from dp_ray.task import PARTS, run_task, split_of
-
-TRAIN_FOLDER = "train"  # what Ray Train keeps for itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +173,7 @@ def _environment(added: dict[str, str]) -> Iterator[None]:
 
 def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, options: Options) -> None:
     keep_prints = not ray.is_initialized() and not options.verbose
-    with connected(job, options.address, options.verbose), train_environment():
+    with connected(job, options.address, options.verbose), train_environment(), TemporaryDirectory() as folder:
         each = worker_resources(job)
         if waiting := check_fits(job, each):
             console.say(f"{job.run_name}: {waiting}")
@@ -186,7 +185,7 @@ def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, o
             train_loop_config={"worker": config},
             torch_config=BoundTorchConfig(backend="gloo" if job.devices == ["cpu"] else None),
             scaling_config=_scaling(job, each),
-            run_config=_run_config(job, claimed, options),
+            run_config=_run_config(job, folder, options),
         )
         try:
             with _own_sigint(), listening(monitor, lambda: drain(inbox)):
@@ -195,8 +194,6 @@ def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, o
             raise KeyboardInterrupt from None  # Ray Train turns a Ctrl-C into this
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             raise _cause(error, monitor) from None
-        finally:
-            claimed.storage.child(TRAIN_FOLDER).remove()
 
 
 def _check_can_be_shipped(job: Job) -> None:
@@ -233,10 +230,11 @@ def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
     )
 
 
-def _run_config(job: Job, claimed: RunDir, options: Options) -> RunConfig:
+def _run_config(job: Job, folder: str, options: Options) -> RunConfig:
+    """What Ray Train keeps for itself goes to a folder of the driver's; outputs and reports are ours to keep."""
     return RunConfig(
-        name=TRAIN_FOLDER,
-        storage_path=claimed.storage.location,
+        name=job.run_name,
+        storage_path=folder,
         failure_config=FailureConfig(max_failures=job.retries),
         callbacks=[EndOnUserError()],
         worker_runtime_env={"env_vars": dict(job.env)},
