@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     model_validator,
@@ -46,18 +47,82 @@ class Target(Strict):
         return self
 
 
-def _target_or_object(value: Any) -> Any:
-    """A target as text or mapping becomes a Target; a Python object stays what it is."""
-    if isinstance(value, str):
-        return Target(target=value)
-    if isinstance(value, Mapping):
-        return Target.model_validate(dict(value))
-    if value is None or isinstance(value, int | float):
-        raise ValueError(f"must be a target, like {{target: 'jobs.digits:Net', args: {{}}}}, got {value!r}")
-    return value
+class Group(Strict):
+    """Parameters whose names the regular expression `match` finds, with optimizer args of their own."""
+
+    match: str
+    args: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _is_a_pattern(self) -> "Group":
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ValueError(f"match must be a regular expression, got {self.match!r}: {error}") from None
+        return self
 
 
-Targeted = Annotated[Any, BeforeValidator(_target_or_object)]
+class Optimizer(Target):
+    """A target that is called with the trainable parameters and `args`; the first group that matches counts."""
+
+    groups: list[Group] = Field(default_factory=list)
+
+
+class Scheduler(Target):
+    """A target that is called with the optimizer and `args`, and stepped each `per`.
+
+    `metric` is what a ReduceLROnPlateau watches: `loss` (the epoch's mean), or what `eval` measures.
+    """
+
+    per: Literal["step", "epoch"] = "step"
+    metric: str | None = None
+
+
+def _parser(cls: type[Target]) -> BeforeValidator:
+    def parse(value: Any) -> Any:
+        """A target as text or mapping becomes a Target; a Python object stays what it is."""
+        if isinstance(value, str):
+            return cls(target=value)
+        if isinstance(value, Mapping):
+            return cls.model_validate(dict(value))
+        if value is None or isinstance(value, int | float):
+            raise ValueError(f"must be a target, like {{target: 'jobs.digits:Net', args: {{}}}}, got {value!r}")
+        return value
+
+    return BeforeValidator(parse)
+
+
+Targeted = Annotated[Any, _parser(Target)]
+
+
+def _metric(value: Any) -> Any:
+    """`best: eval_loss` is the least of it."""
+    return {"metric": value} if isinstance(value, str) else value
+
+
+class Best(Strict):
+    """The checkpoint to keep beside the newest: the one with the least, or the greatest, of a metric."""
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+
+
+class Checkpoint(Strict):
+    """When the state of a training is kept, beside at its end, and how many of them."""
+
+    every_steps: PositiveInt | None = None
+    every_seconds: NonNegativeFloat | None = 300
+    keep: PositiveInt = 2
+    best: Annotated[Best, BeforeValidator(_metric)] | None = None
+
+
+class Eval(Strict):
+    """A dataset on which a training's model is evaluated every so often, and at the end."""
+
+    dataset: Targeted
+    every_steps: PositiveInt | None = None
+    every_epochs: PositiveInt | None = None
+    batch_size: PositiveInt | None = None
 
 
 class Elastic(Strict):
@@ -86,12 +151,12 @@ class Loader(Strict):
 class Job(Strict):
     """One job: a model over a dataset, in global batches of `batch_size` rows cut into `shards` shards.
 
-    `model`, `dataset` and `collate` are targets (`module:attribute` with args), or, from Python, objects.
+    Targets are `module:attribute` with args, or, from Python, objects. Keys of other tasks are left aside.
     Raises JobError, naming the key, what was got and what it may be, through `Job.make`.
     """
 
     name: str | None = None
-    task: Literal["predict"] = "predict"
+    task: Literal["predict", "evaluate", "train"] = "predict"
     model: Targeted
     dataset: Targeted
     batch_size: PositiveInt
@@ -101,12 +166,27 @@ class Job(Strict):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     shuffle: bool = False
     drop_last: bool = False
-    inputs: Literal["all", "first"] = "all"
+    epochs: PositiveInt = 1
+    inputs: Literal["all", "first"] | None = None
     call: Literal["auto", "one", "args", "kwargs"] = "auto"
     collate: Targeted | None = None
     scatter: Literal["samples", "batch"] = "samples"
     batch_dim: NonNegativeInt = 0
     loader: Loader = Loader()
+    loss: Targeted | None = None
+    step: Targeted | None = None
+    metrics: dict[str, Targeted] = Field(default_factory=dict)
+    eval: Eval | None = None
+    optimizer: Annotated[Any, _parser(Optimizer)] | None = None
+    scheduler: Annotated[Any, _parser(Scheduler)] | None = None
+    grad_clip: PositiveFloat | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compile: bool = False
+    sync_batchnorm: bool = False
+    find_unused_parameters: Literal["auto"] | bool = "auto"
+    bitwise: bool = False
+    checkpoint: Checkpoint = Checkpoint()
+    init_from: Annotated[str, Field(min_length=1)] | None = None
     cpus_per_worker: NonNegativeFloat = 1
     resources_per_worker: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     accelerator_type: str | None = None
@@ -116,10 +196,12 @@ class Job(Strict):
     storage: Annotated[str, Field(min_length=1)] = "runs"
     env: dict[str, str] = Field(default_factory=dict)
 
+    TARGETED: ClassVar = ("model", "dataset", "collate", "loss", "step", "optimizer", "scheduler")
+
     # A run of a job that differs in one of these only is the same run, carried on.
     CANNOT_CHANGE_THE_RESULT: ClassVar[frozenset[str]] = frozenset(
         {"name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "placement"}
-        | {"accelerator_type", "devices", "loader", "retries", "storage", "env"}
+        | {"accelerator_type", "devices", "loader", "checkpoint", "retries", "storage", "env"}
     )
 
     @model_validator(mode="after")
@@ -133,7 +215,53 @@ class Job(Strict):
                 f"workers: {self.max_workers} workers cannot share {self.num_shards} shards; "
                 f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
             )
+        for problem in (*self._missing(), *self._contradictions()):
+            raise ValueError(problem)
         return self
+
+    def _missing(self) -> Iterator[str]:
+        """What the task cannot do without."""
+        if self.task == "train" and self.optimizer is None:
+            yield "optimizer: is missing; task train needs one, like {target: 'torch.optim:AdamW', args: {lr: 0.001}}"
+        if self.task == "train" and self.loss is None and self.step is None:
+            yield "loss: is missing; task train needs a loss, like 'torch.nn:CrossEntropyLoss', or a step"
+        if self.task == "evaluate" and self.loss is None and self.step is None and not self.metrics:
+            yield "loss: is missing; task evaluate needs a loss, metrics or a step"
+
+    def _contradictions(self) -> Iterator[str]:
+        """Keys that cannot hold together."""
+        if self.sync_batchnorm and self.num_shards > max(1, self.min_workers):
+            yield (
+                f"sync_batchnorm: needs a worker for each shard, since a worker runs its shards one after another; "
+                f"got {self.num_shards} shards on {self.min_workers} workers"
+            )
+        if self.sync_batchnorm and self.bitwise:
+            yield "sync_batchnorm: its sums depend on the workers, so it cannot be bitwise"
+        if self.step is not None and self.loss is not None:
+            yield "loss: is computed by step where there is one; leave loss or step out"
+        for name in self.metrics:
+            if not NAME.fullmatch(name) or name == "loss":
+                yield f"metrics.{name}: must be a name of letters, digits, '.', '_' and '-' other than 'loss'"
+        best = self.checkpoint.best
+        if self.task == "train" and best is not None and best.metric not in self.eval_names:
+            measured = _listed(self.eval_names)
+            yield f"checkpoint.best.metric: must be one that eval measures ({measured}), got {best.metric!r}"
+        metric = getattr(self.scheduler, "metric", None)
+        if self.task == "train" and metric is not None and metric not in ("loss", *self.eval_names):
+            yield f"scheduler.metric: must be one of {_listed(('loss', *self.eval_names))}, got {metric!r}"
+
+    @property
+    def eval_names(self) -> tuple[str, ...]:
+        """What evaluating while training measures."""
+        if self.eval is None:
+            return ()
+        has_loss = self.loss is not None or self.step is not None
+        return tuple(f"eval_{name}" for name in [*["loss"] * has_loss, *self.metrics])
+
+    @property
+    def gives_first(self) -> bool:
+        """Whether the model gets the first of a pair (inputs, target), rather than the whole item."""
+        return self.inputs == "first" or (self.inputs is None and self.task != "predict")
 
     @property
     def min_workers(self) -> int:
@@ -154,9 +282,16 @@ class Job(Strict):
         return self.name
 
     @property
+    def targets(self) -> dict[str, Any]:
+        """All targets and objects, by their dotted keys; None where a key is not set."""
+        found = {key: getattr(self, key) for key in self.TARGETED}
+        found.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
+        return found if self.eval is None else {**found, "eval.dataset": self.eval.dataset}
+
+    @property
     def is_all_targets(self) -> bool:
-        """Whether its keys alone tell the job from any other: objects from Python cannot be compared."""
-        return all(value is None or isinstance(value, Target) for value in (self.model, self.dataset, self.collate))
+        """Whether its keys alone tell the job from any other."""
+        return all(value is None or isinstance(value, Target) for value in self.targets.values())
 
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
@@ -169,8 +304,11 @@ class Job(Strict):
 
     def describe(self) -> dict[str, Any]:
         """The job as plain JSON values; an object from Python is named by its type."""
-        targets = {key: _describe_target(getattr(self, key)) for key in ("model", "dataset", "collate")}
-        return {**self.model_dump(exclude=set(targets)), **targets, "shards": self.num_shards}
+        values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval"})
+        values["eval"] = self.eval and self.eval.model_dump(exclude={"dataset"})
+        for key, target in self.targets.items():
+            _lay_over(values, key.split("."), _describe_target(target))
+        return {**values, "inputs": "first" if self.gives_first else "all", "shards": self.num_shards}
 
     def fingerprint(self) -> str:
         """A hash of every key that can change the result."""
@@ -247,6 +385,10 @@ def _describe_target(value: Any) -> Any:
     return f"<{kind.__module__}:{kind.__qualname__}>"
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing: there is no eval"
+
+
 def _explain(error: ValidationError) -> list[str]:
     """One line for each wrong key; of a union's tries only the one that says most."""
     lines: dict[str, str] = {}
@@ -260,7 +402,7 @@ def _explain(error: ValidationError) -> list[str]:
 
 def _path(location: tuple[int | str, ...]) -> str:
     """The dotted key; pydantic's own names of a union's members are left out."""
-    members = {"Elastic", "Target", "int", "bool", "str", "float", "none"}
+    members = {"Elastic", "Target", "Optimizer", "Scheduler", "int", "bool", "str", "float", "none"}
     inner = {"literal[", "constrained-", "list[", "function-", "nullable"}
     parts = [
         str(part)
@@ -289,15 +431,26 @@ _ALLOWED = {
     "gpus_per_worker": "'auto' or a number from 0 up",
     "loader.pin_memory": "'auto', true or false",
     "loader.context": "null, 'fork', 'spawn' or 'forkserver'",
+    "find_unused_parameters": "'auto', true or false",
     "devices": "null or a list of one device, like [cpu] or ['cuda:0']",
+}
+
+
+_OWNERS: dict[str, type[BaseModel]] = {
+    "workers": Elastic,
+    "loader": Loader,
+    "checkpoint": Checkpoint,
+    "checkpoint.best": Best,
+    "eval": Eval,
+    "optimizer": Optimizer,
+    "scheduler": Scheduler,
 }
 
 
 def _nearest(path: str) -> str:
     """A hint at the key that was meant, or all that there are."""
     *parents, key = path.split(".")
-    owners: dict[str, type[BaseModel]] = {"workers": Elastic, "loader": Loader}
-    owner = owners.get(parents[0], Target) if parents else Job
+    owner = _OWNERS.get(".".join(parents), Target) if parents else Job
     close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {'.'.join([*parents, close[0]])}?"

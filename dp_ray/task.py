@@ -15,7 +15,7 @@ from dp_ray.replica.world import World
 from dp_ray.results.outputs import PartWriter, done_ranges
 from dp_ray.results.recorder import Recorder, Report
 from dp_ray.results.shapes import Probe
-from dp_ray.results.storage import Storage
+from dp_ray.storage import Storage
 
 PARTS = "parts"
 

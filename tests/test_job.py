@@ -44,7 +44,7 @@ def write(folder: Path, values: Any) -> Path:
         ({"loader": {"proceses": 2}}, "loader.proceses: is no key of a job; did you mean loader.processes?"),
         ({"loader": {"pin_memory": "x"}}, "loader.pin_memory: must be 'auto', true or false, got 'x'"),
         ({"gpus_per_worker": "many"}, "gpus_per_worker: must be 'auto' or a number from 0 up, got 'many'"),
-        ({"task": "trian"}, "task: must be 'predict', got 'trian'"),
+        ({"task": "trian"}, "task: must be 'predict', 'evaluate' or 'train', got 'trian'"),
         ({"seed": -1}, "seed: must be greater than or equal to 0, got -1"),
         ({"storage": None}, "storage: must be a valid string, got None"),
     ],

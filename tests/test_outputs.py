@@ -26,7 +26,7 @@ from dp_ray.plan.split import Split
 from dp_ray.plan.work import Done, Work
 from dp_ray.results import outputs, parts
 from dp_ray.results.outputs import MERGED, Merged, PartWriter, done_ranges, merge
-from dp_ray.results.storage import Storage
+from dp_ray.storage import Storage
 
 Forward = Callable[[torch.Tensor], Any]  # from sample indices to the outputs of these rows
 

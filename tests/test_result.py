@@ -20,7 +20,7 @@ from dp_ray.results.recorder import Recorder
 from dp_ray.results.reports import Collector, ReportFile
 from dp_ray.results.result import RESULT, SHAPES, Result, load
 from dp_ray.results.shapes import Seen, ShardReport
-from dp_ray.results.storage import Storage
+from dp_ray.storage import Storage
 
 OUTPUTS = torch.arange(20.0).reshape(10, 2)
 SPLIT = Split(10, 6, 2)

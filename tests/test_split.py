@@ -70,5 +70,5 @@ def test_every_position_is_in_exactly_one_shard(
 
 
 def test_a_step_outside_the_epoch_is_an_error() -> None:
-    with pytest.raises(IndexError, match="step 4 is outside the epoch's 4 steps"):
+    with pytest.raises(IndexError, match="step 4 is outside the job's 4 steps"):
         Split(100, 30, 8).batch(4)

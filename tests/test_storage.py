@@ -12,7 +12,7 @@ import pytest
 from pyarrow import fs
 
 from dp_ray.errors import StorageError
-from dp_ray.results.storage import Storage
+from dp_ray.storage import Storage
 
 
 @pytest.fixture(params=["folder", "file://", "mock://"])

@@ -18,7 +18,7 @@ from dp_ray.plan.order import Order
 from dp_ray.replica.world import World
 from dp_ray.results.outputs import Merged, merge
 from dp_ray.results.recorder import Report
-from dp_ray.results.storage import Storage
+from dp_ray.storage import Storage
 from dp_ray.task import PARTS, run_task, split_of
 from tests import models
 from tests.conftest import free_port

@@ -33,12 +33,16 @@ def worker_shards(shards: int, world_size: int, rank: int) -> range:
 
 @dataclass(frozen=True)
 class Shard:
-    """One piece of one global batch: positions `start .. stop - 1` of the epoch's order."""
+    """One piece of one global batch: positions `start .. stop - 1` of the order of `epoch`.
+
+    `step` counts from the job's start, over all epochs.
+    """
 
     step: int
     shard: int
     start: int
     stop: int
+    epoch: int = 0
 
     @property
     def rows(self) -> int:
@@ -47,18 +51,28 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """How one epoch of `rows` samples is cut into global batches, and these into shards."""
+    """How `epochs` epochs of `rows` samples are cut into global batches, and these into shards."""
 
     rows: int
     batch_size: int
     shards: int
     drop_last: bool = False
+    epochs: int = 1
 
     @property
     def steps(self) -> int:
         """Global batches in an epoch."""
         full, rest = divmod(self.rows, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
+
+    @property
+    def total_steps(self) -> int:
+        """Global batches in all epochs: the steps are 0 .. total_steps - 1."""
+        return self.steps * self.epochs
+
+    def cursor(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and its place in it."""
+        return divmod(step, max(1, self.steps))
 
     @property
     def dropped(self) -> int:
@@ -70,16 +84,17 @@ class Split:
         return min(self.rows, self.steps * self.batch_size)
 
     def batch(self, step: int) -> tuple[int, int]:
-        """First position and end, in the epoch's order, of the global batch of `step`."""
-        if not 0 <= step < self.steps:
-            raise IndexError(f"step {step} is outside the epoch's {self.steps} steps")
-        return step * self.batch_size, min(self.rows, (step + 1) * self.batch_size)
+        """First position and end, in the order of its epoch, of the global batch of `step`."""
+        if not 0 <= step < self.total_steps:
+            raise IndexError(f"step {step} is outside the job's {self.total_steps} steps")
+        first = step % self.steps * self.batch_size
+        return first, min(self.rows, first + self.batch_size)
 
     def shard(self, step: int, shard: int) -> Shard:
         """The positions that one shard of one global batch holds."""
         first, end = self.batch(step)
         start, stop = chunk_bounds(end - first, self.shards, shard)
-        return Shard(step, shard, first + start, first + stop)
+        return Shard(step, shard, first + start, first + stop, step // self.steps)
 
     def worker(self, world_size: int, rank: int, step: int) -> list[Shard]:
         """The non-empty shards of `step` that worker `rank` of `world_size` runs, in shard order."""

@@ -43,18 +43,22 @@ def _join(spans: list[tuple[int, int]], first: int, end: int) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """The steps of one worker, each with its non-empty shards that are not done; can be walked anew."""
+    """The steps of one worker from `start` on, each with its non-empty shards that are not done.
+
+    It can be walked anew.
+    """
 
     split: Split
     world_size: int = 1
     rank: int = 0
     done: Done = field(default_factory=Done)
+    start: int = 0
 
     @property
     def shards(self) -> range:
         return worker_shards(self.split.shards, self.world_size, self.rank)
 
     def __iter__(self) -> Iterator[tuple[int, list[Shard]]]:
-        for step in range(self.split.steps):
+        for step in range(self.start, self.split.total_steps):
             shards = self.split.worker(self.world_size, self.rank, step)
             yield step, [shard for shard in shards if shard not in self.done]

@@ -34,7 +34,7 @@ from dp_ray.results.columns import (
     to_arrow,
 )
 from dp_ray.results.parts import POSITION, PartReader, in_order, proven, reading
-from dp_ray.results.storage import Storage, Unfinished
+from dp_ray.storage import Storage, Unfinished
 
 MERGED = "outputs.parquet"
 GROUP_BYTES = 8 << 20

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from dp_ray.errors import StorageError
 from dp_ray.plan.order import Order
 from dp_ray.results.columns import SAMPLE_INDEX, Layout, from_arrow, to_arrow
-from dp_ray.results.storage import Storage
+from dp_ray.storage import Storage
 
 POSITION = "position"
 MERGE_BYTES = 4 << 20  # rows held of each part while they are merged

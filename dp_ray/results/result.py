@@ -15,7 +15,7 @@ from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.parts import reading
 from dp_ray.results.reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
-from dp_ray.results.storage import Storage
+from dp_ray.storage import Storage
 
 RESULT = "result.json"
 SHAPES = "shapes.parquet"

@@ -31,7 +31,6 @@ from dp_ray.results.recorder import Run
 from dp_ray.results.reports import ReportFile, read_runs
 from dp_ray.results.result import SHAPES, Result
 from dp_ray.results.shapes import Seen
-from dp_ray.results.storage import Storage
 from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
 from dp_ray.runner.inbox import drain, open_inbox
@@ -40,6 +39,7 @@ from dp_ray.runner.monitor import Monitor, error_of, listening
 from dp_ray.runner.network import BoundTorchConfig
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
+from dp_ray.storage import Storage
 from dp_ray.task import PARTS, run_task, split_of
 
 

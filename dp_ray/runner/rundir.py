@@ -10,7 +10,7 @@ from typing import Any
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
 from dp_ray.results.result import RESULT
-from dp_ray.results.storage import Storage
+from dp_ray.storage import Storage
 
 RUN = "run.json"
 

@@ -19,10 +19,10 @@ import torch
 from dp_ray.errors import Error
 from dp_ray.job import Job
 from dp_ray.replica.world import World, broadcast
-from dp_ray.results.storage import Storage
 from dp_ray.runner.inbox import tell
 from dp_ray.runner.messages import Failed, Hello, Printed, Shapes
 from dp_ray.runner.rundir import check_shared
+from dp_ray.storage import Storage
 from dp_ray.task import run_task
 
 

@@ -1,0 +1,56 @@
+"""The fixed binary tree in which shards are summed: the same additions, whichever worker does them.
+
+A node is a range of shards `(start, stop)`; it is the sum of its two halves, cut at `(start + stop) // 2`.
+Floating-point addition is commutative and not associative, so a sum's bits depend on this tree alone.
+
+>>> fold({(0, 2): 1.0, (2, 3): 2.0, (3, 4): 3.0}, (0, 4), lambda left, right: left + right)
+6.0
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+Node = tuple[int, int]
+T = TypeVar("T")
+
+
+def halves(node: Node) -> tuple[Node, Node]:
+    """The two children of a node of more than one shard."""
+    start, stop = node
+    middle = (start + stop) // 2
+    return (start, middle), (middle, stop)
+
+
+def nodes(shards: range, node: Node) -> list[Node]:
+    """The largest nodes under `node` that consecutive `shards` fill: a worker's, in shard order.
+
+    Shards that no worker can share, as 4 of 8 on 2 workers, are one node.
+
+    >>> nodes(range(2, 5), (0, 8))
+    [(2, 4), (4, 5)]
+    """
+    start, stop = node
+    if not shards or stop <= shards.start or start >= shards.stop:
+        return []
+    if shards.start <= start and stop <= shards.stop:
+        return [node]
+    left, right = halves(node)
+    return nodes(shards, left) + nodes(shards, right)
+
+
+def fold(held: Mapping[Node, T], node: Node, add: Callable[[T, T], T]) -> T | None:
+    """The sum of a node from sums of nodes below it; what is not held counts nothing, None where nothing is."""
+    if node in held:
+        return held[node]
+    if node[1] - node[0] <= 1:
+        return None
+    left, right = (fold(held, half, add) for half in halves(node))
+    if left is None or right is None:
+        return right if left is None else left
+    return add(left, right)
+
+
+def fold_all(values: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:
+    """The sum over all shards, of one value (or None: an empty shard) each."""
+    held = {(shard, shard + 1): value for shard, value in enumerate(values) if value is not None}
+    return fold(held, (0, len(values)), add)
