@@ -70,6 +70,11 @@ class Storage:
         with self._named(f"cannot look for {name}"):
             return bool(self.fs.get_file_info(self.file(name)).is_file)
 
+    def delete(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with self._named(f"cannot remove {name}"), suppress(FileNotFoundError):
+            self.fs.delete_file(self.file(name))
+
     def file(self, name: str) -> str:
         """The file's path on `fs`."""
         return f"{self.path.rstrip('/')}/{name}"

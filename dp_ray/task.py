@@ -1,34 +1,103 @@
 """One worker's whole task, from its dataset to its committed parts. It knows no Ray: `send` takes the reports."""
 
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from dp_ray.errors import ModelError
 from dp_ray.job import Job
-from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Work
 from dp_ray.replica.data import Indices, load_shards
+from dp_ray.replica.evaluate import Evaluation, build_measures
 from dp_ray.replica.loop import predict
-from dp_ray.replica.model import build_model, replicate
+from dp_ray.replica.model import build_model, compiled, replicate, synchronise
+from dp_ray.replica.randomness import preserved
+from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.targets import build_dataset
+from dp_ray.replica.weights import load_weights, read_start
 from dp_ray.replica.world import World
 from dp_ray.results.outputs import PartWriter, done_ranges
-from dp_ray.results.recorder import Recorder, Report
+from dp_ray.results.recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.storage import Storage
+from dp_ray.training import Send, seen, split_of, train
 
 PARTS = "parts"
 
 
-def split_of(job: Job, dataset: Any) -> Split:
-    """How the job cuts an epoch of its dataset."""
-    return Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
+class Measured(NamedTuple):
+    """What an evaluation measured, over the whole dataset."""
+
+    metrics: dict[str, float]
 
 
-def run_task(job: Job, world: World, run: Storage, send: Callable[[Report], None]) -> None:
+def run_task(job: Job, world: World, run: Storage, send: Send) -> None:
+    """Run the job's task on this worker; `send` takes Reports, and what else there is to tell."""
+    tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
+    with preserved(world.device), deterministic(job, world.device):
+        tasks[job.task](job, world, run, send)
+
+
+@contextmanager
+def deterministic(job: Job, device: torch.device) -> Iterator[None]:
+    """Where the job is to be bitwise: one way to compute each thing, with as many threads on every machine."""
+    if not job.bitwise:
+        yield
+        return
+    threads, algorithms = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    fills, tries = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark  # type: ignore[attr-defined]
+    torch.set_num_threads(max(1, int(job.cpus_per_worker)))
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(algorithms)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = tries
+
+
+def evaluate(job: Job, world: World, run: Storage, send: Send) -> None:
+    """Run this worker's shards of every step and tell the means over the whole dataset."""
+    dataset = build_dataset(job)
+    model = started(job, world)
+    called = compiled(model, job)
+    work = Work(split_of(job, dataset), world.world_size, world.rank)
+    measures, states = build_measures(job)
+    evaluation = Evaluation(job, build_step(job, world.device), measures, states, world.device)
+    batches = load_shards(job, dataset, work, world.device, inputs_only=False)
+    with Recorder(world, send) as recorder, Probe(called, job.batch_dim) as probe:
+
+        def on_shard(shard: Shard, batch: Any, stepped: Stepped) -> None:
+            recorder.on_shard(shard, *seen(probe, shard, batch, stepped))
+
+        metrics = evaluation.run(called, work, batches, on_shard, recorder.on_step)
+    if world.rank == 0:
+        send(Measured(metrics))
+
+
+def started(job: Job, world: World) -> nn.Module:
+    """The model with the weights to run, the same on every rank."""
+    model = build_model(job, world.device)
+    if job.init_from is not None:
+        load_weights(model, read_start(job.init_from)[0], job.init_from)
+    synchronise(model)
+    return model
+
+
+def predict_outputs(job: Job, world: World, run: Storage, send: Send) -> None:
     """Run this worker's shards of every step, but those that a whole part in the run directory holds."""
     dataset = build_dataset(job)
-    model = build_model(job, world.device)
+    model = compiled(started(job, world), job)
     replica = replicate(model, world)
     parts = run.child(PARTS)
     work = Work(split_of(job, dataset), world.world_size, world.rank, Done(done_ranges(parts)))
@@ -52,4 +121,4 @@ def run_task(job: Job, world: World, run: Storage, send: Callable[[Report], None
             recorder.on_step(step)
             writer.on_step(step)
 
-        predict(replica, work, load_shards(job, dataset, work, world.device), job.call, on_shard, on_step)
+        predict(replica, job, world.device, work, load_shards(job, dataset, work, world.device), on_shard, on_step)

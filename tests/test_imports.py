@@ -10,7 +10,20 @@ import pytest
 import dp_ray
 
 PACKAGE = Path(dp_ray.__file__).parent
-FLOORS = ["errors", "plan", "job", "storage", "replica", "results", "task", "runner", "cli", "__main__"]
+FLOORS = [
+    "errors",
+    "plan",
+    "job",
+    "storage",
+    "tensorfile",
+    "replica",
+    "results",
+    "training",
+    "task",
+    "runner",
+    "cli",
+    "__main__",
+]
 LAZY = {"dp_ray/__init__.py", "dp_ray/cli.py"}
 
 

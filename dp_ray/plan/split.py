@@ -90,6 +90,10 @@ class Split:
         first = step % self.steps * self.batch_size
         return first, min(self.rows, first + self.batch_size)
 
+    def whole(self, step: int) -> Shard:
+        """The whole global batch of `step`, as shard -1."""
+        return Shard(step, -1, *self.batch(step), step // self.steps)
+
     def shard(self, step: int, shard: int) -> Shard:
         """The positions that one shard of one global batch holds."""
         first, end = self.batch(step)

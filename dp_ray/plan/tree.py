@@ -54,3 +54,11 @@ def fold_all(values: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:
     """The sum over all shards, of one value (or None: an empty shard) each."""
     held = {(shard, shard + 1): value for shard, value in enumerate(values) if value is not None}
     return fold(held, (0, len(values)), add)
+
+
+def parents(node: Node) -> dict[Node, Node]:
+    """The parent of each node below `node`."""
+    if node[1] - node[0] <= 1:
+        return {}
+    left, right = halves(node)
+    return {left: node, right: node, **parents(left), **parents(right)}

@@ -1,43 +1,77 @@
 """What one worker reads: its own shards' samples, collated, checked and on its device."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_ray.errors import DataError, Error
-from dp_ray.job import Job, Loader, Target
+from dp_ray.job import Job, Loader
+from dp_ray.plan.keys import key
 from dp_ray.plan.order import Order
+from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
-from dp_ray.replica.targets import resolve
+from dp_ray.replica.randomness import Quiet, seed_all
+from dp_ray.replica.targets import bound
 from dp_ray.replica.tree import flatten, map_leaves, num_rows, scatter, sizes
 
 ORDER_BLOCK = 4096  # positions computed at once: a shard is often far smaller than numpy's overhead
 
 
-class Samples(Dataset[Any]):
-    """The user's dataset, whose errors name the sample."""
+class Wanted(NamedTuple):
+    """What a worker asks its dataset for at once: a shard, or with `shard` -1 a whole global batch."""
 
-    def __init__(self, dataset: Any) -> None:
+    epoch: int
+    step: int
+    shard: int
+    indices: list[int]
+
+
+class Samples(Dataset[Any]):
+    """The user's dataset, whose errors name the sample, and whose random numbers are each sample's own.
+
+    Samples are read a shard at a time, as long as none draws a random number. Once one does, that shard is read
+    anew and every sample from then on by itself, after seeding: the same as if it had been so from the start.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
+        self.seed = seed
+        self._quiet = Quiet()
+        self._draws = False
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Sequence[int], Any]:
-        """The samples, with the indices by which they were read, so that nobody else need say which they are."""
+    def __getitems__(self, wanted: Wanted) -> tuple[Wanted, Any]:
+        """The samples, with what was wanted, so that nobody else need say which they are."""
+        if not self._draws:
+            self._quiet.begin()
+            items = self._read(wanted.indices)
+            self._draws = self._quiet.is_broken()
+            if not self._draws:
+                return wanted, items
+        return wanted, [item for index in wanted.indices for item in self._read_seeded(wanted.epoch, index)]
+
+    def _read_seeded(self, epoch: int, index: int) -> Any:
+        seed_all(key(self.seed, "sample", epoch, index))
+        return self._read([index])
+
+    def _read(self, indices: list[int]) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None:
             what = f"samples {_shorten(indices)}"
-            return indices, _check_items(_read(many, list(indices), what), len(indices), what)
-        return indices, [_read(self.dataset.__getitem__, index, f"sample {index}") for index in indices]
+            return _check_items(_read(many, list(indices), what), len(indices), what)
+        return [_read(self.dataset.__getitem__, index, f"sample {index}") for index in indices]
 
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Batch = tuple[Indices, Any]
+Pick: TypeAlias = Callable[[Any], Any]
 
 
 class Positions:
@@ -56,72 +90,74 @@ class Positions:
 
 
 class IndexLists:
-    """The batch sampler of a worker's DataLoader: the sample indices of each thing that it collates."""
+    """The batch sampler of a worker's DataLoader: the samples of each thing that it collates.
 
-    def __init__(self, order: Order, ranges: Iterable[tuple[int, int]]) -> None:
+    `pieces` are shards, or global batches; the loader may start more than once, so it is called for each walk.
+    """
+
+    def __init__(self, order: Order, pieces: Callable[[], Iterator[Shard]]) -> None:
         self.order = order
-        self.ranges = ranges
+        self.pieces = pieces
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Wanted]:
         positions = Positions(self.order)
-        for start, stop in self.ranges:
-            yield positions.indices(start, stop).tolist()
+        for piece in self.pieces():
+            if piece.epoch != positions.order.epoch:
+                positions = Positions(dataclasses.replace(self.order, epoch=piece.epoch))
+            indices = positions.indices(piece.start, piece.stop).tolist()
+            yield Wanted(piece.epoch, piece.step, piece.shard, indices)
 
 
-def load_shards(job: Job, dataset: Any, work: Work, device: torch.device) -> Iterator[Batch]:
-    """The sample indices and the model's inputs of each shard of `work`, in its order, on `device`.
+def load_shards(
+    job: Job, dataset: Any, work: Work, device: torch.device, inputs_only: bool = True
+) -> Iterator[Batch]:
+    """The sample indices and the batch of each shard of `work`, in its order, on `device`.
 
-    Raises DataError where a sample raises (its index is named) or where a leaf's rows are not the shard's.
+    The batch is as collated, or the model's inputs alone. Raises DataError where a sample raises (its index is
+    named) or where a leaf's rows are not the shard's.
     """
     make = _whole_batches if job.scatter == "batch" else _shards
-    return on_device(make(job, dataset, work, device), device)
+    pick: Pick = functools.partial(model_inputs, job) if inputs_only else _all_of_it
+    return on_device(make(job, dataset, work, device, pick), device)
 
 
-def _shards(job: Job, dataset: Any, work: Work, device: torch.device) -> Iterator[Batch]:
+def _all_of_it(batch: Any) -> Any:
+    return batch
+
+
+def _shards(job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick) -> Iterator[Batch]:
     """Read and collate each shard by itself: only the worker's own rows are read."""
-    ranges = Ranges(lambda: ((shard.start, shard.stop) for _, shards in work for shard in shards))
-    loaded = iter(_loader(job, dataset, ranges, device))
+    loaded = iter(_loader(job, dataset, lambda: (shard for _, shards in work for shard in shards), device))
     for _, shards in work:
         for shard in shards:
             indices, batch = next(loaded)
-            inputs = _inputs(job, batch)
-            _check_rows(inputs, shard.rows, job.batch_dim, f"shard {shard.shard} of step {shard.step}")
-            yield indices, inputs
+            _check_rows(job, batch, shard.rows, f"shard {shard.shard} of step {shard.step}")
+            yield indices, pick(batch)
 
 
-def _whole_batches(job: Job, dataset: Any, work: Work, device: torch.device) -> Iterator[Batch]:
+def _whole_batches(job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick) -> Iterator[Batch]:
     """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
-    ranges = Ranges(lambda: (work.split.batch(step) for step, shards in work if shards))
-    loaded = iter(_loader(job, dataset, ranges, device))
+    loaded = iter(_loader(job, dataset, lambda: (work.split.whole(step) for step, mine in work if mine), device))
     for step, shards in work:
         if not shards:
             continue
         indices, batch = next(loaded)
-        inputs = _inputs(job, batch)
-        start, stop = work.split.batch(step)
-        _check_rows(inputs, stop - start, job.batch_dim, f"the global batch of step {step}")
-        pieces = scatter(inputs, job.num_shards, job.batch_dim)
+        whole = work.split.whole(step)
+        _check_rows(job, batch, whole.rows, f"the global batch of step {step}")
+        pieces = scatter(pick(batch), job.num_shards, job.batch_dim)
         for shard in shards:
-            yield indices[shard.start - start : shard.stop - start], pieces[shard.shard]
+            yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
 
 
-class Ranges:
-    """An iterable over position ranges that can be walked anew: the loader may start more than once."""
-
-    def __init__(self, make: Callable[[], Iterator[tuple[int, int]]]) -> None:
-        self.make = make
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return self.make()
-
-
-def _loader(job: Job, dataset: Any, ranges: Ranges, device: torch.device) -> DataLoader[Any]:
+def _loader(job: Job, dataset: Any, pieces: Callable[[], Iterator[Shard]], device: torch.device) -> DataLoader[Any]:
     loader: Loader = job.loader
     order = Order(len(dataset), job.seed, 0, job.shuffle)
     return DataLoader(
-        Samples(dataset),
-        batch_sampler=IndexLists(order, ranges),
-        collate_fn=functools.partial(_collate, collate=collate_of(job)),
+        Samples(dataset, job.seed),
+        batch_sampler=IndexLists(order, pieces),  # type: ignore[arg-type]
+        collate_fn=functools.partial(
+            _collate, collate=collate_of(job), seed=None if job.collate is None else job.seed
+        ),
         num_workers=loader.processes,
         prefetch_factor=loader.prefetch if loader.processes else None,
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
@@ -130,12 +166,15 @@ def _loader(job: Job, dataset: Any, ranges: Ranges, device: torch.device) -> Dat
     )
 
 
-def _collate(read: tuple[Sequence[int], Any], collate: Callable[[Any], Any]) -> Batch:
-    indices, items = read
+def _collate(read: tuple[Wanted, Any], collate: Callable[[Any], Any], seed: int | None) -> Batch:
+    """Collate what was read; a collate of the user's may draw random numbers, those of this shard."""
+    wanted, items = read
+    if seed is not None:
+        seed_all(key(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
     try:
-        return np.asarray(indices, np.int64), collate(items)
+        return np.asarray(wanted.indices, np.int64), collate(items)
     except Exception as error:
-        what = f"collate raised {type(error).__name__} on samples {_shorten(indices)}: {error}"
+        what = f"collate raised {type(error).__name__} on samples {_shorten(wanted.indices)}: {error}"
         raise DataError(what) from error
 
 
@@ -143,9 +182,8 @@ def collate_of(job: Job) -> Callable[[list[Any]], Any]:
     """The user's collate, or torch's with the rows along `batch_dim`."""
     if job.collate is None:
         return functools.partial(_default_collate, batch_dim=job.batch_dim)
-    collate: Any = resolve("collate", job.collate) if isinstance(job.collate, Target) else job.collate
-    args = job.collate.args if isinstance(job.collate, Target) else {}
-    return functools.partial(collate, **args)
+    collate: Callable[[list[Any]], Any] = bound("collate", job.collate)
+    return collate
 
 
 def _default_collate(items: list[Any], batch_dim: int) -> Any:
@@ -160,9 +198,9 @@ def _default_collate(items: list[Any], batch_dim: int) -> Any:
     return map_leaves(along, batch)
 
 
-def _inputs(job: Job, batch: Any) -> Any:
+def model_inputs(job: Job, batch: Any) -> Any:
     """What of a collated batch the model gets."""
-    if job.inputs == "all":
+    if not job.gives_first:
         return batch
     if isinstance(batch, tuple | list) and batch:
         return batch[0]
@@ -172,11 +210,14 @@ def _inputs(job: Job, batch: Any) -> Any:
     )
 
 
-def _check_rows(inputs: Any, rows: int, batch_dim: int, what: str) -> None:
-    got = num_rows(inputs, batch_dim)
+def _check_rows(job: Job, batch: Any, rows: int, what: str) -> None:
+    if job.step is not None:
+        return  # what of the batch are rows only the user's step knows
+    inputs = model_inputs(job, batch)
+    got = num_rows(inputs, job.batch_dim)
     if got is not None and got != rows:
         raise DataError(
-            f"{what} has {rows} rows, but collate gave {got} along dimension {batch_dim}: "
+            f"{what} has {rows} rows, but collate gave {got} along dimension {job.batch_dim}: "
             f"{sizes(inputs)}; collate must give one row for each sample"
         )
 

@@ -7,17 +7,21 @@ import torch
 from torch import nn
 
 from dp_ray.errors import Error, ModelError
+from dp_ray.job import Job
+from dp_ray.plan.keys import key
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.data import Indices
-from dp_ray.replica.model import call_model
+from dp_ray.replica.model import autocast, call_model
+from dp_ray.replica.randomness import seed_all
 
 
 def predict(
     model: nn.Module,
+    job: Job,
+    device: torch.device,
     work: Work,
     batches: Iterator[tuple[Indices, Any]],
-    call: str,
     on_shard: Callable[[Shard, Indices, Any], None],
     on_step: Callable[[int], None],
 ) -> None:
@@ -28,11 +32,12 @@ def predict(
     Raises ModelError, naming step and shard, where the model raises.
     """
     model.eval()
-    with torch.inference_mode():
+    with torch.inference_mode(), autocast(job.precision, device):
         for step, shards in work:
             for shard in shards:
                 indices, inputs = next(batches)
-                on_shard(shard, indices, _forward(model, inputs, call, shard))
+                seed_all(key(job.seed, "forward", shard.epoch, shard.step, shard.shard), device)
+                on_shard(shard, indices, _forward(model, inputs, job.call, shard))
             on_step(step)
 
 

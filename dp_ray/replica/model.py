@@ -1,6 +1,7 @@
 """The model of one worker: built from its target, moved to its device, wrapped by DDP."""
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch.nn.parameter import is_lazy
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
+from dp_ray.replica.randomness import seed_all
 from dp_ray.replica.targets import build
 from dp_ray.replica.world import World
 
 
 def build_model(job: Job, device: torch.device) -> nn.Module:
     """The job's module on `device`, initialised from the job's seed alone, so alike on every worker."""
-    torch.manual_seed(job.seed)
+    seed_all(job.seed, device)
     model = build("model", job.model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
@@ -27,15 +29,29 @@ def build_model(job: Job, device: torch.device) -> nn.Module:
         raise JobError(f"devices: the model cannot be moved to {device}: {error}") from error
 
 
+def compiled(model: nn.Module, job: Job) -> nn.Module:
+    """The module as it is called: itself, or compiled; its parameters and their names stay its own."""
+    if not job.compile:
+        return model
+    # A kernel for changing shapes depends on which shapes a worker has met; one for each shape does not.
+    called: nn.Module = torch.compile(model, dynamic=False if job.bitwise else None)  # type: ignore[assignment]
+    return called
+
+
+def synchronise(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _broadcast_state(model)
+
+
 def replicate(model: nn.Module, world: World) -> nn.Module:
-    """The module as one replica among `world_size`, with rank 0's weights and buffers.
+    """The module as one replica among `world_size`, whose weights are the same on all ranks.
 
     DDP, as long as there is something to train; a module without trainable parameters runs unwrapped.
     Buffers are not broadcast in each forward: a worker without rows runs none, and must not be waited for.
     """
     if not dist.is_initialized():
         return model
-    _broadcast_state(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     device_ids = [world.device] if world.device.type == "cuda" else None
@@ -48,6 +64,13 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
 def bare(model: nn.Module) -> nn.Module:
     """The user's own module, whether or not DDP wraps it."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a model runs in the job's precision; its parameters stay as they are."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
 def call_model(model: nn.Module, inputs: Any, call: str) -> Any:

@@ -1,6 +1,7 @@
 """Find what a target names, and call it; every way in which that can fail is the job's error."""
 
 import difflib
+import functools
 import importlib
 import inspect
 import os
@@ -20,21 +21,31 @@ def build(key: str, target: Any) -> Any:
     return bind(key, target)()
 
 
-def build_dataset(job: Job) -> Any:
+def bound(key: str, target: Any) -> Any:
+    """The function that the job's `key` names, with its args bound as keywords, or the object from Python."""
+    if not isinstance(target, Target):
+        return target
+    found = resolve(key, target)
+    if not callable(found):
+        raise JobError(f"{key}: {target.target} is {found!r:.60}, which cannot be called")
+    return functools.partial(found, **target.args) if target.args else found
+
+
+def build_dataset(job: Job, key: str = "dataset") -> Any:
     """The job's dataset; raises JobError where it is not map-style and DataError where it is empty."""
-    dataset = build("dataset", job.dataset)
+    dataset = build(key, job.dataset)
     lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if lacking:
         raise JobError(
-            f"dataset: must be map-style, with __len__ and __getitem__; "
+            f"{key}: must be map-style, with __len__ and __getitem__; "
             f"{type(dataset).__qualname__} lacks {' and '.join(lacking)}"
         )
     try:
         rows = len(dataset)
     except Exception as error:
-        raise DataError(f"dataset: its length raised {type(error).__name__}: {error}") from error
+        raise DataError(f"{key}: its length raised {type(error).__name__}: {error}") from error
     if rows == 0:
-        raise DataError(f"dataset: {type(dataset).__qualname__} is empty, there is nothing to run")
+        raise DataError(f"{key}: {type(dataset).__qualname__} is empty, there is nothing to run")
     return dataset
 
 

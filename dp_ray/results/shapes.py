@@ -62,6 +62,11 @@ class Probe:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def has_seen(self) -> bool:
+        """Whether there was a forward since the last `take`."""
+        return self._seen is not None
+
     def take(self) -> tuple[Seen, float]:
         """What the last forward saw, and its milliseconds; ModelError where the module was not called."""
         seen, self._seen = self._seen, None

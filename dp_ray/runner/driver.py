@@ -40,7 +40,8 @@ from dp_ray.runner.network import BoundTorchConfig
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 from dp_ray.storage import Storage
-from dp_ray.task import PARTS, run_task, split_of
+from dp_ray.task import PARTS, run_task
+from dp_ray.training import split_of
 
 
 @dataclasses.dataclass(frozen=True)

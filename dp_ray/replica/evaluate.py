@@ -1,0 +1,148 @@
+"""Evaluation: means over a whole dataset, each sample once, the same bits on any number of workers."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_ray.errors import Error, JobError, ModelError
+from dp_ray.job import Job, Target
+from dp_ray.plan.keys import key
+from dp_ray.plan.split import Shard
+from dp_ray.plan.work import Work
+from dp_ray.replica.data import Indices
+from dp_ray.replica.loss import weigh
+from dp_ray.replica.model import autocast
+from dp_ray.replica.randomness import seed_all
+from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
+from dp_ray.replica.targets import bound, build, resolve
+
+
+def build_measures(job: Job) -> tuple[Measures, dict[str, Any]]:
+    """The job's metrics: functions of (outputs, target), and torchmetrics' own, which keep a state."""
+    functions: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    for name, given in job.metrics.items():
+        made = _make(f"metrics.{name}", given)
+        (states if _keeps_state(made) else functions)[name] = made
+    return Measures(functions), states
+
+
+def _make(where: str, given: Any) -> Any:
+    if not isinstance(given, Target):
+        return given
+    found = resolve(where, given)
+    made = build(where, given) if isinstance(found, type) else bound(where, given)
+    if not callable(made):
+        raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
+    return made
+
+
+def _keeps_state(made: Any) -> bool:
+    return all(hasattr(made, name) for name in ("update", "compute", "merge_state", "reset"))
+
+
+class Evaluation:
+    """Sums of one worker's shards, each shard's by itself, so that who ran it makes no difference."""
+
+    def __init__(
+        self, job: Job, step: Step, measures: Measures, states: Mapping[str, Any], device: torch.device
+    ) -> None:
+        self.job = job
+        self._step = step
+        self._measures = measures
+        self._states = {name: metric.to(device) for name, metric in states.items()}
+        self._device = device
+        has_loss = job.loss is not None or job.step is not None
+        self._names = measures.names(has_loss)
+        self._has_loss = has_loss
+
+    @torch.no_grad()
+    def run(
+        self,
+        model: nn.Module,
+        work: Work,
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: Callable[[Shard, Any, Stepped], None] = lambda *_: None,
+        on_step: Callable[[int], None] = lambda _: None,
+    ) -> dict[str, float]:
+        """The mean of the loss and of each metric over all samples, on every rank; every rank calls this."""
+        model.eval()
+        sums = torch.zeros(work.split.shards, 2 * len(self._names), dtype=torch.float64, device=self._device)
+        kept: dict[int, dict[str, Any]] = {}
+        for step, shards in work:
+            for shard in shards:
+                _, batch = next(batches)
+                stepped, row = self._shard(model, shard, batch)
+                if row is not None:
+                    sums[shard.shard] += row
+                for name, metric in self._states.items():
+                    own = kept.setdefault(shard.shard, {})
+                    self._update(name, own.setdefault(name, copy.deepcopy(metric)), stepped)
+                on_shard(shard, batch, stepped)
+            on_step(step)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        totals = sums.sum(0).tolist()
+        means = {name: _mean(*totals[2 * at : 2 * at + 2]) for at, name in enumerate(self._names)}
+        return {**means, **self._computed(kept)}
+
+    def _shard(self, model: nn.Module, shard: Shard, batch: Any) -> tuple[Stepped, torch.Tensor | None]:
+        seed_all(key(self.job.seed, "forward", shard.epoch, shard.step, shard.shard), self._device)
+        where = f"step {shard.step}, shard {shard.shard}"
+        try:
+            with autocast(self.job.precision, self._device):
+                stepped = run_step(self._step, model, batch)
+                loss = [weigh(stepped.loss, shard.rows, "the loss")] if self._has_loss else []
+                measured = [*loss, *self._measures(stepped, shard.rows)]
+        except Error as error:
+            raise type(error)(f"{where}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise ModelError(f"evaluation raised {type(error).__name__} in {where}: {error}") from error
+        return stepped, as_row(measured, self._device) if measured else None
+
+    def _update(self, name: str, metric: Any, stepped: Stepped) -> None:
+        try:
+            metric.update(stepped.outputs, stepped.target)
+        except Exception as error:
+            raise ModelError(f"metrics.{name}: {type(error).__name__}: {error}") from error
+
+    def _computed(self, kept: dict[int, dict[str, Any]]) -> dict[str, float]:
+        """What metrics with a state come to: the shards' states merged in the order of the shards."""
+        if not self._states:
+            return {}
+        everybodys = [kept]
+        if dist.is_initialized():
+            everybodys = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everybodys, {shard: _on_cpu(own) for shard, own in kept.items()})
+        by_shard = {shard: own for theirs in everybodys for shard, own in theirs.items()}
+        measured: dict[str, float] = {}
+        for name in self._states:
+            first, *others = [by_shard[shard][name] for shard in sorted(by_shard)]
+            for other in others:
+                first.merge_state(other)
+            measured.update(_numbers(name, first.compute()))
+        return measured
+
+
+def _on_cpu(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: metric.cpu() for name, metric in own.items()}
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else float("nan")
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """A metric's value as numbers: a mapping's by its keys, a vector's by their places."""
+    if isinstance(value, Mapping):
+        return {
+            inner: number for key, one in value.items() for inner, number in _numbers(f"{name}_{key}", one).items()
+        }
+    values = torch.as_tensor(value).double()
+    if values.ndim == 0:
+        return {name: float(values)}
+    return {f"{name}_{place}": number for place, number in enumerate(values.reshape(-1).tolist())}

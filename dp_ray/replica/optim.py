@@ -1,0 +1,101 @@
+"""Optimizer, scheduler and scaler of a training."""
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dp_ray.errors import Error, JobError
+from dp_ray.job import Job, Optimizer, Scheduler
+from dp_ray.replica.targets import resolve
+
+
+def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the model's trainable parameters, in groups as the job says."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not named:
+        raise JobError("model: has no parameter that requires a gradient, there is nothing to train")
+    if isinstance(given, torch.optim.Optimizer):
+        raise JobError(
+            "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
+            "give a function of the parameters, like functools.partial(torch.optim.AdamW, lr=0.001)"
+        )
+    if isinstance(given, Optimizer):
+        made = _called("optimizer", resolve("optimizer", given), _groups(given, named), given.args)
+    else:
+        made = _called("optimizer", given, list(named.values()), {})
+    if not isinstance(made, torch.optim.Optimizer):
+        raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(made).__qualname__}")
+    return made
+
+
+def _groups(given: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
+    if not given.groups:
+        return list(named.values())
+    found: list[list[nn.Parameter]] = [[] for _ in given.groups]
+    rest: list[nn.Parameter] = []
+    for name, parameter in named.items():
+        matching = [mine for group, mine in zip(given.groups, found, strict=True) if re.search(group.match, name)]
+        (matching[0] if matching else rest).append(parameter)
+    for group, mine in zip(given.groups, found, strict=True):
+        if not mine:
+            raise JobError(
+                f"optimizer.groups: {group.match!r} matches no trainable parameter that is left; there are "
+                f"{', '.join(list(named)[:8])}{' ...' * (len(named) > 8)}"
+            )
+    groups = [{"params": mine, **group.args} for group, mine in zip(given.groups, found, strict=True)]
+    return [*groups, *([{"params": rest}] if rest else [])]
+
+
+class Schedule:
+    """The job's scheduler, or none, stepped as the job says."""
+
+    def __init__(self, given: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._per = given.per if isinstance(given, Scheduler) else "step"
+        self.metric = (given.metric if isinstance(given, Scheduler) else None) or "loss"
+        self.scheduler: Any = None
+        if isinstance(given, Scheduler):
+            self.scheduler = _called("scheduler", resolve("scheduler", given), optimizer, given.args)
+        elif given is not None:
+            self.scheduler = _called("scheduler", given, optimizer, {})
+        if self.scheduler is not None and not hasattr(self.scheduler, "step"):
+            raise JobError(f"scheduler: must give what has a step(), got {type(self.scheduler).__qualname__}")
+        if self.watches and self._per != "epoch":
+            raise JobError("scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch")
+
+    @property
+    def watches(self) -> bool:
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def after_step(self) -> None:
+        if self.scheduler is not None and self._per == "step":
+            self.scheduler.step()
+
+    def after_epoch(self, measured: dict[str, float]) -> None:
+        """`measured` holds the epoch's mean loss and what was last evaluated."""
+        if self.scheduler is None or self._per != "epoch":
+            return
+        if not self.watches:
+            self.scheduler.step()
+        elif self.metric not in measured:
+            raise JobError(
+                f"scheduler.metric: {self.metric} was not measured by the end of the epoch; evaluate by then"
+            )
+        else:
+            self.scheduler.step(measured[self.metric])
+
+
+def build_scaler(job: Job, device: torch.device) -> torch.amp.GradScaler | None:
+    """The loss scaler of fp16; it looks at reduced gradients, so all ranks agree on every step it skips."""
+    return torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
+
+
+def _called(key: str, function: Any, first: Any, args: dict[str, Any]) -> Any:
+    try:
+        return function(first, **args)
+    except Error:
+        raise
+    except Exception as error:
+        raise JobError(f"{key}: {error.__class__.__name__}: {error}") from error

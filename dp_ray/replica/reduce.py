@@ -1,0 +1,211 @@
+"""Shard gradients to the whole batch's gradient, the same bits on any number of workers.
+
+Every shard's gradient is a leaf of the fixed tree of `plan.tree`. A worker adds its own shards as the tree does,
+while it runs them; then DDP's buckets, each as soon as its gradients are there, are exchanged by a communication
+hook that goes on with the same tree:
+
+- two workers: each has one half of the tree, and a sum of two is the same bits either way round: an all-reduce;
+- otherwise: rank r owns slice r of the bucket. An all-to-all brings it that slice of every worker's nodes, it adds
+  them up as the tree does, and an all-gather hands the sums out.
+
+Bytes that one of W workers sends, for a bucket of B bytes: a ring's all-reduce 2 (W-1)/W B; here the same where each
+worker's shards are one node of the tree (as where W divides the shards into equal powers of two), and
+(1 + m) (W-1)/W B where they are m nodes, of which there are at most 2 log2(shards).
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+
+from dp_ray.plan.split import worker_shards
+from dp_ray.plan.tree import Node, fold, nodes, parents
+
+Gradients = list[torch.Tensor | None]
+
+
+def add(left: Gradients, right: Gradients) -> Gradients:
+    """Add `left` onto `right`, in place; a parameter without a gradient counts nothing."""
+    pairs = [(one, two) for one, two in zip(left, right, strict=True) if one is not None and two is not None]
+    if pairs:
+        torch._foreach_add_([two for _, two in pairs], [one for one, _ in pairs])
+    return [one if two is None else two for one, two in zip(left, right, strict=True)]
+
+
+class ShardSums:
+    """The sums of one worker's shards, over as few nodes of the tree as they make up."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], shards: int) -> None:
+        self.parameters = parameters
+        self.root: Node = (0, shards)
+        self.held: dict[Node, Gradients] = {}
+        self._parents = parents(self.root)
+
+    def take(self, shard: int) -> None:
+        """Move the parameters' gradients, those of one shard, into the sums."""
+        node, sums = (shard, shard + 1), [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        while node in self._parents:
+            above = self._parents[node]
+            left = (above[0], node[0])
+            if left not in self.held:
+                break
+            node, sums = above, add(self.held.pop(left), sums)
+        self.held[node] = sums
+
+    def finish(self) -> None:
+        """The sum over all shards becomes the parameters' gradients: where one worker has them all."""
+        sums = fold(self.held, self.root, add) or [None] * len(self.parameters)
+        for parameter, gradient in zip(self.parameters, sums, strict=True):
+            parameter.grad = gradient
+        self.held = {}
+
+
+class TreeReducer:
+    """The communication hook of DDP that sums buckets over the workers as the tree says."""
+
+    def __init__(self, sums: ShardSums, world_size: int, rank: int, device: torch.device) -> None:
+        self.saw_last = False
+        self._sums = sums
+        self._root = sums.root
+        self._world_size = world_size
+        self._rank = rank
+        self._number = {id(parameter): number for number, parameter in enumerate(sums.parameters)}
+        self._nodes: list[list[Node]] = []
+        self._last: Node | None = None
+        self._rows = 0
+        # Its collectives are issued from a thread, so they need a group, and an order, of their own.
+        self._group = dist.new_group() if world_size > 2 else None
+        self._thread = ThreadPoolExecutor(1, "reduce")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def begin(self, filled: int, last_shard: int | None) -> None:
+        """A step in which the first `filled` shards have rows; `last_shard` is this worker's last one of them."""
+        self.saw_last = False
+        self._last = None if last_shard is None else (last_shard, last_shard + 1)
+        self._nodes = [
+            [
+                node
+                for node in nodes(worker_shards(self._root[1], self._world_size, rank), self._root)
+                if node[0] < filled
+            ]
+            for rank in range(self._world_size)
+        ]
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+    def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.saw_last = self.saw_last or bucket.is_last()
+        flat, views = bucket.buffer(), bucket.gradients()
+        held = self._held(bucket, views)
+        mine = [fold(held, node, add) for node in self._nodes[self._rank]]
+        if self._world_size == 2:
+            work = dist.all_reduce(flat, async_op=True)
+            return work.get_future().then(_first)  # type: ignore[no-any-return]
+        # The sum in which the last shard is lies in the bucket itself, the others beside it.
+        flats = [flat if sums and sums[0] is views[0] else _laid_out(flat, views, sums or []) for sums in mine]
+        devices: list[int | str | torch.device] | None = [self._device] if self._stream else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
+        self._thread.submit(self._complete, future, flat, flats, ready)
+        return future
+
+    def _held(self, bucket: GradBucket, views: list[torch.Tensor]) -> dict[Node, Gradients]:
+        """This worker's sums of the bucket's parameters; those of the last shard are the bucket itself."""
+        numbers = [self._number[id(parameter)] for parameter in bucket.parameters()]
+        held = {node: [sums[number] for number in numbers] for node, sums in self._sums.held.items()}
+        if self._last is not None:
+            held[self._last] = list(views)
+        return held
+
+    def _complete(self, future: Any, flat: torch.Tensor, flats: list[torch.Tensor], ready: Any) -> None:
+        try:
+            if self._stream is None:
+                future.set_result(self._exchange(flat, flats))
+                return
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                future.set_result(self._exchange(flat, flats))
+        except Exception as error:  # raised again by whoever waits for the bucket
+            future.set_exception(error)
+
+    def _exchange(self, flat: torch.Tensor, flats: list[torch.Tensor]) -> torch.Tensor:
+        """Sum slice `rank` of all workers' nodes here, and get the other slices' sums."""
+        size = -(-flat.numel() // self._world_size)
+        sent = flat.new_zeros(len(flats), self._world_size * size)
+        for row, one in zip(sent, flats, strict=True):
+            row[: one.numel()] = one
+        by_owner = sent.view(len(flats), self._world_size, size).transpose(0, 1).contiguous()
+        counts = [len(theirs) * size for theirs in self._nodes]
+        received = flat.new_empty(sum(counts))
+        per_owner = [len(flats) * size] * self._world_size
+        dist.all_to_all_single(received, by_owner.view(-1), counts, per_owner, group=self._group)
+        owners = [node for theirs in self._nodes for node in theirs]
+        slices = {node: [one] for node, one in zip(owners, received.view(-1, size), strict=True)}
+        summed = fold(slices, self._root, _add_slices)
+        assert summed is not None, "every step has rows"
+        whole = flat.new_empty(self._world_size * size)
+        dist.all_gather(list(whole.view(self._world_size, size)), summed[0], group=self._group)
+        return flat.copy_(whole[: flat.numel()])
+
+
+def _add_slices(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [right[0].add_(left[0])]
+
+
+def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]
+
+
+def _laid_out(flat: torch.Tensor, views: list[torch.Tensor], gradients: Gradients) -> torch.Tensor:
+    """Gradients in a buffer of their own, each where its parameter has its place in the bucket."""
+    made = torch.zeros_like(flat)
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is not None:
+            offset = view.storage_offset() - flat.storage_offset()
+            made.as_strided(view.size(), view.stride(), offset).copy_(gradient)
+    return made
+
+
+class SumReducer:
+    """The communication hook of DDP's own all-reduce, as a sum: what is averaged is the whole batch's loss."""
+
+    def __init__(self) -> None:
+        self.saw_last = False
+
+    def begin(self, filled: int, last_shard: int | None) -> None:
+        self.saw_last = False
+
+    def close(self) -> None:
+        pass
+
+    def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.saw_last = self.saw_last or bucket.is_last()
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(_first)  # type: ignore[no-any-return]
+
+
+Reducer = TreeReducer | SumReducer
+Hook = Callable[[object, Any], torch.futures.Future[torch.Tensor]]
+
+
+class Nothing(torch.autograd.Function):
+    """Zero, whose gradient is a zero for every parameter: the backward of a worker that has no rows."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)

@@ -1,0 +1,282 @@
+"""One step of training: the shards of this worker forward and back, the whole batch's gradient, the update."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from dp_ray.errors import Error, JobError, ModelError
+from dp_ray.job import Job
+from dp_ray.plan.keys import key
+from dp_ray.plan.split import Shard, Split
+from dp_ray.replica.buffers import Buffers
+from dp_ray.replica.data import Indices
+from dp_ray.replica.loss import weigh
+from dp_ray.replica.model import autocast
+from dp_ray.replica.optim import Schedule, build_optimizer, build_scaler
+from dp_ray.replica.randomness import seed_all
+from dp_ray.replica.reduce import Nothing, Reducer, ShardSums, SumReducer, TreeReducer
+from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
+from dp_ray.replica.world import World
+
+OnShard = Callable[[Shard, Any, Stepped], None]
+
+
+class Update(NamedTuple):
+    """What a step of the whole batch came to, still on the device.
+
+    `totals` are sums and weights, float64 [2 * names]: of the loss and of each metric; `learning_rate` is that of
+    the first parameter group, `gradient_norm` the norm of the whole batch's gradient before clipping.
+    """
+
+    totals: torch.Tensor
+    learning_rate: float
+    gradient_norm: torch.Tensor
+
+
+class ShardLoss(nn.Module):
+    """The module that DDP wraps: a shard in, its loss out. None in its place is a worker without rows."""
+
+    def __init__(self, model: nn.Module, step: Step, measures: Measures, job: Job, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self._step = step
+        self._measures = measures
+        self._precision = job.precision
+        self._device = device
+        self.stepped = Stepped()
+        self.row: torch.Tensor | None = None
+
+    def forward(self, batch: Any, rows: int) -> torch.Tensor:
+        """The sum of the shard's losses; what else it gave is left in `stepped` and `row`."""
+        if rows == 0:
+            return Nothing.apply(*(one for one in self.model.parameters() if one.requires_grad))  # type: ignore[no-any-return, no-untyped-call]
+        with autocast(self._precision, self._device):
+            stepped = run_step(self._step, self.model, batch)
+            loss = weigh(stepped.loss, rows, "the loss")
+        with torch.no_grad():
+            self.row = as_row([loss, *self._measures(stepped, rows)], self._device)
+        self.stepped = stepped
+        if not loss.sum.requires_grad:
+            raise ModelError("the loss does not depend on any parameter that is trained")
+        return loss.sum
+
+
+class Trainer:
+    """The model's training state on one worker, and the step that changes it: the same on all workers."""
+
+    def __init__(
+        self, job: Job, model: nn.Module, called: nn.Module, step: Step, measures: Measures, world: World
+    ) -> None:
+        self.job = job
+        self.model = model
+        self.world = world
+        self.optimizer = build_optimizer(job.optimizer, model)
+        self.schedule = Schedule(job.scheduler, self.optimizer)
+        self.scaler = build_scaler(job, world.device)
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._buffers = Buffers(model)
+        self._sums = ShardSums(self._parameters, job.num_shards) if job.bitwise else None
+        self._loss = ShardLoss(called, step, measures, job, world.device)
+        self._measure_names = list(measures.functions)
+        self._columns = 2 + 2 * len(measures.functions)
+        self._reducer: Reducer | None = None
+        self._replica: nn.Module | None = None
+
+    @property
+    def measure_names(self) -> list[str]:
+        return self._measure_names
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """The trainable parameters, in the order of the optimizer's groups."""
+        return [self._names[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later step depends on; its tensors are the live ones."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule.scheduler}
+        parts["scaler"] = self.scaler
+        return {name: None if part is None else part.state_dict() for name, part in parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave. ModelError where it is another model's, or another optimizer's."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule.scheduler}
+        parts["scaler"] = self.scaler
+        for name, part in parts.items():
+            if (part is None) != (state.get(name) is None):
+                raise ModelError(f"the checkpoint has {'no' if part is not None else 'a'} {name}, unlike this job")
+            try:
+                if part is not None:
+                    part.load_state_dict(state[name])
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                raise ModelError(f"the checkpoint's {name} does not fit this job's: {error}") from None
+
+    def close(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+
+    def step(
+        self,
+        split: Split,
+        step: int,
+        shards: Sequence[Shard],
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: OnShard,
+    ) -> Update:
+        """Train on one global batch, of which this worker runs `shards`, maybe none."""
+        self.model.train()
+        start, stop = split.batch(step)
+        filled = sum(split.shard(step, shard).rows > 0 for shard in range(split.shards))
+        pending = [next(batches)[1] for _ in shards[:1]]
+        if self._replica is None:
+            self._replica = self._wrap(shards[:1], pending)
+        if self._reducer is not None:
+            self._reducer.begin(filled, shards[-1].shard if shards else None)
+        self._buffers.begin(len(shards))
+        stats = torch.zeros(split.shards, self._columns, dtype=torch.float64, device=self.world.device)
+        for number, shard in enumerate(shards):
+            batch = pending.pop() if pending else next(batches)[1]
+            if number:
+                self._buffers.restore()
+            self._shard(shard, batch, stop - start, stats, number == len(shards) - 1, on_shard)
+        if not shards:
+            self._backward(self._run(None, 0), stats)
+        self._check_all_reduced(step)
+        self._finish_reduction()
+        return self._update(stats, stop - start)
+
+    def _wrap(self, shards: Sequence[Shard], batches: Sequence[Any]) -> nn.Module:
+        """DDP around the shard's loss; what the first shard uses tells whether it must look for unused parameters."""
+        if self.world.world_size == 1:
+            return self._loss
+        unused = self.job.find_unused_parameters
+        if unused == "auto":
+            unused = self._finds_unused(shards, batches)
+        with warnings.catch_warnings():
+            # torch 2.13 has a new name for the option, whose meaning differs: it syncs at the start, as was done.
+            warnings.simplefilter("ignore", FutureWarning)
+            replica = DistributedDataParallel(
+                self._loss,
+                broadcast_buffers=False,
+                init_sync=False,
+                find_unused_parameters=unused,
+                gradient_as_bucket_view=True,
+            )
+        self._reducer = (
+            SumReducer()
+            if self._sums is None
+            else TreeReducer(self._sums, self.world.world_size, self.world.rank, self.world.device)
+        )
+        replica.register_comm_hook(None, self._reducer.hook)
+        return replica
+
+    def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
+        """Whether any worker's first shard leaves a parameter without a gradient; nothing of it is kept."""
+        found = torch.zeros(1, device=self.world.device)
+        self._buffers.begin(2)
+        for shard, batch in zip(shards, batches, strict=True):
+            self._forward(self._loss, shard, batch).backward()  # type: ignore[no-untyped-call]
+            found += any(parameter.grad is None for parameter in self._parameters)
+        self._buffers.restore()
+        self.optimizer.zero_grad()
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found.item())
+
+    def _shard(
+        self, shard: Shard, batch: Any, rows: int, stats: torch.Tensor, is_last: bool, on_shard: OnShard
+    ) -> None:
+        """Forward and back, the reduction beginning with the last shard's way back."""
+        assert self._replica is not None
+        waits = not is_last and isinstance(self._replica, DistributedDataParallel)
+        with self._replica.no_sync() if waits else nullcontext():  # type: ignore[operator]
+            loss = self._forward(self._replica, shard, batch)
+            assert self._loss.row is not None
+            stats[shard.shard] = self._loss.row
+            on_shard(shard, batch, self._loss.stepped)
+            if shard.shard == 0:
+                self._buffers.keep()
+            if is_last:
+                self._backward(loss / rows, stats)
+            else:
+                self._scaled(loss / rows).backward()  # type: ignore[no-untyped-call]
+        if self._sums is not None and (not is_last or self._reducer is None):
+            self._sums.take(shard.shard)
+
+    def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
+        seed_all(key(self.job.seed, "forward", shard.epoch, shard.step, shard.shard), self.world.device)
+        try:
+            loss: torch.Tensor = replica(batch, shard.rows)
+        except JobError:
+            raise
+        except Error as error:
+            raise type(error)(f"step {shard.step}, shard {shard.shard}: {error}") from error
+        except (Exception, SystemExit) as error:
+            what = f"training raised {type(error).__name__} in step {shard.step}, shard {shard.shard}: {error}"
+            raise ModelError(what) from error
+        return loss
+
+    def _run(self, batch: Any, rows: int) -> torch.Tensor:
+        assert self._replica is not None
+        loss: torch.Tensor = self._replica(batch, rows)
+        return loss
+
+    def _backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
+        """The last way back of the step; what else the workers exchange travels meanwhile."""
+        work = dist.all_reduce(stats, async_op=True) if self._reducer is not None else None
+        self._buffers.share()
+        self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+        if work is not None:
+            work.wait()
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def _check_all_reduced(self, step: int) -> None:
+        if self._reducer is not None and not self._reducer.saw_last:
+            unused = [self._names[id(one)] for one in self._parameters if one.grad is None]
+            raise ModelError(
+                f"step {step}: parameters were not used, so the workers would wait for their gradients for ever: "
+                f"{', '.join(unused[:8])}; set find_unused_parameters: true"
+            )
+
+    def _finish_reduction(self) -> None:
+        self._buffers.finish()
+        if self._sums is None:
+            return
+        if self._reducer is None:
+            self._sums.finish()
+        self._sums.held = {}
+        # Whether a -0 met the 0 of a worker that had nothing to add depends on the workers; -0 + 0 is 0.
+        torch._foreach_add_([one.grad for one in self._parameters if one.grad is not None], 0.0)
+
+    def _update(self, stats: torch.Tensor, rows: int) -> Update:
+        """Clip the whole batch's gradient and step; the loss's weights count now that all are known."""
+        totals = stats.sum(0)
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        gradients = [one.grad for one in self._parameters if one.grad is not None]
+        factor = torch.where(totals[1] > 0, rows / totals[1], 0.0)
+        if self.world.device.type != "cpu" or factor.item() != 1.0:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        norm = get_total_norm(gradients)
+        if self.job.grad_clip is not None:
+            clip_grads_with_norm_(self._parameters, self.job.grad_clip, norm)
+        if self.scaler is None:
+            self.optimizer.step()
+            self.schedule.after_step()
+        else:
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if self.scaler.get_scale() >= scale:  # a step that overflowed was skipped, and does not count
+                self.schedule.after_step()
+        self.optimizer.zero_grad()
+        return Update(totals, rate, norm)

@@ -1,0 +1,145 @@
+"""The history of a training: a row for each step, kept in pieces with the checkpoints, merged at the end."""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.errors import StorageError
+from dp_ray.plan.split import Split
+from dp_ray.replica.train import Update
+from dp_ray.storage import Storage
+
+METRICS = "metrics.parquet"
+HISTORY = "history"
+SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+SEND_SECONDS = 0.5
+
+
+class Logged(NamedTuple):
+    """Rows of the history, for who follows the training; later rows of a step replace earlier ones."""
+
+    rows: tuple[dict[str, Any], ...]
+
+
+class History:
+    """Rank 0's history: numbers stay on the device until they are asked for, at most twice a second."""
+
+    def __init__(
+        self,
+        folder: Storage,
+        split: Split,
+        names: Sequence[str],
+        extra: Sequence[str],
+        step: int,
+        send: Callable[[Logged], None],
+    ) -> None:
+        self._folder = folder
+        self._split = split
+        self._names = names
+        self._schema = schema(names, extra)
+        self._send = send
+        self._pending: list[tuple[int, Update, int, float, dict[str, float]]] = []
+        self._rows: list[dict[str, Any]] = []
+        self._first = step
+        self._sent = self._ended = time.perf_counter()
+        forget(folder, step)
+
+    def add(self, step: int, update: Update, measured: dict[str, float]) -> None:
+        """`step` is done; `measured` is what was evaluated after it."""
+        start, stop = self._split.batch(step)
+        now = time.perf_counter()
+        self._pending.append((step, update, stop - start, now - self._ended, measured))
+        self._ended = now
+        if now - self._sent > SEND_SECONDS:
+            self.flush()
+
+    def resume_clock(self) -> None:
+        """What was done since the last step was no training."""
+        self._ended = time.perf_counter()
+
+    def flush(self) -> None:
+        """Read the numbers from the device and pass them on."""
+        rows = [self._row(*entry) for entry in self._pending]
+        self._pending, self._sent = [], time.perf_counter()
+        self._rows += rows
+        if rows:
+            self._send(Logged(tuple(rows)))
+
+    def take(self) -> Callable[[], None]:
+        """What writes the rows since the last call to a piece of their own."""
+        self.flush()
+        rows, self._rows = self._rows, []
+        if not rows:
+            return lambda: None
+        name = f"steps-{rows[0]['step']}-{rows[-1]['step'] + 1}.parquet"
+        return lambda: _write(self._folder, name, pa.Table.from_pylist(rows, self._schema))
+
+    def _row(
+        self, step: int, update: Update, rows: int, seconds: float, measured: dict[str, float]
+    ) -> dict[str, Any]:
+        totals = update.totals.tolist()
+        means = {
+            name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else float("nan")
+            for at, name in enumerate(self._names)
+        }
+        return {
+            "step": step,
+            "epoch": self._split.cursor(step)[0],
+            **means,
+            "learning_rate": update.learning_rate,
+            "gradient_norm": float(update.gradient_norm),
+            "rows": rows,
+            "rows_per_second": rows / seconds if seconds > 0 else 0.0,
+            **measured,
+        }
+
+
+def schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
+    """The columns of the history: the step's own, then those that not every step has."""
+    numbers = [*names, "learning_rate", "gradient_norm"]
+    fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]
+    fields += [("rows", pa.int64()), ("rows_per_second", pa.float64()), *((name, pa.float64()) for name in extra)]
+    return pa.schema(fields)
+
+
+def forget(folder: Storage, step: int) -> None:
+    """Remove what an earlier attempt wrote of `step` and later ones: they will be run again."""
+    for name, _, end in _segments(folder):
+        if end > step:
+            folder.delete(name)
+
+
+def merge_history(folder: Storage, run: Storage, steps: int) -> None:
+    """Merge all pieces into the run's `metrics.parquet`; StorageError unless they hold each step once."""
+    tables, at = [], 0
+    for name, first, end in _segments(folder):
+        if first != at:
+            break
+        with folder.open(name) as stream:
+            tables.append(pq.read_table(stream))
+        at = end
+    if at != steps:
+        raise StorageError(f"{folder}: the history ends at step {at} of {steps}; run again with --overwrite")
+    _write(run, METRICS, pa.concat_tables(tables))
+
+
+def read_history(run: Storage) -> Iterator[dict[str, Any]]:
+    """The rows of `metrics.parquet`, step by step."""
+    with run.open(METRICS) as stream:
+        yield from pq.read_table(stream).to_pylist()
+
+
+def _segments(folder: Storage) -> list[tuple[str, int, int]]:
+    found = [(name, SEGMENT.fullmatch(name)) for name in folder.names()]
+    return sorted(
+        ((name, int(match[1]), int(match[2])) for name, match in found if match), key=lambda segment: segment[1:]
+    )
+
+
+def _write(storage: Storage, name: str, table: pa.Table) -> None:
+    with storage.writing(name) as stream:
+        pq.write_table(table, stream)

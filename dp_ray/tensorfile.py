@@ -1,0 +1,122 @@
+"""Named tensors and a line of text in one file of the safetensors format: no code is run when one is read.
+
+The format (https://huggingface.co/docs/safetensors) is eight bytes with the header's length, the header as JSON, and
+the tensors' bytes. The file is streamed, so that gigabytes are written without a copy and beside a training.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dp_ray.errors import StorageError
+from dp_ray.storage import Storage
+
+TEXT, DIGEST = "state", "sha256"
+PIECE = 1 << 24
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_tensors(storage: Storage, name: str, tensors: Mapping[str, torch.Tensor], text: str = "") -> None:
+    """Write CPU tensors, and a text that `read_tensors` gives back, to the file `name`, whole or not at all.
+
+    Raises StorageError where it cannot be written, ValueError for a dtype that the format does not know.
+    """
+    table: dict[str, Any] = {}
+    end = 0
+    for key, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"{key} is of {tensor.dtype}, which safetensors does not know")
+        table[key] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    digest = hashlib.sha256(_frame(table, text))
+    for tensor in tensors.values():
+        for piece in _pieces(tensor):
+            digest.update(piece)
+    header = json.dumps({"__metadata__": {TEXT: text, DIGEST: digest.hexdigest()}, **table}).encode()
+    header += b" " * (-len(header) % 8)
+    with storage.writing(name) as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        for tensor in tensors.values():
+            for piece in _pieces(tensor):
+                stream.write(piece)
+
+
+def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a safetensors file, and the text with which it was written ("" where another program did).
+
+    Raises StorageError where it is none, is cut short, or is not what was written.
+    """
+    with storage.open(name) as stream:
+        data = stream.read()
+    try:
+        size = int.from_bytes(data[:8], "little")
+        table = json.loads(data[8 : 8 + size])
+        metadata = table.pop("__metadata__", {})
+        text, body = metadata.get(TEXT, ""), memoryview(data)[8 + size :]
+        tensors = {key: _tensor(body, **entry) for key, entry in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise StorageError(f"{storage}/{name}: is damaged, or no safetensors file: {error}") from None
+    if DIGEST in metadata:
+        digest = hashlib.sha256(_frame(table, text))
+        digest.update(body)
+        if digest.hexdigest() != metadata[DIGEST]:
+            raise StorageError(f"{storage}/{name}: is damaged: its bytes are not those that were written")
+    return tensors, text
+
+
+def sha256_of(storage: Storage, name: str) -> str:
+    """The hash of the tensors' raw bytes, in the order of their names."""
+    tensors, _ = read_tensors(storage, name)
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        for piece in _pieces(tensors[key]):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _tensor(body: memoryview, dtype: str, shape: list[int], data_offsets: list[int]) -> torch.Tensor:
+    start, end = data_offsets
+    made = torch.empty(shape, dtype=DTYPES[dtype])
+    if end - start != made.nbytes or end > len(body):
+        raise ValueError(f"bytes {start} to {end} of {len(body)} are not a tensor of size {shape}")
+    if made.nbytes:
+        made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8))
+    return made
+
+
+def _frame(table: Mapping[str, Any], text: str) -> bytes:
+    return json.dumps([text, table]).encode()
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes, some megabytes at a time: both hashing and writing leave the interpreter to others."""
+    if not tensor.nbytes:
+        return
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(raw), PIECE):
+        yield raw[start : start + PIECE]

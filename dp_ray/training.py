@@ -1,0 +1,261 @@
+"""One worker's whole training, from its dataset to the final weights. It knows no Ray: `send` takes what it tells."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_ray.errors import JobError, ModelError
+from dp_ray.job import Job
+from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.work import Work
+from dp_ray.replica.data import load_shards
+from dp_ray.replica.evaluate import Evaluation, build_measures
+from dp_ray.replica.model import build_model, compiled, synchronise
+from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest
+from dp_ray.replica.step import Stepped, build_step
+from dp_ray.replica.targets import build_dataset
+from dp_ray.replica.train import Trainer, Update
+from dp_ray.replica.weights import WEIGHTS, load_weights, read_start
+from dp_ray.replica.world import World, broadcast
+from dp_ray.results.history import HISTORY, History
+from dp_ray.results.recorder import Recorder
+from dp_ray.results.shapes import Probe, Seen, encode_sizes
+from dp_ray.storage import Storage
+from dp_ray.tensorfile import write_tensors
+
+Send = Callable[[Any], None]
+
+
+class Note(NamedTuple):
+    """Something that the user should know."""
+
+    text: str
+
+
+def split_of(job: Job, dataset: Any) -> Split:
+    """How the job cuts its dataset, in all its epochs."""
+    epochs = job.epochs if job.task == "train" else 1
+    return Split(len(dataset), job.batch_size, job.num_shards, job.drop_last, epochs)
+
+
+def train(job: Job, world: World, run: Storage, send: Send) -> None:
+    """Train from the last checkpoint, or the start, to the end; rank 0 leaves the weights in the run directory."""
+    dataset = build_dataset(job)
+    split = split_of(job, dataset)
+    model = build_model(job, world.device)
+    measures, states = build_measures(job)
+    step = build_step(job, world.device)
+    called = compiled(model, job)
+    with closing(Trainer(job, model, called, step, measures, world)) as trainer:
+        running = restore(job, trainer, split, run, send)
+        synchronise(model)
+        evaluator = Evaluator(job, called, Evaluation(job, step, measures, states, world.device), world)
+        keeper = Keeper(job, trainer, split, running, run, send) if world.rank == 0 else None
+        work = Work(split, world.world_size, world.rank, start=running.step)
+        batches = load_shards(job, dataset, work, world.device, inputs_only=False)
+        with (
+            contextlib.closing(keeper) if keeper else contextlib.nullcontext(),
+            Recorder(world, send) as recorder,
+            Probe(called, job.batch_dim) as probe,
+        ):
+
+            def on_shard(shard: Shard, batch: Any, stepped: Stepped) -> None:
+                recorder.on_shard(shard, *seen(probe, shard, batch, stepped))
+
+            for number, shards in work:
+                update = trainer.step(split, number, shards, batches, on_shard)
+                recorder.on_step(number)
+                measured = advance(running, split, number, update, trainer, evaluator)
+                if keeper:
+                    keeper.after_step(number, update, measured)
+            if keeper:
+                keeper.finish()
+    if world.rank == 0:
+        write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
+
+
+def seen(probe: Probe, shard: Shard, batch: Any, stepped: Stepped) -> tuple[Seen, float]:
+    """What the model saw; of a step of the user's that went past its forward, what the step got and gave."""
+    if probe.has_seen:
+        return probe.take()
+    return Seen(encode_sizes(batch), encode_sizes(stepped.loss), shard.rows), 0.0
+
+
+def advance(
+    running: Running, split: Split, step: int, update: Update, trainer: Trainer, evaluator: "Evaluator"
+) -> dict[str, float]:
+    """Count a step that is done; at its turns evaluate, and at an epoch's end step the scheduler."""
+    running.step = step + 1
+    ends_epoch = (step + 1) % split.steps == 0
+    running.add(update.totals[:2])
+    measured = evaluator.after_step(split, step)
+    running.measured.update(measured)
+    if ends_epoch:
+        measured = {**measured, "epoch_loss": running.end_epoch()}
+        trainer.schedule.after_epoch({**running.measured, "loss": measured["epoch_loss"]})
+    return measured
+
+
+class Evaluator:
+    """The evaluations of a training, at the steps that the job says and after the last."""
+
+    def __init__(self, job: Job, model: nn.Module, evaluation: Evaluation, world: World) -> None:
+        self._model = model
+        self._evaluation = evaluation
+        self._world = world
+        self._eval = job.eval
+        if job.eval is not None:
+            size = job.eval.batch_size or job.batch_size
+            changed = {"dataset": job.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
+            self._job = job.model_copy(update=changed)
+            self._dataset = build_dataset(self._job, "eval.dataset")
+            self._split = Split(len(self._dataset), size, job.num_shards)
+
+    def is_due(self, split: Split, step: int) -> bool:
+        if self._eval is None:
+            return False
+        if step + 1 == split.total_steps:
+            return True
+        epoch, place = split.cursor(step)
+        each = self._eval.every_epochs or (None if self._eval.every_steps else 1)
+        at_epoch = each is not None and place + 1 == split.steps and (epoch + 1) % each == 0
+        return at_epoch or (self._eval.every_steps is not None and (step + 1) % self._eval.every_steps == 0)
+
+    def after_step(self, split: Split, step: int) -> dict[str, float]:
+        """What was measured after `step`, by its names in the history; nothing where no evaluation is due."""
+        if not self.is_due(split, step):
+            return {}
+        work = Work(self._split, self._world.world_size, self._world.rank)
+        batches = load_shards(self._job, self._dataset, work, self._world.device, inputs_only=False)
+        return {f"eval_{name}": value for name, value in self._evaluation.run(self._model, work, batches).items()}
+
+
+class Keeper:
+    """Rank 0's books: the history, the checkpoints and the best of them."""
+
+    def __init__(self, job: Job, trainer: Trainer, split: Split, running: Running, run: Storage, send: Send) -> None:
+        self._job = job
+        self._trainer = trainer
+        self._split = split
+        self._running = running
+        for folder in (HISTORY, CHECKPOINTS):
+            run.child(folder).create()
+        names = ["loss", *trainer.measure_names]
+        self._history = History(run.child(HISTORY), split, names, ["epoch_loss", *job.eval_names], running.step, send)
+        self._saver = Saver(run.child(CHECKPOINTS), job.checkpoint.keep)
+        self._saved = running.step
+        self._saved_at = time.monotonic()
+
+    def after_step(self, step: int, update: Update, measured: dict[str, float]) -> None:
+        self._history.add(step, update, measured)
+        is_best = self._note_best(measured)
+        if measured:
+            self._history.resume_clock()
+        when = self._job.checkpoint
+        late = when.every_seconds is not None and time.monotonic() - self._saved_at >= when.every_seconds
+        if is_best or late or (when.every_steps and (step + 1) % when.every_steps == 0):
+            self.save()
+
+    def save(self) -> None:
+        """Keep the state as it is now."""
+        about = describe(self._job, self._trainer, self._split, self._running)
+        state = self._trainer.state_dict()
+        self._saver.save(self._running.step, about, state, self._running.best_step, self._history.take())
+        self._saved, self._saved_at = self._running.step, time.monotonic()
+
+    def finish(self) -> None:
+        """The training is through: its end is kept too."""
+        if self._saved != self._split.total_steps or self._running.step != self._saved:
+            self.save()
+        self._saver.wait()
+
+    def close(self) -> None:
+        self._history.flush()
+        self._saver.close()
+
+    def _note_best(self, measured: dict[str, float]) -> bool:
+        best = self._job.checkpoint.best
+        value = None if best is None else measured.get(best.metric)
+        if best is None or value is None or value != value:
+            return False
+        before = self._running.best
+        if before is not None and (value >= before if best.mode == "min" else value <= before):
+            return False
+        self._running.best, self._running.best_step = value, self._running.step
+        return True
+
+
+def describe(job: Job, trainer: Trainer, split: Split, running: Running) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    return {
+        "fingerprint": job.fingerprint(),
+        "cut": cut_of(job, split),
+        "parameters": trainer.parameter_names,
+        "running": running.to_json(),
+    }
+
+
+def cut_of(job: Job, split: Split) -> dict[str, Any]:
+    """What a step of the cursor means."""
+    keys = {"seed": job.seed, "shuffle": job.shuffle, "rows": split.rows, "batch_size": split.batch_size}
+    return {**keys, "drop_last": split.drop_last}
+
+
+def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) -> Running:
+    """Where the training stands: at its newest checkpoint, where `init_from` says, or at its start."""
+    checkpoints = run.child(CHECKPOINTS)
+    fingerprint = job.fingerprint()
+
+    def fits(about: dict[str, Any]) -> str | None:
+        return None if about.get("fingerprint") == fingerprint else "it is of a different job"
+
+    if is_rank_0():
+        found = newest(checkpoints, fits, lambda text: send(Note(text)))
+        name = broadcast(found[0] if found else "")
+    else:
+        name = broadcast("")
+        found = (name, *load(checkpoints, name)) if name else None
+    if found:
+        return resume(trainer, found[1], found[2])
+    return Running() if job.init_from is None else start_from(job, trainer, split, job.init_from)
+
+
+def start_from(job: Job, trainer: Trainer, split: Split, location: str) -> Running:
+    """Start from a file of weights, or carry a checkpoint of another run on, from its step."""
+    weights, checkpoint = read_start(location)
+    if checkpoint is None:
+        load_weights(trainer.model, weights, location)
+        return Running()
+    about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
+    if (there := about.get("cut")) != (here := cut_of(job, split)):
+        raise JobError(f"init_from: the steps of {location} are others: {there} there, {here} here; {advice}")
+    running = resume(trainer, about, checkpoint["state"])
+    if running.step >= split.total_steps:
+        raise JobError(
+            f"init_from: {location} is {running.step} steps on, and this job has {split.total_steps}: "
+            f"set epochs above {job.epochs}; {advice}"
+        )
+    return dataclasses.replace(running, best=None, best_step=None)
+
+
+def resume(trainer: Trainer, about: dict[str, Any], state: Any) -> Running:
+    if about["parameters"] != trainer.parameter_names:
+        raise ModelError("the checkpoint's parameters are not this model's")
+    trainer.load_state_dict(state)
+    return Running(**about["running"])
+
+
+def is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's state_dict, without what is no tensor."""
+    return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}

@@ -1,0 +1,129 @@
+"""Models, datasets and losses of the training tests, and the plain torch loop that they are compared with."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from dp_ray.plan.order import Order
+
+
+class Pairs(Dataset[Any]):
+    """`length` pairs of 6 normal numbers and a class of 3; with `augment`, noise of all three generators."""
+
+    def __init__(self, length: int = 101, augment: bool = False) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.inputs = torch.randn(length, 6, generator=generator)
+        self.targets = torch.randint(3, (length,), generator=generator)
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs = self.inputs[index]
+        if self.augment:
+            inputs = inputs + 0.1 * torch.randn(6) + random.random() + torch.from_numpy(np.random.rand(6)).float()
+        return inputs, self.targets[index]
+
+
+class Images(Pairs):
+    """The pairs as images [1, 2, 3]."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = super().__getitem__(index)
+        return inputs.reshape(1, 2, 3), target
+
+
+class Sentences(Dataset[Any]):
+    """Rows of 5 to 9 tokens, padded to 9 with 0; the targets are the next tokens, -100 where there is none."""
+
+    def __init__(self, length: int = 53, ragged: bool = True) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(1, 11, (length, 9), generator=generator)
+        self.lengths = torch.randint(5 if ragged else 9, 10, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Any:
+        tokens, length = self.tokens[index].clone(), int(self.lengths[index])
+        tokens[length:] = 0
+        targets = torch.full((9,), -100)
+        targets[: length - 1] = tokens[1:length]
+        return tokens, targets
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 3 * 4, 3)
+    )
+
+
+class Transformer(nn.Module):
+    """A small language model with tied embeddings: tokens [rows, 9] to logits [rows, 11, 9]."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        logits: torch.Tensor = self.head(self.layer(self.embedding(tokens), mask, is_causal=True))
+        return logits.transpose(1, 2)
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over tokens, and how many they are."""
+    return nn.functional.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+
+
+def right(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """1 for each row that is classified rightly."""
+    return (outputs.argmax(1) == target).float()
+
+
+def warm_up(optimizer: torch.optim.Optimizer, steps: int = 10) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / steps))
+
+
+def plain_loop(
+    model: nn.Module,
+    dataset: Any,
+    batch_size: int,
+    epochs: int,
+    loss_of_chunks: Callable[[nn.Module, Sequence[Any]], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    shards: int = 1,
+    seed: int = 0,
+    after_backward: Callable[[], None] = lambda: None,
+    after_step: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """The oracle: one process, whole batches of the same order; the losses of its steps."""
+    losses = []
+    model.train()
+    for epoch in range(epochs):
+        order = Order(len(dataset), seed, epoch, shuffle=True)
+        for start in range(0, len(dataset), batch_size):
+            picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
+            inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))
+            chunks = list(zip(inputs.chunk(shards), targets.chunk(shards), strict=True))
+            optimizer.zero_grad()
+            loss = loss_of_chunks(model, chunks)
+            loss.backward()  # type: ignore[no-untyped-call]
+            after_backward()
+            optimizer.step()
+            after_step()
+            losses.append(loss.item())
+    return losses
