@@ -15,8 +15,8 @@ from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError
 from dp_ray.job import Job
 from dp_ray.replica.model import build_model, replicate
 from dp_ray.replica.world import World
-from dp_ray.storage import Storage
 from dp_ray.runner.rundir import check_ours, claim
+from dp_ray.storage import Storage
 from tests import models
 from tests.conftest import free_port
 

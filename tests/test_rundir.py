@@ -8,8 +8,8 @@ import pytest
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
-from dp_ray.storage import Storage
 from dp_ray.runner.rundir import base_storage, check_shared, claim
+from dp_ray.storage import Storage
 
 
 def job_of(**keys: Any) -> Job:

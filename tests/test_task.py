@@ -19,7 +19,8 @@ from dp_ray.replica.world import World
 from dp_ray.results.outputs import Merged, merge
 from dp_ray.results.recorder import Report
 from dp_ray.storage import Storage
-from dp_ray.task import PARTS, run_task, split_of
+from dp_ray.task import PARTS, run_task
+from dp_ray.training import split_of
 from tests import models
 from tests.conftest import free_port
 
