@@ -1,4 +1,4 @@
-"""The command line: run, plan, submit, report."""
+"""The command line: run, plan, verify, submit, report."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from dp_ray.errors import Error
-from dp_ray.job import Job, load_job, parse_setting, parse_workers
+from dp_ray.job import Job, load_job, parse_counts, parse_setting, parse_workers
 
 JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
 WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
@@ -98,8 +98,41 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
     with contextlib.redirect_stdout(sys.stderr):
         dataset = build_dataset(job)
     split = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
-    planned = plan_of(split, job.max_workers)
+    planned = plan_of(split, job.max_workers, job.epochs if job.task == "train" else 1)
     click.echo(json.dumps(planned) if as_json else table(planned))
+
+
+@cli.command()
+@JOB
+@click.option("--workers", metavar="N,N,...", required=True, help="The numbers of workers to compare: 1,2,3,8.")
+@SETTINGS
+@click.option("--storage", help="Folder or URL of the run directories.")
+@click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
+@click.option("--tolerance", type=float, help="Relative difference to allow where the job is not bitwise.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+@click.option("--verbose", is_flag=True, help="With Ray's own log lines.")
+def verify(
+    job_file: str,
+    workers: str,
+    settings: tuple[str, ...],
+    storage: str | None,
+    address: str | None,
+    tolerance: float | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Run a job on several numbers of workers: is all of it the same?"""
+    counts = parse_counts(workers)
+    job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
+    from dp_ray.runner.driver import Options
+    from dp_ray.runner.verify import verify as run_verify
+
+    options = Options(address=address, overwrite=True, quiet=quiet, verbose=verbose)
+    verdict = run_verify(job, counts, options, tolerance)
+    click.echo(verdict.to_json() if as_json else str(verdict))
+    sys.exit(0 if verdict.same else 1)
 
 
 @cli.command()

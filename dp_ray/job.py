@@ -167,6 +167,7 @@ class Job(Strict):
     shuffle: bool = False
     drop_last: bool = False
     epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
     inputs: Literal["all", "first"] | None = None
     call: Literal["auto", "one", "args", "kwargs"] = "auto"
     collate: Targeted | None = None
@@ -351,6 +352,13 @@ def parse_workers(text: str) -> int | dict[str, int]:
     if match := re.fullmatch(r"(\d+):(\d+)", text):
         return {"min": int(match[1]), "max": int(match[2])}
     raise JobError(f"--workers {text!r}: must be N, like 4 (0: in this process), or MIN:MAX, like 1:8")
+
+
+def parse_counts(text: str) -> list[int]:
+    """The value of verify's `--workers`: numbers with commas between them."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise JobError(f"--workers {text!r}: must be numbers of workers, like 1,2,3,8")
+    return [int(part) for part in text.split(",")]
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

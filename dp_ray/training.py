@@ -41,15 +41,16 @@ class Note(NamedTuple):
 
 def split_of(job: Job, dataset: Any) -> Split:
     """How the job cuts its dataset, in all its epochs."""
-    epochs = job.epochs if job.task == "train" else 1
-    return Split(len(dataset), job.batch_size, job.num_shards, job.drop_last, epochs)
+    cut = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
+    is_train = job.task == "train"
+    return dataclasses.replace(cut, epochs=job.epochs, max_steps=job.max_steps) if is_train else cut
 
 
 def train(job: Job, world: World, run: Storage, send: Send) -> None:
     """Train from the last checkpoint, or the start, to the end; rank 0 leaves the weights in the run directory."""
     dataset = build_dataset(job)
     split = split_of(job, dataset)
-    model = build_model(job, world.device)
+    model = with_synced_batchnorm(build_model(job, world.device), job, world)
     measures, states = build_measures(job)
     step = build_step(job, world.device)
     called = compiled(model, job)
@@ -79,6 +80,16 @@ def train(job: Job, world: World, run: Storage, send: Send) -> None:
                 keeper.finish()
     if world.rank == 0:
         write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
+
+
+def with_synced_batchnorm(model: nn.Module, job: Job, world: World) -> nn.Module:
+    """The model whose BatchNorm layers see the whole batch, where the job asks for it."""
+    if not job.sync_batchnorm or world.world_size == 1:
+        return model
+    if world.device.type == "cpu":
+        raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
+    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return synced
 
 
 def seen(probe: Probe, shard: Shard, batch: Any, stepped: Stepped) -> tuple[Seen, float]:

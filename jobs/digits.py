@@ -44,3 +44,8 @@ class Net(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.layers(images)
         return logits
+
+
+def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """1 for each row whose largest logit is its label's, else 0: [rows]."""
+    return (logits.argmax(1) == labels).float()

@@ -58,6 +58,7 @@ class Split:
     shards: int
     drop_last: bool = False
     epochs: int = 1
+    max_steps: int | None = None
 
     @property
     def steps(self) -> int:
@@ -67,8 +68,9 @@ class Split:
 
     @property
     def total_steps(self) -> int:
-        """Global batches in all epochs: the steps are 0 .. total_steps - 1."""
-        return self.steps * self.epochs
+        """Global batches in all epochs, at most `max_steps`: the steps are 0 .. total_steps - 1."""
+        steps = self.steps * self.epochs
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def cursor(self, step: int) -> tuple[int, int]:
         """The epoch of a step, and its place in it."""

@@ -166,9 +166,9 @@ class Saver:
     def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:
         before()
         write_tensors(self._checkpoints, name_of(step), self._staged, text)
-        older = [other for other in steps_of(self._checkpoints) if other != best_step]
-        for other in older[: -self._keep]:
-            self._checkpoints.delete(name_of(other))
+        for older in steps_of(self._checkpoints)[: -self._keep]:
+            if older != best_step:
+                self._checkpoints.delete(name_of(older))
 
 
 def newest(

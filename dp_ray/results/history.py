@@ -133,6 +133,25 @@ def read_history(run: Storage) -> Iterator[dict[str, Any]]:
         yield from pq.read_table(stream).to_pylist()
 
 
+def summary(run: Storage) -> dict[str, float]:
+    """The last number in each column, of what is measured: loss, metrics, epoch_loss, eval_..."""
+    with run.open(METRICS) as stream:
+        table = pq.read_table(stream)
+    not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", "rows_per_second"}
+    columns = {name: table.column(name).drop_null() for name in table.column_names if name not in not_measured}
+    return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
+
+
+def best_of(run: Storage, metric: str, mode: str) -> dict[str, Any] | None:
+    """The first step after which an evaluated metric was at its best: metric, value, and how many steps were done."""
+    measured = [(row[metric], row["step"] + 1) for row in read_history(run) if row[metric] is not None]
+    measured = [(value, step) for value, step in measured if value == value]
+    if not measured:
+        return None
+    value = (min if mode == "min" else max)(value for value, _ in measured)
+    return {"metric": metric, "value": value, "step": next(step for one, step in measured if one == value)}
+
+
 def _segments(folder: Storage) -> list[tuple[str, int, int]]:
     found = [(name, SEGMENT.fullmatch(name)) for name in folder.names()]
     return sorted(

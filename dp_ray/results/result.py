@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from dp_ray.errors import StorageError
+from dp_ray.replica.weights import WEIGHTS
+from dp_ray.results.history import read_history
 from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.parts import reading
 from dp_ray.results.reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
 from dp_ray.storage import Storage
+from dp_ray.tensorfile import read_tensors
 
 RESULT = "result.json"
 SHAPES = "shapes.parquet"
@@ -27,6 +30,8 @@ class Result:
 
     `seconds` is the wall time from call to merged outputs; `world_sizes` the workers of each attempt, in order;
     `workers` where each of the last attempt's ran; `outputs_path` the merged Parquet file.
+    `metrics` are a training's at its end, or what an evaluation measured; `best` is the best checkpoint, where one
+    was asked for.
     """
 
     run_dir: str
@@ -46,7 +51,9 @@ class Result:
     seconds: float = 0.0
     outputs_path: str | None = None
     outputs_sha256: str | None = None
+    weights_path: str | None = None
     weights_sha256: str | None = None
+    best: dict[str, Any] | None = None
     error: str | None = None
 
     @cached_property
@@ -62,6 +69,18 @@ class Result:
     def sample_index(self) -> torch.Tensor:
         """Which sample of the dataset each row of the outputs is of: int64 [rows], 0, 1, 2, ... unless shuffled."""
         return self._merged().sample_index()
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained weights, as the bare module's `load_state_dict` takes them."""
+        if self.weights_path is None:
+            raise StorageError(f"{self.run_dir}: the run has no weights (task {self.task}, status {self.status})")
+        return read_tensors(self._storage(), WEIGHTS)[0]
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A row for each step of a training: step, epoch, loss, metrics, learning rate, gradient norm, speed."""
+        return list(read_history(self._storage()))
 
     def batches(self) -> Iterator[Any]:
         """The merged outputs of each global batch, in order, read as they are asked for."""
@@ -86,6 +105,7 @@ class Result:
         """The contents of `result.json`."""
         values = asdict(self)
         values["outputs"] = values.pop("outputs_path")
+        values["weights"] = values.pop("weights_path")
         return values
 
     def __repr__(self) -> str:
@@ -111,6 +131,7 @@ def load(run_dir: str | Path) -> Result:
     try:
         values = json.loads(storage.read_text(RESULT))
         values["outputs_path"] = str(storage.child(MERGED)) if values.pop("outputs") else None
+        values["weights_path"] = str(storage.child(WEIGHTS)) if values.pop("weights", None) else None
         known = {one.name for one in fields(Result)}
         return Result(**{**{key: value for key, value in values.items() if key in known}, "run_dir": str(storage)})
     except (ValueError, KeyError, TypeError, AttributeError) as error:

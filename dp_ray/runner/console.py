@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -78,6 +79,7 @@ class Progressed:
         self.rows_in_all = rows
         self.step = 0
         self.rows = 0
+        self.last: dict[str, Any] = {}  # the training's last row of history
         self.workers: dict[int, tuple[World, int]] = {}
         self._made = time.monotonic()
         self._started: tuple[float, int] | None = None
@@ -105,7 +107,8 @@ class Progressed:
             return f"step {self.step}/{self.steps}, {self.rows} rows, stopping the workers"
         rate = self.rows_per_second
         left = f", {_duration((self.rows_in_all - self.rows) / rate)} left" if rate else ""
-        return f"step {self.step}/{self.steps}, {self.rows} rows, {rate:,.0f} rows/s{left}"
+        loss = f", loss {self.last['loss']:.4g}" if "loss" in self.last else ""
+        return f"step {self.step}/{self.steps}, {self.rows} rows, {rate:,.0f} rows/s{loss}{left}"
 
 
 def _workers(seen: Progressed) -> Table:

@@ -21,26 +21,31 @@ from ray.train.torch import TorchTrainer
 from dp_ray.errors import DataError, Error, JobError, StorageError, WorkerError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Done
+from dp_ray.plan.split import Split, chunk_sizes
+from dp_ray.plan.work import Done, Range
+from dp_ray.replica.state import CHECKPOINTS, steps_of
 from dp_ray.replica.targets import bind, build_dataset, resolve
+from dp_ray.replica.weights import WEIGHTS
 from dp_ray.replica.world import World
+from dp_ray.results.history import HISTORY, best_of, merge_history, summary
 from dp_ray.results.outputs import MERGED, Merged, done_ranges, merge
 from dp_ray.results.parts import reading
 from dp_ray.results.recorder import Run
 from dp_ray.results.reports import ReportFile, read_runs
 from dp_ray.results.result import SHAPES, Result
 from dp_ray.results.shapes import Seen
+from dp_ray.runner.board import Board
 from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
 from dp_ray.runner.inbox import drain, open_inbox
-from dp_ray.runner.messages import Hello, Shapes
+from dp_ray.runner.messages import Hello, message_of
 from dp_ray.runner.monitor import Monitor, error_of, listening
 from dp_ray.runner.network import BoundTorchConfig
-from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim
+from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 from dp_ray.storage import Storage
 from dp_ray.task import PARTS, run_task
+from dp_ray.tensorfile import sha256_of
 from dp_ray.training import split_of
 
 
@@ -80,6 +85,8 @@ def execute(job: Job, options: Options) -> Result:
     """Run a job to its end; its result, also of a failure, is in the run directory."""
     started = time.monotonic()
     console = Console(options.quiet)
+    if job.init_from is not None:
+        job = job.model_copy(update={"init_from": located(job.init_from).location})
     with contextlib.redirect_stdout(sys.stderr):  # what user code prints is not what was asked for
         split = check_targets(job)
     claimed = claim(job, base_storage(job), options.overwrite)
@@ -93,9 +100,7 @@ def execute(job: Job, options: Options) -> Result:
             else:
                 _run_on_ray(job, claimed, monitor, console, options)
         check_ours(claimed)
-        console.say(f"{job.run_name}: merging the outputs")
-        order = Order(split.rows, job.seed, 0, job.shuffle)
-        merge(claimed.storage.child(PARTS), claimed.storage, order, split.rows_kept)
+        _merge(job, split, claimed.storage, console)
     except BaseException as error:
         check_ours(claimed)
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -104,20 +109,40 @@ def execute(job: Job, options: Options) -> Result:
         raise
     result = _result(job, split, claimed, monitors, started, "done")
     result.save()
-    claimed.storage.child(PARTS).remove()
-    console.say(f"{job.run_name}: done, {result.rows} rows in {result.seconds:.1f} s: {result.outputs_path}")
+    for folder in (PARTS, HISTORY):
+        claimed.storage.child(folder).remove()
+    console.say(f"{job.run_name}: {_summary(result)}")
     return result
+
+
+def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
+    """What the workers left in pieces becomes whole, and is proven to be."""
+    if job.task == "predict":
+        console.say(f"{job.run_name}: merging the outputs")
+        merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.shuffle), split.rows_kept)
+    elif job.task == "train":
+        merge_history(run.child(HISTORY), run, split.total_steps)
+
+
+def _summary(result: Result) -> str:
+    measured = "".join(f", {name} {value:.6g}" for name, value in result.metrics.items())
+    rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
+    where = result.outputs_path or result.weights_path or ""
+    return f"done, {rows} in {result.seconds:.1f} s{measured}" + (f": {where}" if where else "")
 
 
 def check_targets(job: Job) -> Split:
     """Find the job's targets and the size of its dataset before anything is started."""
-    if isinstance(job.model, Target):
-        bind("model", job.model)
-    if isinstance(job.collate, Target):
-        resolve("collate", job.collate)
+    for key, target in job.targets.items():
+        if isinstance(target, Target) and key in ("model", "eval.dataset"):
+            bind(key, target)
+        elif isinstance(target, Target):
+            resolve(key, target)
     split = split_of(job, build_dataset(job))
     if split.steps == 0:
         raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")
+    if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.kinds()):
+        raise JobError("sync_batchnorm: the last batch leaves workers without rows, who never meet; set drop_last")
     return split
 
 
@@ -125,9 +150,9 @@ def check_targets(job: Job) -> Split:
 def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options: Options) -> Iterator[Monitor]:
     """A monitor whose shape reports are a whole file when the block ends, also by an error."""
     error: BaseException | None = None
-    reported = _reported(claimed.storage)
+    reported = _reported(job, claimed.storage)
     with claimed.storage.writing(SHAPES) as stream:
-        monitor = Monitor(job, split, ReportFile(stream), console, options.shapes)
+        monitor = Monitor(job, split, ReportFile(stream), Board(claimed.storage), console, options.shapes)
         monitor.restore(reported)
         try:
             with console.live():
@@ -139,12 +164,18 @@ def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options:
         raise error
 
 
-def _reported(run: Storage) -> list[tuple[World, Seen, Run]]:
+def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, Run]]:
     """What an earlier run reported of the parts that it left."""
     if not run.exists(SHAPES):
         return []
     with reading(run, SHAPES) as file:
-        return read_runs(file, Done(done_ranges(run.child(PARTS))))
+        return read_runs(file, Done([*done_ranges(run.child(PARTS)), *_trained(job, run)]))
+
+
+def _trained(job: Job, run: Storage) -> list[Range]:
+    """The steps before the last checkpoint, from which a training is carried on."""
+    steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
+    return [Range(0, steps[-1], 0, job.num_shards)] if steps else []
 
 
 def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
@@ -153,8 +184,8 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
     world = World(device=torch.device(job.devices[0] if job.devices else "cuda" if wants_gpu else "cpu"))
     monitor.take(Hello("here", world, os.getpid(), ()))
 
-    def send(report: Any) -> None:
-        monitor.take(Shapes("here", report))
+    def send(what: Any) -> None:
+        monitor.take(message_of("here", what))
         monitor.tick()
 
     with contextlib.redirect_stdout(sys.stderr), _environment(job.env):
@@ -199,10 +230,10 @@ def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, o
 
 def _check_can_be_shipped(job: Job) -> None:
     """Objects from Python travel to the workers by pickle; say which one cannot."""
-    for key in ("model", "dataset", "collate"):
+    for key, given in job.targets.items():
         try:
             with open(os.devnull, "wb") as nowhere:
-                ray.cloudpickle.dump(getattr(job, key), nowhere)
+                ray.cloudpickle.dump(given, nowhere)
         except Exception as error:
             raise JobError(f"{key}: cannot be pickled for the workers: {type(error).__name__}: {error}") from error
 
@@ -281,8 +312,10 @@ def _result(
     error: BaseException | None = None,
 ) -> Result:
     attempts = monitors[0].attempts if monitors else []
-    merged = status == "done"
     storage = claimed.storage
+    merged = status == "done" and job.task == "predict"
+    trained = status == "done" and job.task == "train"
+    best = job.checkpoint.best
     return Result(
         run_dir=str(storage),
         name=job.run_name,
@@ -290,15 +323,20 @@ def _result(
         status=status,
         rows=split.rows_kept,
         steps=split.steps,
+        epochs=split.epochs,
         batch_size=job.batch_size,
         shards=job.num_shards,
         batch_dim=job.batch_dim,
         world_sizes=[len(attempt.hellos) for attempt in attempts],
         workers=[_told(hello) for hello in attempts[-1].hellos] if attempts else [],
         restarts=max(0, len(attempts) - 1),
+        metrics=summary(storage) if trained else monitors[0].metrics if monitors else {},
         seconds=round(time.monotonic() - started, 3),
         outputs_path=str(storage.child(MERGED)) if merged else None,
         outputs_sha256=Merged(storage).sha256() if merged else None,
+        weights_path=str(storage.child(WEIGHTS)) if trained else None,
+        weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
+        best=best_of(storage, best.metric, best.mode) if trained and best else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
 

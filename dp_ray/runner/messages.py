@@ -1,6 +1,7 @@
 """What workers tell the driver while they run."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dp_ray.replica.world import World
 from dp_ray.results.recorder import Report
@@ -23,6 +24,14 @@ class Shapes:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What a task tells beside shapes: a Note, rows of the history, what was measured."""
+
+    attempt: str
+    what: Any
+
+
+@dataclass(frozen=True)
 class Printed:
     """Lines that user code printed."""
 
@@ -41,4 +50,9 @@ class Failed:
     traceback: str
 
 
-Message = Hello | Shapes | Printed | Failed
+Message = Hello | Shapes | Told | Printed | Failed
+
+
+def message_of(attempt: str, what: Any) -> Message:
+    """What a task sends, with the attempt that it is of."""
+    return Shapes(attempt, what) if isinstance(what, Report) else Told(attempt, what)

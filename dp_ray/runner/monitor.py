@@ -14,11 +14,15 @@ from dp_ray import errors
 from dp_ray.job import Job
 from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
+from dp_ray.results.history import Logged
 from dp_ray.results.recorder import Run
 from dp_ray.results.reports import Collector, ReportFile, Rows
 from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
+from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console, Progressed
-from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes
+from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes, Told
+from dp_ray.task import Measured
+from dp_ray.training import Note
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,20 @@ class Attempt:
 class Monitor:
     """Takes in what workers tell: one thread calls `take`, in the order of arrival."""
 
-    def __init__(self, job: Job, split: Split, file: ReportFile, console: Console, shapes: bool) -> None:
+    def __init__(
+        self, job: Job, split: Split, file: ReportFile, board: Board, console: Console, shapes: bool
+    ) -> None:
         self.attempts: list[Attempt] = []
         self.failed: Failed | None = None
+        self.metrics: dict[str, float] = {}
         self._job = job
         self._file = file
+        self._board = board
         self._console = console
         self._print_shapes = shapes
         self._stdout = sys.stdout
         self._collector = Collector(self._on_rows)
-        self._progress = Progressed(job.run_name, split.steps, split.rows_kept)
+        self._progress = Progressed(job.run_name, split.total_steps, split.rows_kept * split.epochs)
         self._gathering: dict[str, dict[int, Hello]] = {}
         self._early: dict[str, list[Shapes]] = {}
         self._current: str | None = None
@@ -55,11 +63,22 @@ class Monitor:
             self._hello(message)
         elif isinstance(message, Shapes):
             self._shapes(message)
+        elif isinstance(message, Told):
+            self._told(message.what)
         elif isinstance(message, Printed):
             for line in message.lines:
                 self._console.printed(message.world, line)
         elif self.failed is None:
             self.failed = message
+
+    def _told(self, what: Any) -> None:
+        if isinstance(what, Note):
+            self._console.say(f"{self._job.run_name}: {what.text}")
+        elif isinstance(what, Measured):
+            self.metrics = what.metrics
+        elif isinstance(what, Logged):
+            self._progress.last = what.rows[-1]
+            self._board.add(what.rows)
 
     def tick(self) -> None:
         """Pass on what is complete, and show it."""
@@ -69,6 +88,7 @@ class Monitor:
     def close(self) -> None:
         self._collector.close()
         self._file.close()
+        self._board.close()
 
     def _hello(self, hello: Hello) -> None:
         """An attempt begins when all of its workers have said hello."""

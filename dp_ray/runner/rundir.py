@@ -62,9 +62,14 @@ def check_shared(run: Storage, token: str, who: str) -> None:
 
 def base_storage(job: Job) -> Storage:
     """The job's storage; in a Ray job, whose working directory is a copy that Ray removes, under the home."""
-    if "://" in job.storage or Path(job.storage).is_absolute() or not _in_shipped_folder():
-        return Storage(job.storage)
-    return Storage(str(Path.home() / job.storage))
+    return located(job.storage)
+
+
+def located(location: str) -> Storage:
+    """A folder of runs, or what is in one, where all workers find it."""
+    if "://" in location or Path(location).is_absolute() or not _in_shipped_folder():
+        return Storage(location)
+    return Storage(str(Path.home() / location))
 
 
 def _in_shipped_folder() -> bool:

@@ -20,7 +20,7 @@ from dp_ray.errors import Error
 from dp_ray.job import Job
 from dp_ray.replica.world import World, broadcast
 from dp_ray.runner.inbox import tell
-from dp_ray.runner.messages import Failed, Hello, Printed, Shapes
+from dp_ray.runner.messages import Failed, Hello, Printed, message_of
 from dp_ray.runner.rundir import check_shared
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
@@ -47,7 +47,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
         check_shared(run, given.token, str(world))
         gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
         tell(given.inbox, Hello(attempt, world, os.getpid(), gpus))
-        run_task(given.job, world, run, lambda report: tell(given.inbox, Shapes(attempt, report)))
+        run_task(given.job, world, run, lambda what: tell(given.inbox, message_of(attempt, what)))
 
 
 def place(job: Job) -> World:

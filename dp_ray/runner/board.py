@@ -1,0 +1,52 @@
+"""The history of a training as TensorBoard scalars, in the run directory's `tensorboard`."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pyarrow import fs as pafs
+from tensorboardX import SummaryWriter
+
+from dp_ray.storage import Storage
+
+TENSORBOARD = "tensorboard"
+NOT_SCALARS = {"step", "epoch", "rows"}
+
+
+class Board:
+    """Writes scalars as they come; a step that comes again takes the place of what was written from it on."""
+
+    def __init__(self, run: Storage) -> None:
+        self._folder = run.child(TENSORBOARD)
+        self._is_local = isinstance(run.fs, pafs.LocalFileSystem)
+        self._path = Path(self._folder.path) if self._is_local else Path(tempfile.mkdtemp(prefix="dp_ray-"))
+        self._writer: Any = None
+        self._next = -1
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            step = row["step"]
+            if self._writer is None or step < self._next:
+                self._open(step)
+            self._next = step + 1
+            for name, value in row.items():
+                if name not in NOT_SCALARS and value is not None:
+                    self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write out what is left; to an object store the files go as a whole."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if not self._is_local and self._path.exists():
+            if any(self._path.iterdir()):
+                self._folder.create()
+                pafs.copy_files(str(self._path), self._folder.path, destination_filesystem=self._folder.fs)
+            shutil.rmtree(self._path)
+
+    def _open(self, step: int) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = SummaryWriter(str(self._path), purge_step=step, flush_secs=10)
