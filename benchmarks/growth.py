@@ -22,6 +22,7 @@ from dp_ray.plan.plan import plan
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.results.reports import ReportFile
+from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console
 from dp_ray.runner.inbox import drain, open_inbox
 from dp_ray.runner.monitor import Monitor, listening
@@ -102,7 +103,8 @@ def _reports_a_second(folder: Path, workers: int) -> float:
     ]
     ray.get([replay.hello.remote(inbox) for replay in replays])
     path = folder / "shapes.parquet"
-    monitor = Monitor(job, Split(workers * steps, workers, workers), ReportFile(path), Console(quiet=True), False)
+    split, board = Split(workers * steps, workers, workers), Board(Storage(str(folder)))
+    monitor = Monitor(job, split, ReportFile(path), board, Console(quiet=True), False)
     started = time.perf_counter()
     with listening(monitor, lambda: drain(inbox)):
         ray.get([replay.send.remote(inbox) for replay in replays])

@@ -56,6 +56,14 @@ def fold_all(values: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:
     return fold(held, (0, len(values)), add)
 
 
+def leaf_pairs(node: Node) -> set[Node]:
+    """The nodes below `node`, or itself, that are the sum of just two shards."""
+    if node[1] - node[0] <= 2:
+        return {node} if node[1] - node[0] == 2 else set()
+    left, right = halves(node)
+    return leaf_pairs(left) | leaf_pairs(right)
+
+
 def parents(node: Node) -> dict[Node, Node]:
     """The parent of each node below `node`."""
     if node[1] - node[0] <= 1:

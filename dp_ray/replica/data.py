@@ -64,9 +64,16 @@ class Samples(Dataset[Any]):
     def _read(self, indices: list[int]) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None:
-            what = f"samples {_shorten(indices)}"
-            return _check_items(_read(many, list(indices), what), len(indices), what)
-        return [_read(self.dataset.__getitem__, index, f"sample {index}") for index in indices]
+            return _read_many(many, indices)
+        items, get, index = [], self.dataset.__getitem__, -1
+        try:
+            for index in indices:
+                items.append(get(index))
+        except Error:
+            raise
+        except (Exception, SystemExit) as error:
+            raise DataError(f"sample {index} of the dataset raised {type(error).__name__}: {error}") from error
+        return items
 
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -257,17 +264,15 @@ def _wait_for(batch: Batch, copies: "torch.cuda.Stream", device: torch.device) -
     return batch
 
 
-def _read(read: Callable[[Any], Any], wanted: Any, what: str) -> Any:
+def _read_many(many: Callable[[list[int]], Any], indices: list[int]) -> Any:
+    what = f"samples {_shorten(indices)}"
     try:
-        return read(wanted)
+        items = many(list(indices))
     except Error:
         raise
     except (Exception, SystemExit) as error:
         raise DataError(f"{what} of the dataset raised {type(error).__name__}: {error}") from error
-
-
-def _check_items(items: Any, wanted: int, what: str) -> Any:
-    if isinstance(items, list | tuple) and len(items) == wanted:
+    if isinstance(items, list | tuple) and len(items) == len(indices):
         return items
     got = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
     raise DataError(f"the dataset's __getitems__ gave {got} for {what}: it must give a list of one item for each")

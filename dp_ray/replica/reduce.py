@@ -23,7 +23,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from dp_ray.plan.split import worker_shards
-from dp_ray.plan.tree import Node, fold, nodes, parents
+from dp_ray.plan.tree import Node, fold, leaf_pairs, nodes, parents
 
 Gradients = list[torch.Tensor | None]
 
@@ -37,17 +37,33 @@ def add(left: Gradients, right: Gradients) -> Gradients:
 
 
 class ShardSums:
-    """The sums of one worker's shards, over as few nodes of the tree as they make up."""
+    """The sums of one worker's shards, over as few nodes of the tree as they make up.
+
+    The gradients of two shards that are one node are added by autograd itself, as it makes the second one's.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shards: int) -> None:
         self.parameters = parameters
         self.root: Node = (0, shards)
         self.held: dict[Node, Gradients] = {}
+        self.has_unused = False
         self._parents = parents(self.root)
+        self._pairs = leaf_pairs(self.root)
 
-    def take(self, shard: int) -> None:
-        """Move the parameters' gradients, those of one shard, into the sums."""
-        node, sums = (shard, shard + 1), [parameter.grad for parameter in self.parameters]
+    def leaves(self, shards: Sequence[int]) -> list[Node]:
+        """The nodes of one or two shards in which the gradients of `shards` appear, one after the other."""
+        made: list[Node] = []
+        for shard in shards:
+            if made and made[-1] == (shard - 1, shard) and (shard - 1, shard + 1) in self._pairs:
+                made[-1] = (shard - 1, shard + 1)
+            else:
+                made.append((shard, shard + 1))
+        return made
+
+    def take(self, node: Node) -> None:
+        """Move the parameters' gradients, those of a node's shards, into the sums."""
+        sums = [parameter.grad for parameter in self.parameters]
+        self.has_unused = self.has_unused or any(gradient is None for gradient in sums)
         for parameter in self.parameters:
             parameter.grad = None
         while node in self._parents:
@@ -85,10 +101,10 @@ class TreeReducer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._device = device
 
-    def begin(self, filled: int, last_shard: int | None) -> None:
-        """A step in which the first `filled` shards have rows; `last_shard` is this worker's last one of them."""
+    def begin(self, filled: int, last: Node | None) -> None:
+        """A step in which the first `filled` shards have rows; `last` are this worker's last ones, reduced as run."""
         self.saw_last = False
-        self._last = None if last_shard is None else (last_shard, last_shard + 1)
+        self._last = last
         self._nodes = [
             [
                 node
@@ -122,7 +138,9 @@ class TreeReducer:
     def _held(self, bucket: GradBucket, views: list[torch.Tensor]) -> dict[Node, Gradients]:
         """This worker's sums of the bucket's parameters; those of the last shard are the bucket itself."""
         numbers = [self._number[id(parameter)] for parameter in bucket.parameters()]
-        held = {node: [sums[number] for number in numbers] for node, sums in self._sums.held.items()}
+        held: dict[Node, Gradients] = {
+            node: [sums[number] for number in numbers] for node, sums in self._sums.held.items()
+        }
         if self._last is not None:
             held[self._last] = list(views)
         return held
@@ -182,7 +200,7 @@ class SumReducer:
     def __init__(self) -> None:
         self.saw_last = False
 
-    def begin(self, filled: int, last_shard: int | None) -> None:
+    def begin(self, filled: int, last: Node | None) -> None:
         self.saw_last = False
 
     def close(self) -> None:

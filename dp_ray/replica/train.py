@@ -15,6 +15,7 @@ from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.keys import key
 from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.tree import Node
 from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.data import Indices
 from dp_ray.replica.loss import weigh
@@ -137,19 +138,23 @@ class Trainer:
         pending = [next(batches)[1] for _ in shards[:1]]
         if self._replica is None:
             self._replica = self._wrap(shards[:1], pending)
+        leaves = self._sums.leaves([shard.shard for shard in shards]) if self._sums else []
         if self._reducer is not None:
-            self._reducer.begin(filled, shards[-1].shard if shards else None)
+            self._reducer.begin(filled, leaves[-1] if leaves else None)
         self._buffers.begin(len(shards))
         stats = torch.zeros(split.shards, self._columns, dtype=torch.float64, device=self.world.device)
         for number, shard in enumerate(shards):
             batch = pending.pop() if pending else next(batches)[1]
             if number:
                 self._buffers.restore()
-            self._shard(shard, batch, stop - start, stats, number == len(shards) - 1, on_shard)
+            is_last = number == len(shards) - 1
+            self._shard(shard, batch, stop - start, stats, is_last, on_shard)
+            if self._sums is not None and (not is_last or self._reducer is None):
+                self._take(leaves, shard.shard + 1)
         if not shards:
             self._backward(self._run(None, 0), stats)
         self._check_all_reduced(step)
-        self._finish_reduction()
+        self._finish_reduction(filled < split.shards)
         return self._update(stats, stop - start)
 
     def _wrap(self, shards: Sequence[Shard], batches: Sequence[Any]) -> nn.Module:
@@ -206,8 +211,13 @@ class Trainer:
                 self._backward(loss / rows, stats)
             else:
                 self._scaled(loss / rows).backward()  # type: ignore[no-untyped-call]
-        if self._sums is not None and (not is_last or self._reducer is None):
-            self._sums.take(shard.shard)
+
+    def _take(self, leaves: Sequence[Node], stop: int) -> None:
+        """Take the gradients away, unless the next shard's are to be added to them as they are made."""
+        assert self._sums is not None
+        for node in leaves:
+            if node[1] == stop:
+                self._sums.take(node)
 
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
         seed_all(key(self.job.seed, "forward", shard.epoch, shard.step, shard.shard), self.world.device)
@@ -246,15 +256,32 @@ class Trainer:
                 f"{', '.join(unused[:8])}; set find_unused_parameters: true"
             )
 
-    def _finish_reduction(self) -> None:
+    def _finish_reduction(self, has_empty: bool) -> None:
         self._buffers.finish()
         if self._sums is None:
             return
         if self._reducer is None:
             self._sums.finish()
         self._sums.held = {}
-        # Whether a -0 met the 0 of a worker that had nothing to add depends on the workers; -0 + 0 is 0.
-        torch._foreach_add_([one.grad for one in self._parameters if one.grad is not None], 0.0)
+        if has_empty or self._looks_for_unused:
+            # Whether a -0 met the 0 of a worker that had nothing to add depends on the workers; -0 + 0 is 0.
+            torch._foreach_add_([one.grad for one in self._parameters if one.grad is not None], 0.0)
+
+    @property
+    def _looks_for_unused(self) -> bool:
+        replica = self._replica
+        if isinstance(replica, DistributedDataParallel):
+            return bool(replica.find_unused_parameters)
+        return self._sums is not None and self._sums.has_unused
+
+    def _weigh(self, gradients: list[torch.Tensor], weight: torch.Tensor, rows: int) -> None:
+        """Each loss counted 1 / rows so far; a batch whose weights sum to 0 has no gradient."""
+        if weight.device.type == "cpu":
+            known = weight.item()
+            if known != rows:
+                torch._foreach_mul_(gradients, rows / known if known > 0 else 0.0)
+        else:  # without waiting for the device
+            torch._foreach_mul_(gradients, torch.where(weight > 0, rows / weight, 0.0).to(gradients[0].dtype))
 
     def _update(self, stats: torch.Tensor, rows: int) -> Update:
         """Clip the whole batch's gradient and step; the loss's weights count now that all are known."""
@@ -263,9 +290,7 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         gradients = [one.grad for one in self._parameters if one.grad is not None]
-        factor = torch.where(totals[1] > 0, rows / totals[1], 0.0)
-        if self.world.device.type != "cpu" or factor.item() != 1.0:
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        self._weigh(gradients, totals[1], rows)
         norm = get_total_norm(gradients)
         if self.job.grad_clip is not None:
             clip_grads_with_norm_(self._parameters, self.job.grad_clip, norm)

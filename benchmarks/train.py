@@ -1,0 +1,64 @@
+"""Training against the plain loop: DDP and DistributedSampler in two processes, and `torch.save` in the loop."""
+
+import multiprocessing
+import socket
+from typing import Any
+
+from benchmarks.cluster import scratch
+from benchmarks.measure import medians
+from benchmarks.table import Row, share, time_text
+from benchmarks.training import BATCH, blocked, worker
+
+REPEATS = 5
+MEGABYTES = 500
+SIDES: list[tuple[str, str, dict[str, Any], int, float]] = [
+    ("an MLP of 1.3 M", "mlp", {}, 1, 0.98),
+    ("a conv net", "conv", {}, 1, 0.98),
+    ("an MLP of 1.3 M, bitwise", "mlp", {"bitwise": True}, 1, 0.90),
+    ("a conv net, bitwise", "conv", {"bitwise": True}, 1, 0.90),
+    ("an MLP of 1.3 M, bitwise, 4 shards a worker", "mlp", {"bitwise": True, "shards": 8}, 4, 1 / 1.1),
+    ("a conv net, bitwise, 4 shards a worker", "conv", {"bitwise": True, "shards": 8}, 4, 1 / 1.1),
+]
+
+
+def measure() -> list[Row]:
+    return [*(_side(*side) for side in SIDES), _checkpoint()]
+
+
+def _side(what: str, model: str, keys: dict[str, Any], micro_batches: int, at_least: float) -> Row:
+    context = multiprocessing.get_context("spawn")
+    told = context.SimpleQueue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    workers = [
+        context.Process(target=worker, args=(rank, port, REPEATS, model, keys, micro_batches, told))
+        for rank in (0, 1)
+    ]
+    for process in workers:
+        process.start()
+    ours, theirs = medians(told.get())
+    for process in workers:
+        process.join()
+    against = "DDP" if micro_batches == 1 else f"DDP, {micro_batches} micro-batches under no_sync"
+    return Row(
+        f"train: rows a second, 2 workers, global batches of {BATCH:,}, {what}",
+        f"{ours:,.0f} rows/s",
+        f"{theirs:,.0f} rows/s {against}",
+        share(ours, theirs),
+        f"at least {at_least:.2f}",
+        ours >= at_least * theirs,
+    )
+
+
+def _checkpoint() -> Row:
+    with scratch() as folder:
+        ours, theirs = medians(blocked(folder, MEGABYTES, REPEATS))
+    return Row(
+        f"train: the loop waits for a checkpoint of {MEGABYTES} MB",
+        time_text(ours),
+        f"{time_text(theirs)} torch.save",
+        share(ours, theirs),
+        "at most 0.2",
+        ours <= 0.2 * theirs,
+    )
