@@ -26,6 +26,7 @@ from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console
 from dp_ray.runner.inbox import drain, open_inbox
 from dp_ray.runner.monitor import Monitor, listening
+from dp_ray.storage import Storage
 
 ROWS = 10**9
 ROWS_IN_A_SHARD = 32

@@ -1,10 +1,12 @@
 """Models and datasets of the tests, each at its own corner of what a user may write."""
 
 import dataclasses
+import time
 from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -167,3 +169,44 @@ class ScalarMean(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs.mean()
+
+
+class SlowPairs(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """96 pairs of 6 numbers and a class of 3, each read in a hundredth of a second."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(96, 6, generator=generator)
+        self.targets = torch.randint(3, (96,), generator=generator)
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(self.seconds)
+        return self.inputs[index], self.targets[index]
+
+
+class KnowsItsRank(nn.Module):
+    """A model that is wrong in one place: from its fourth forward on it looks at which worker it runs on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 3)
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        hidden = self.first(inputs)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if self.calls > 3 and rank > 0:
+            hidden = hidden + 1e-3
+        outputs: torch.Tensor = self.second(hidden)
+        return outputs
+
+
+def mean_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss as it is mostly written, and wrongly for a part of a batch."""
+    return nn.functional.cross_entropy(outputs, target)

@@ -1,0 +1,232 @@
+"""Whole trainings on Ray: the same bits on any number of workers, through kills, and what a user sees of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dp_ray
+from dp_ray.errors import JobError, ModelError
+from jobs.digits import Digits, Net
+from tests import models
+from tests.conftest import ROOT, Cluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+Run = Callable[..., dp_ray.Result]
+
+SLOW: dict[str, Any] = {
+    "task": "train",
+    "model": {"target": "tests.training:conv"},
+    "dataset": {"target": "tests.models:SlowPairs"},
+    "collate": {"target": "tests.test_training_runs:as_images"},
+    "batch_size": 10,
+    "shards": 8,
+    "bitwise": True,
+    "epochs": 2,
+    "shuffle": True,
+    "loss": "torch.nn:CrossEntropyLoss",
+    "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.01}},
+    "checkpoint": {"every_steps": 3},
+}
+
+
+def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = zip(*items, strict=True)
+    return torch.stack(inputs).reshape(-1, 1, 2, 3), torch.stack(targets)
+
+
+@pytest.fixture
+def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
+    """dp_ray.run on the session's cluster, into a folder of the test's own."""
+
+    def on_cluster(job: str | None = None, **keys: Any) -> dp_ray.Result:
+        given = {"address": cluster.address, "storage": str(tmp_path), "name": "run", "quiet": True, **keys}
+        return dp_ray.run(job, **given)
+
+    return on_cluster
+
+
+def told(result: dp_ray.Result) -> str:
+    """The history without what the clock says; as text, in which NaN equals itself."""
+    return repr([{key: value for key, value in row.items() if key != "rows_per_second"} for row in result.history])
+
+
+def driver(cluster: Cluster, *args: str) -> subprocess.Popen[str]:
+    """The program in a process of its own."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    line = [sys.executable, "-m", "dp_ray", *args, "--address", cluster.address]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, cwd=ROOT, env=kept, stdout=pipe, stderr=pipe, text=True)
+
+
+def job_file(folder: Path, **keys: Any) -> str:
+    path = folder / "job.yaml"
+    path.write_text(json.dumps({**SLOW, **keys}))  # JSON is YAML
+    return str(path)
+
+
+def wait_for_checkpoint(run_dir: Path, process: subprocess.Popen[str], after: int = 0) -> None:
+    until = time.monotonic() + 90
+    while not any(int(path.stem[5:]) > after for path in run_dir.glob("checkpoints/step-*")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < until, "no checkpoint came"
+        time.sleep(0.02)
+
+
+def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run: Run, tmp_path: Path) -> None:
+    here = run("jobs/digits.yaml", workers=0, name="here", epochs=2)
+    there = run("jobs/digits.yaml", workers=3, name="there", epochs=2)
+    assert there.weights_sha256 == here.weights_sha256
+    assert told(there) == told(here)
+    assert (there.rows, there.steps, there.epochs, there.world_sizes) == (1437, 45, 2, [3])
+    assert there.metrics == here.metrics
+    assert there.metrics["eval_accuracy"] > 0.9
+
+    weights = load_file(tmp_path / "there" / "weights.safetensors")
+    net = Net(16)
+    net.load_state_dict(weights)
+    test = Digits("test")
+    with torch.inference_mode():
+        accuracy = (net(test.images).argmax(1) == test.labels).double().mean().item()
+    assert accuracy == pytest.approx(there.metrics["eval_accuracy"], abs=1e-12)
+
+    table = pq.read_table(tmp_path / "there" / "metrics.parquet")
+    assert table.column("step").to_pylist() == list(range(90))
+    assert table.column("epoch").to_pylist() == [0] * 45 + [1] * 45
+    assert there.best is not None and there.best["value"] == max(
+        value for value in table.column("eval_accuracy").to_pylist() if value is not None
+    )
+    assert list((tmp_path / "there" / "tensorboard").glob("events.*"))
+    shapes = there.shapes
+    assert [one.step for one in shapes[:9]] == [0] * 8 + [1]
+    assert sum(one.rows for one in shapes) == 2 * 1437
+    assert {one.rank for one in shapes} == {0, 1, 2}
+
+    test_args = {"target": "jobs.digits:Digits", "args": {"split": "test"}}
+    evaluated = run(
+        "jobs/digits.yaml", task="evaluate", dataset=test_args, workers=2, name="e", init_from=there.run_dir
+    )
+    assert evaluated.metrics["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+    assert evaluated.metrics["loss"] == pytest.approx(there.metrics["eval_loss"], rel=1e-6)  # in another order
+    predicted = run("jobs/digits_predict.yaml", workers=2, name="p", init_from=f"{there.run_dir}/weights.safetensors")
+    with torch.inference_mode():
+        assert torch.allclose(predicted.outputs, net(Digits().images), atol=1e-6)
+
+
+def test_drivers_and_workers_killed_at_any_step_change_nothing(cluster: Cluster, run: Run, tmp_path: Path) -> None:
+    undisturbed = run(None, **SLOW, workers=2, name="undisturbed")
+    path = job_file(tmp_path)
+    kept: set[int] = set()
+    for workers in ("3", "1"):
+        arguments = ("--workers", workers, "--storage", str(tmp_path), "--name", "killed", "--quiet")
+        process = driver(cluster, "run", path, *arguments)
+        wait_for_checkpoint(tmp_path / "killed", process, max(kept, default=0))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        kept = {int(path.stem[5:]) for path in (tmp_path / "killed").glob("checkpoints/step-*.safetensors")}
+        assert not (tmp_path / "killed" / "weights.safetensors").exists(), "the driver was killed too late"
+    result = run(path, workers=4, name="killed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+
+
+def test_a_worker_killed_in_a_training_is_replaced_and_changes_nothing(run: Run, tmp_path: Path) -> None:
+    undisturbed = run(None, **SLOW, workers=1, name="undisturbed")
+    model = {"target": "tests.test_training_runs:killed_once", "args": {"folder": str(tmp_path)}}
+    result = run(None, **{**SLOW, "model": model}, workers=2)
+    assert (tmp_path / "killed").exists()
+    assert result.restarts == 1
+    assert result.world_sizes == [2, 2]
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+
+
+class KilledOnce(torch.nn.Sequential):
+    """The conv net of the tests, whose process ends without a word in its 40th forward, the first time."""
+
+    def __init__(self, folder: str, *layers: torch.nn.Module) -> None:
+        super().__init__(*layers)
+        self.killed = Path(folder) / "killed"
+        self.forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.forwards == 40 and not self.killed.exists():
+            self.killed.touch()
+            psutil.Process().kill()
+        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs
+
+
+def killed_once(folder: str) -> torch.nn.Module:
+    from tests.training import conv
+
+    net: Any = conv()
+    return KilledOnce(folder, *net)
+
+
+def test_verify_says_yes_and_removes_what_it_ran(cluster: Cluster, tmp_path: Path) -> None:
+    process = driver(
+        *(cluster, "verify", "jobs/digits.yaml", "--workers", "1,2", "--set", "epochs=1", "--quiet"),
+        *("--storage", str(tmp_path)),
+    )
+    said, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert said.endswith("the same, bit for bit\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_verify_names_the_first_step_and_parameter_that_differ(cluster: Cluster, tmp_path: Path) -> None:
+    keys = {"model": "tests.models:KnowsItsRank", "collate": None, "dataset": "tests.training:Pairs", "shards": 2}
+    path = job_file(tmp_path, **{**keys, "epochs": 1})
+    process = driver(cluster, "verify", path, "--workers", "1,2", "--quiet", "--storage", str(tmp_path / "runs"))
+    said, errors = process.communicate(timeout=400)
+    assert process.returncode == 1, errors
+    last = said.splitlines()[-1]
+    # Each of two workers runs a forward before the first step, to see which parameters it uses, and one in each step.
+    assert "on 2 workers against 1, first after step 2: first.weight differs by up to" in last, said
+    assert "kept: " in last
+
+
+def test_a_loss_that_is_a_mean_is_told_how_to_be_written(run: Run) -> None:
+    with pytest.raises(ModelError, match=r"step 0, shard 0: the loss returned one number.*reduction='none'"):
+        run(None, **{**SLOW, "loss": "tests.models:mean_loss"}, workers=2)
+
+
+def test_what_a_training_lacks_is_told_before_anything_starts(in_project: Path, tmp_path: Path) -> None:
+    without = {key: value for key, value in SLOW.items() if key != "optimizer"}
+    with pytest.raises(JobError, match="optimizer: is missing"):
+        dp_ray.run(**without, storage=str(tmp_path), workers=0)
+    with pytest.raises(JobError, match=r"optimizer: torch.optim has no attribute 'AdamX'; did you mean 'Adam'"):
+        dp_ray.run(**{**SLOW, "optimizer": "torch.optim:AdamX"}, storage=str(tmp_path), workers=0)
+
+
+def test_objects_from_python_train_too(run: Run) -> None:
+    import functools
+
+    result = run(
+        task="train",
+        model=models.KnowsItsRank(),
+        dataset=models.SlowPairs(0.0),
+        batch_size=32,
+        workers=1,
+        shards=2,
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        epochs=3,
+    )
+    first, _, last = [row["epoch_loss"] for row in result.history if row["epoch_loss"] is not None]
+    assert last < first
+    assert set(result.weights) == {"first.weight", "first.bias", "second.weight", "second.bias"}
