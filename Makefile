@@ -13,6 +13,7 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/dp-ray run jobs/tutorial.yaml --workers 3 --shapes --name demo-tutorial --overwrite
 	$(BIN)/dp-ray run jobs/digits_predict.yaml --workers 3 --name demo-digits --overwrite
+	$(BIN)/dp-ray run jobs/digits.yaml --workers 2 --name demo-training --overwrite
 
 test: .venv/installed
 	$(BIN)/python -m pytest

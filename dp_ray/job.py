@@ -340,7 +340,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise JobError(f"--set {text!r}: must be KEY=VALUE, like --set model.args.width=64")
     try:
-        return key, yaml.safe_load(value)
+        return key, _from_yaml(value)
     except yaml.YAMLError as error:
         raise JobError(f"--set {text!r}: the value is not YAML: {error}") from None
 
@@ -361,9 +361,29 @@ def parse_counts(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-3 is a number, and a key that stands twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.YAMLError(f"the key {key.value!r} is given twice, the second time{key.start_mark}")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+
+
+def _from_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = _from_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from None
     except (yaml.YAMLError, RecursionError) as error:

@@ -147,6 +147,22 @@ def test_the_fingerprint_tells_jobs_apart_by_what_can_change_the_result() -> Non
     assert all(make(**{"workers": 2, "shards": 8, **one}).fingerprint() != job.fingerprint() for one in changes)
 
 
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: {target: 'a:b', args: {lr: 1e-3, eps: -2E+4, name: 1e, half: .5e1}}\ndataset: a:b\nbatch_size: 2"
+    )
+    assert load_job(path).model.args == {"lr": 0.001, "eps": -20000.0, "name": "1e", "half": 5.0}
+    assert parse_setting("optimizer.args.lr=3e-4") == ("optimizer.args.lr", 0.0003)
+
+
+def test_a_key_given_twice_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: a:b\ndataset: a:b\nbatch_size: 2\nmodel: c:d")
+    with pytest.raises(JobError, match=r"'model' is given twice.*line 4"):
+        load_job(path)
+
+
 def test_a_job_from_python_takes_objects() -> None:
     data = [1, 2, 3]
     job = Job.make({"model": len, "dataset": data, "batch_size": 2}, "x")
