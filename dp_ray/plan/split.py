@@ -22,6 +22,11 @@ def chunk_bounds(rows: int, shards: int, shard: int) -> tuple[int, int]:
     return min(rows, shard * size), min(rows, (shard + 1) * size)
 
 
+def num_filled(rows: int, shards: int) -> int:
+    """How many of `shards` shards have rows; the EMPTY ones come last."""
+    return -(-rows // -(-rows // shards)) if rows else 0
+
+
 def worker_shards(shards: int, world_size: int, rank: int) -> range:
     """The contiguous shards that worker `rank` of `world_size` runs.
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dp_ray.errors import Error, JobError
+from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job import Job, Optimizer, Scheduler
 from dp_ray.replica.targets import resolve
 
@@ -17,6 +18,9 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not named:
         raise JobError("model: has no parameter that requires a gradient, there is nothing to train")
+    for name, parameter in named.items():
+        if is_lazy(parameter):
+            raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
     if isinstance(given, torch.optim.Optimizer):
         raise JobError(
             "optimizer: belongs to the parameters it was made with, which are not those of the workers; "

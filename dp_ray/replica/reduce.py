@@ -93,8 +93,8 @@ class TreeReducer:
         self._rank = rank
         self._number = {id(parameter): number for number, parameter in enumerate(sums.parameters)}
         self._nodes: list[list[Node]] = []
+        self._plans: dict[int, list[list[Node]]] = {}
         self._last: Node | None = None
-        self._rows = 0
         # Its collectives are issued from a thread, so they need a group, and an order, of their own.
         self._group = dist.new_group() if world_size > 2 else None
         self._thread = ThreadPoolExecutor(1, "reduce")
@@ -105,7 +105,13 @@ class TreeReducer:
         """A step in which the first `filled` shards have rows; `last` are this worker's last ones, reduced as run."""
         self.saw_last = False
         self._last = last
-        self._nodes = [
+        if filled not in self._plans:
+            self._plans[filled] = self._plan(filled)
+        self._nodes = self._plans[filled]
+
+    def _plan(self, filled: int) -> list[list[Node]]:
+        """The nodes with rows that each worker has, which everybody knows."""
+        return [
             [
                 node
                 for node in nodes(worker_shards(self._root[1], self._world_size, rank), self._root)
@@ -115,9 +121,8 @@ class TreeReducer:
         ]
 
     def close(self) -> None:
+        # The group ends with the process's others: a peer may still be reading the last exchange.
         self._thread.shutdown()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
 
     def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self.saw_last = self.saw_last or bucket.is_last()

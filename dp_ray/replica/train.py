@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.keys import key
-from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.plan.tree import Node
 from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.data import Indices
@@ -134,7 +134,7 @@ class Trainer:
         """Train on one global batch, of which this worker runs `shards`, maybe none."""
         self.model.train()
         start, stop = split.batch(step)
-        filled = sum(split.shard(step, shard).rows > 0 for shard in range(split.shards))
+        filled = num_filled(stop - start, split.shards)
         pending = [next(batches)[1] for _ in shards[:1]]
         if self._replica is None:
             self._replica = self._wrap(shards[:1], pending)

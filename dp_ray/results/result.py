@@ -1,6 +1,7 @@
 """What a run leaves behind, read from its run directory whenever it is asked for."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -106,6 +107,8 @@ class Result:
         values = asdict(self)
         values["outputs"] = values.pop("outputs_path")
         values["weights"] = values.pop("weights_path")
+        # JSON knows no NaN, though Python's writer does.
+        values["metrics"] = {name: one if math.isfinite(one) else None for name, one in self.metrics.items()}
         return values
 
     def __repr__(self) -> str:
@@ -132,6 +135,8 @@ def load(run_dir: str | Path) -> Result:
         values = json.loads(storage.read_text(RESULT))
         values["outputs_path"] = str(storage.child(MERGED)) if values.pop("outputs") else None
         values["weights_path"] = str(storage.child(WEIGHTS)) if values.pop("weights", None) else None
+        told = values.get("metrics", {})
+        values["metrics"] = {name: math.nan if one is None else one for name, one in told.items()}
         known = {one.name for one in fields(Result)}
         return Result(**{**{key: value for key, value in values.items() if key in known}, "run_dir": str(storage)})
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,5 +1,6 @@
 """The driver's side of the channel: orders the shape reports, shows progress, remembers the first error."""
 
+import math
 import os
 import signal
 import sys
@@ -40,6 +41,7 @@ class Monitor:
     ) -> None:
         self.attempts: list[Attempt] = []
         self.failed: Failed | None = None
+        self._said_nan = False
         self.metrics: dict[str, float] = {}
         self._job = job
         self._file = file
@@ -79,6 +81,18 @@ class Monitor:
         elif isinstance(what, Logged):
             self._progress.last = what.rows[-1]
             self._board.add(what.rows)
+            for row in what.rows:
+                self._say_row(row)
+
+    def _say_row(self, row: dict[str, Any]) -> None:
+        """What was measured at an epoch's end or by an evaluation, and the first loss that is no number."""
+        measured = {name: value for name, value in row.items() if name == "epoch_loss" or name.startswith("eval_")}
+        if measured:
+            values = ", ".join(f"{name} {value:.6g}" for name, value in measured.items())
+            self._console.say(f"{self._job.run_name}: epoch {row['epoch']}, step {row['step']}: {values}")
+        if not math.isfinite(row["loss"]) and not self._said_nan:
+            self._said_nan = True
+            self._console.say(f"{self._job.run_name}: the loss of step {row['step']} is {row['loss']}")
 
     def tick(self) -> None:
         """Pass on what is complete, and show it."""
