@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job import Job, Optimizer, Scheduler
-from dp_ray.replica.targets import resolve
+from dp_ray.replica.targets import bind
 
 
 def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -27,9 +27,9 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
             "give a function of the parameters, like functools.partial(torch.optim.AdamW, lr=0.001)"
         )
     if isinstance(given, Optimizer):
-        made = _called("optimizer", resolve("optimizer", given), _groups(given, named), given.args)
+        made = bind("optimizer", given, leading=1)(_groups(given, named))
     else:
-        made = _called("optimizer", given, list(named.values()), {})
+        made = _called("optimizer", given, list(named.values()))
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(made).__qualname__}")
     return made
@@ -61,9 +61,9 @@ class Schedule:
         self.metric = (given.metric if isinstance(given, Scheduler) else None) or "loss"
         self.scheduler: Any = None
         if isinstance(given, Scheduler):
-            self.scheduler = _called("scheduler", resolve("scheduler", given), optimizer, given.args)
+            self.scheduler = bind("scheduler", given, leading=1)(optimizer)
         elif given is not None:
-            self.scheduler = _called("scheduler", given, optimizer, {})
+            self.scheduler = _called("scheduler", given, optimizer)
         if self.scheduler is not None and not hasattr(self.scheduler, "step"):
             raise JobError(f"scheduler: must give what has a step(), got {type(self.scheduler).__qualname__}")
         if self.watches and self._per != "epoch":
@@ -96,9 +96,9 @@ def build_scaler(job: Job, device: torch.device) -> torch.amp.GradScaler | None:
     return torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
 
 
-def _called(key: str, function: Any, first: Any, args: dict[str, Any]) -> Any:
+def _called(key: str, function: Any, first: Any) -> Any:
     try:
-        return function(first, **args)
+        return function(first)
     except Error:
         raise
     except Exception as error:

@@ -49,8 +49,8 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
     return dataset
 
 
-def bind(key: str, target: Target) -> Callable[[], Any]:
-    """The target's callable with its args bound, not yet called.
+def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
+    """The target's callable with its args bound, not yet called; `leading` arguments are still to come before them.
 
     Raises JobError where the target does not import, cannot be called or rejects its args.
     """
@@ -60,13 +60,13 @@ def bind(key: str, target: Target) -> Callable[[], Any]:
             f"{key}: {target.target} is {found!r:.60}, not a class or function that can be called with args"
         )
     try:
-        inspect.signature(found).bind(**target.args)
+        inspect.signature(found).bind(*[None] * leading, **target.args)
     except TypeError as error:
         takes = inspect.signature(found)
         raise JobError(f"{key}.args: {target.target}{takes} rejects {target.args}: {error}") from None
     except ValueError:
         pass  # some built-in callables have no signature to ask
-    return lambda: _call(key, target, found)
+    return lambda *given: _call(key, target, found, given)
 
 
 def resolve(key: str, target: Target) -> Any:
@@ -110,9 +110,9 @@ def _importing_from_here() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def _call(key: str, target: Target, found: Callable[..., Any]) -> Any:
+def _call(key: str, target: Target, found: Callable[..., Any], given: tuple[Any, ...]) -> Any:
     try:
-        return found(**target.args)
+        return found(*given, **target.args)
     except Error:
         raise
     except (Exception, SystemExit) as error:

@@ -25,7 +25,7 @@ from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.plan.work import Done, Range
 from dp_ray.replica.state import CHECKPOINTS, steps_of
 from dp_ray.replica.targets import bind, build_dataset, resolve
-from dp_ray.replica.weights import WEIGHTS
+from dp_ray.replica.weights import WEIGHTS, find_start
 from dp_ray.replica.world import World
 from dp_ray.results.history import HISTORY, best_of, merge_history, summary
 from dp_ray.results.outputs import MERGED, Merged, done_ranges, merge
@@ -86,7 +86,9 @@ def execute(job: Job, options: Options) -> Result:
     started = time.monotonic()
     console = Console(options.quiet)
     if job.init_from is not None:
-        job = job.model_copy(update={"init_from": located(job.init_from).location})
+        start = located(job.init_from).location
+        find_start(start)
+        job = job.model_copy(update={"init_from": start})
     with contextlib.redirect_stdout(sys.stderr):  # what user code prints is not what was asked for
         split = check_targets(job)
     claimed = claim(job, base_storage(job), options.overwrite)
@@ -136,6 +138,8 @@ def check_targets(job: Job) -> Split:
     for key, target in job.targets.items():
         if isinstance(target, Target) and key in ("model", "eval.dataset"):
             bind(key, target)
+        elif isinstance(target, Target) and key in ("optimizer", "scheduler"):
+            bind(key, target, leading=1)
         elif isinstance(target, Target):
             resolve(key, target)
     split = split_of(job, build_dataset(job))
