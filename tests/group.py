@@ -7,8 +7,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from dp_ray.job import Job
 from dp_ray.replica.world import World
@@ -57,6 +59,18 @@ def run_group(job: Job, folder: Path, world_size: int | None = None, kill_at: in
     if errors:
         raise Ended(errors[0])
     return messages
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The trained weights, read by the safetensors library."""
+    return dict(load_file(folder / "weights.safetensors"))
+
+
+def history_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows that the pieces of the history hold, without what the clock says; read by pyarrow alone."""
+    pieces = sorted((folder / "history").iterdir(), key=lambda path: int(path.stem.split("-")[1]))
+    rows = [row for piece in pieces for row in pq.read_table(piece).to_pylist()]
+    return [{name: value for name, value in row.items() if name != "rows_per_second"} for row in rows]
 
 
 def measured(messages: list[Any]) -> dict[str, float]:

@@ -13,16 +13,18 @@ from dp_ray.replica.world import World
 from dp_ray.results.recorder import Recorder
 from dp_ray.results.reports import ReportFile
 from dp_ray.results.shapes import Seen
+from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console, Progressed
 from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes
 from dp_ray.runner.monitor import Monitor, error_of, listening
+from dp_ray.storage import Storage
 
 SEEN = Seen("[5, 5]", "[5, 2]", 5)
 
 
 def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}, "job")
-    return Monitor(job, Split(20, 10, 2), ReportFile(io.BytesIO()), Console(quiet), shapes)
+    return Monitor(job, Split(20, 10, 2), ReportFile(io.BytesIO()), Board(Storage("nowhere")), Console(quiet), shapes)
 
 
 def hello(attempt: str, rank: int, world_size: int = 2) -> Hello:

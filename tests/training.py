@@ -127,3 +127,55 @@ def plain_loop(
             after_step()
             losses.append(loss.item())
     return losses
+
+
+class PartlyUsed(nn.Sequential):
+    """Two layers that are used, one that never is, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 16), nn.Linear(16, 3))
+        self.unused = nn.Linear(4, 4, bias=False)
+        self.frozen = nn.Linear(6, 6, bias=False).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self[1](torch.relu(self[0](self.frozen(inputs))))
+        return outputs
+
+
+def partly_used() -> nn.Module:
+    return PartlyUsed()
+
+
+class Mappings(Pairs):
+    """The pairs as mappings."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = super().__getitem__(index)
+        return {"x": inputs, "y": target}
+
+
+class Headed(nn.Module):
+    """A model without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def encode(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(torch.relu(self.body(inputs)))
+        return outputs
+
+
+def own_step(model: Headed, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    outputs = model.encode(batch["x"])
+    losses = nn.functional.cross_entropy(outputs, batch["y"], reduction="none")
+    return {"loss": (losses.sum(), len(losses)), "outputs": outputs, "target": batch["y"]}
+
+
+def strange_step(model: nn.Module, batch: Any) -> dict[str, Any]:
+    return {"los": model(batch[0])}
+
+
+def constant_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.ones(len(outputs))

@@ -9,7 +9,7 @@ hook that goes on with the same tree:
   them up as the tree does, and an all-gather hands the sums out.
 
 Bytes that one of W workers sends, for a bucket of B bytes: a ring's all-reduce 2 (W-1)/W B; here the same where each
-worker's shards are one node of the tree (as where W divides the shards into equal powers of two), and
+worker's shards are one node of the tree (2 and 4 workers, and where W is a power of two that divides the shards), and
 (1 + m) (W-1)/W B where they are m nodes, of which there are at most 2 log2(shards).
 """
 
