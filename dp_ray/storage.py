@@ -70,6 +70,14 @@ class Storage:
         with self._named(f"cannot look for {name}"):
             return bool(self.fs.get_file_info(self.file(name)).is_file)
 
+    def remove_unfinished(self) -> None:
+        """Remove what writers that were killed left in the folder; for whoever alone writes there."""
+        selector = pafs.FileSelector(self.path, allow_not_found=True)
+        with self._named("cannot be cleared"):
+            for info in self.fs.get_file_info(selector):
+                if info.is_file and info.base_name.startswith(TEMPORARY):
+                    self.fs.delete_file(info.path)
+
     def delete(self, name: str) -> None:
         """Remove a file, if it is there."""
         with self._named(f"cannot remove {name}"), suppress(FileNotFoundError):

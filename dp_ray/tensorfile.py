@@ -81,10 +81,10 @@ def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], 
         tensors = {key: _tensor(body, **entry) for key, entry in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise StorageError(f"{storage}/{name}: is damaged, or no safetensors file: {error}") from None
-    if DIGEST in metadata:
+    if TEXT in metadata or DIGEST in metadata:  # written here, so there are both
         digest = hashlib.sha256(_frame(table, text))
         digest.update(body)
-        if digest.hexdigest() != metadata[DIGEST]:
+        if digest.hexdigest() != metadata.get(DIGEST):
             raise StorageError(f"{storage}/{name}: is damaged: its bytes are not those that were written")
     return tensors, text
 

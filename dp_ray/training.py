@@ -158,6 +158,7 @@ class Keeper:
         self._running = running
         for folder in (HISTORY, CHECKPOINTS):
             run.child(folder).create()
+            run.child(folder).remove_unfinished()
         names = ["loss", *trainer.measure_names]
         self._history = History(run.child(HISTORY), split, names, ["epoch_loss", *job.eval_names], running.step, send)
         self._saver = Saver(run.child(CHECKPOINTS), job.checkpoint.keep)

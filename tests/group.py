@@ -1,8 +1,6 @@
 """A job's workers as real processes in a gloo group, without Ray."""
 
 import multiprocessing
-import os
-import signal
 import traceback
 from pathlib import Path
 from typing import Any
@@ -26,21 +24,21 @@ class Ended(Exception):
     """A worker ended otherwise than well; holds what it raised."""
 
 
-def run_group(job: Job, folder: Path, world_size: int | None = None, kill_at: int | None = None) -> list[Any]:
-    """Run the job to its end, or until every worker kills itself at a step; what rank 0 told."""
+def run_group(job: Job, folder: Path) -> list[Any]:
+    """Run the job on its workers, to its end or until they die; what rank 0 told. Ended holds what one raised."""
     run = Storage(str(folder))
     run.child(PARTS).create()
-    world_size = job.max_workers if world_size is None else world_size
+    world_size = job.max_workers
     told: Any = _context.SimpleQueue()
     port = free_port()
     processes = [
-        _context.Process(target=_worker, args=(rank, world_size, job, str(folder), port, told, kill_at))
+        _context.Process(target=_worker, args=(rank, world_size, job, str(folder), port, told))
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
     messages, errors, open_ends = [], [], world_size
-    while open_ends and not (kill_at is not None and not any(process.is_alive() for process in processes)):
+    while open_ends:
         if told._reader.poll(0.05):
             kind, what = told.get()
             messages += [what] if kind == "told" else []
@@ -79,15 +77,12 @@ def measured(messages: list[Any]) -> dict[str, float]:
     return dict(found)
 
 
-def _worker(rank: int, world_size: int, job: Job, folder: str, port: int, told: Any, kill_at: int | None) -> None:
+def _worker(rank: int, world_size: int, job: Job, folder: str, port: int, told: Any) -> None:
     torch.set_num_threads(1)
 
     def send(what: Any) -> None:
         if rank == 0 and "Report" not in type(what).__name__:
             told.put(("told", what))
-        through = getattr(what, "through", None)
-        if kill_at is not None and through is not None and through >= kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
 
     try:
         if world_size > 1:
