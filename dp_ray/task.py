@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dp_ray.errors import ModelError
+from dp_ray.errors import ModelError, WorkerError
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Work
@@ -20,7 +20,7 @@ from dp_ray.replica.randomness import preserved
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.targets import build_dataset
 from dp_ray.replica.weights import load_weights, read_start
-from dp_ray.replica.world import World
+from dp_ray.replica.world import World, is_lost_peer
 from dp_ray.results.outputs import PartWriter, done_ranges
 from dp_ray.results.recorder import Recorder
 from dp_ray.results.shapes import Probe
@@ -40,7 +40,12 @@ def run_task(job: Job, world: World, run: Storage, send: Send) -> None:
     """Run the job's task on this worker; `send` takes Reports, and what else there is to tell."""
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     with preserved(world.device), deterministic(job, world.device):
-        tasks[job.task](job, world, run, send)
+        try:
+            tasks[job.task](job, world, run, send)
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            raise WorkerError(f"another worker was lost: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager

@@ -1,14 +1,18 @@
 """A run that broke is carried on: only what is missing is read, and the end is that of one undisturbed run."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
+from tensorboardX.proto.event_pb2 import Event
 
 import dp_ray
-from dp_ray.errors import DataError, JobError, StorageError
+from dp_ray.errors import DataError, JobError, StorageError, WorkerError
 from dp_ray.results import outputs
+from dp_ray.runner.driver import EndOnUserError
 from tests import models
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -97,3 +101,75 @@ def test_a_run_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
     names = {dp_ray.run(**values).name for _ in range(2)}
     assert len(names) == 2
     assert all(name.startswith("run-") for name in names)
+
+
+class BreaksIn(models.SlowPairs):
+    """Sample 70 cannot be read while the file `broken` is there."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(0.0)
+        self.folder = Path(folder)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 70 and (self.folder / "broken").exists():
+            raise OSError("sector 70")
+        return super().__getitem__(index)
+
+
+def training(folder: Path, **others: Any) -> dict[str, Any]:
+    target = {"target": "tests.test_driver:BreaksIn", "args": {"folder": str(folder)}}
+    given = {"task": "train", "model": "tests.training:mlp", "dataset": target, "loss": "torch.nn:CrossEntropyLoss"}
+    optimizer = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
+    keys = {**given, "optimizer": optimizer, "batch_size": 10, "shards": 3, "workers": 0, "bitwise": True}
+    return {**keys, "checkpoint": {"every_steps": 2}, "name": "run", "storage": str(folder), "quiet": True, **others}
+
+
+def test_a_broken_training_is_carried_on_with_its_shapes_and_its_scalars(tmp_path: Path) -> None:
+    (tmp_path / "broken").touch()
+    with pytest.raises(DataError, match="sample 70 of the dataset raised OSError: sector 70"):
+        dp_ray.run(**training(tmp_path))
+    broken = dp_ray.load(tmp_path / "run")
+    assert (broken.status, broken.weights_path, broken.weights_sha256) == ("failed", None, None)
+    assert broken.metrics == {}
+    (tmp_path / "broken").unlink()
+    result = dp_ray.run(**training(tmp_path))
+    undisturbed = dp_ray.run(**training(tmp_path, name="undisturbed"))
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert [row["loss"] for row in result.history] == [row["loss"] for row in undisturbed.history]
+    seen = [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in result.shapes]
+    assert seen == [(one.step, one.shard, one.rows, one.input_size, one.output_size) for one in undisturbed.shapes]
+    assert scalars(tmp_path / "run" / "tensorboard", "loss") == {
+        row["step"]: pytest.approx(row["loss"], rel=1e-6) for row in result.history
+    }
+    left = sorted(path.name for path in Path(result.run_dir).iterdir())
+    files = {"metrics.parquet", "result.json", "run.json", "shapes.parquet", "weights.safetensors"}
+    assert set(left) == files | {"checkpoints", "tensorboard"}
+    with pytest.raises(JobError, match="holds this run, finished"):
+        dp_ray.run(**training(tmp_path))
+
+
+def scalars(folder: Path, tag: str) -> dict[int, float]:
+    """What TensorBoard would show: the last value of each step, of event files in the order of their making."""
+    found: dict[int, float] = {}
+    for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:  # a record: its length, a checksum, an event, a checksum
+            (length,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            for value in event.summary.value:
+                if value.tag == tag:
+                    found[event.step] = value.simple_value
+    return found
+
+
+def test_errors_of_a_users_code_end_a_run_and_deaths_do_not() -> None:
+    callback = EndOnUserError()
+    died: Any = ray.exceptions.ActorDiedError()
+    lost, own = WorkerError("another worker was lost"), ValueError("a number that I do not like")
+    callback.after_exception(None, {0: lost, 1: died})
+    callback.after_exception(None, {0: lost, 1: lost})
+    with pytest.raises(ValueError, match="that I do not like"):
+        callback.after_exception(None, {0: lost, 1: own})
+    with pytest.raises(ValueError, match="that I do not like"):
+        callback.after_exception(None, {1: own})

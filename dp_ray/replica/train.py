@@ -24,7 +24,7 @@ from dp_ray.replica.optim import Schedule, build_optimizer, build_scaler
 from dp_ray.replica.randomness import seed_all
 from dp_ray.replica.reduce import Nothing, Reducer, ShardSums, SumReducer, TreeReducer
 from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
-from dp_ray.replica.world import World
+from dp_ray.replica.world import World, is_lost_peer
 
 OnShard = Callable[[Shard, Any, Stepped], None]
 
@@ -102,15 +102,11 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later step depends on; its tensors are the live ones."""
-        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule.scheduler}
-        parts["scaler"] = self.scaler
-        return {name: None if part is None else part.state_dict() for name, part in parts.items()}
+        return {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. ModelError where it is another model's, or another optimizer's."""
-        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule.scheduler}
-        parts["scaler"] = self.scaler
-        for name, part in parts.items():
+        for name, part in self._parts().items():
             if (part is None) != (state.get(name) is None):
                 raise ModelError(f"the checkpoint has {'no' if part is not None else 'a'} {name}, unlike this job")
             try:
@@ -118,6 +114,10 @@ class Trainer:
                     part.load_state_dict(state[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise ModelError(f"the checkpoint's {name} does not fit this job's: {error}") from None
+
+    def _parts(self) -> dict[str, Any]:
+        schedule = self.schedule.scheduler
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": schedule, "scaler": self.scaler}
 
     def close(self) -> None:
         if self._reducer is not None:
@@ -132,7 +132,8 @@ class Trainer:
         on_shard: OnShard,
     ) -> Update:
         """Train on one global batch, of which this worker runs `shards`, maybe none."""
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         start, stop = split.batch(step)
         filled = num_filled(stop - start, split.shards)
         pending = [next(batches)[1] for _ in shards[:1]]
@@ -228,6 +229,8 @@ class Trainer:
         except Error as error:
             raise type(error)(f"step {shard.step}, shard {shard.shard}: {error}") from error
         except (Exception, SystemExit) as error:
+            if is_lost_peer(error):
+                raise
             what = f"training raised {type(error).__name__} in step {shard.step}, shard {shard.shard}: {error}"
             raise ModelError(what) from error
         return loss

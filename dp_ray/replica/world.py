@@ -1,5 +1,6 @@
 """Where a replica stands among the others: its rank, its node and its device."""
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,16 @@ class World:
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.node}"
+
+
+_LOST = re.compile(r"gloo|NCCL|Connection (reset|closed) by peer")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed, which says that another worker, or the way to it, is gone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
 
 
 def broadcast(text: str) -> str:

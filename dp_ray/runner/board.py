@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,4 +50,5 @@ class Board:
     def _open(self, step: int) -> None:
         if self._writer is not None:
             self._writer.close()
-        self._writer = SummaryWriter(str(self._path), purge_step=step, flush_secs=10)
+        suffix = f".{time.time_ns()}"  # its own name for the file is as fine as a second
+        self._writer = SummaryWriter(str(self._path), purge_step=step, flush_secs=10, filename_suffix=suffix)

@@ -279,12 +279,16 @@ def _run_config(job: Job, folder: str, options: Options) -> RunConfig:
 
 
 class EndOnUserError(UserCallback):  # type: ignore[misc]
-    """Ends the run where a worker raised, which it would again; workers that died are started anew."""
+    """Ends the run where a worker raised, which it would again; where one died, all are started anew.
+
+    A worker whose peer died may notice before Ray does: that is no error of its own.
+    """
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        died = [error for error in worker_exceptions.values() if is_death(error)]
-        if not died:
-            raise next(iter(worker_exceptions.values()))
+        errors = list(worker_exceptions.values())
+        own = [error for error in errors if not isinstance(getattr(error, "_base_exc", error), WorkerError)]
+        if own and not any(is_death(error) for error in own):
+            raise own[0]
 
 
 def is_death(error: BaseException) -> bool:

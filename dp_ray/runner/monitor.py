@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from dp_ray import errors
+from dp_ray.errors import WorkerError
 from dp_ray.job import Job
 from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
@@ -70,8 +71,8 @@ class Monitor:
         elif isinstance(message, Printed):
             for line in message.lines:
                 self._console.printed(message.world, line)
-        elif self.failed is None:
-            self.failed = message
+        elif self.failed is None or self.failed.kind == WorkerError.__name__:
+            self.failed = message  # the first that is no consequence of another worker's end
 
     def _told(self, what: Any) -> None:
         if isinstance(what, Note):
