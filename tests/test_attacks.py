@@ -13,7 +13,7 @@ import dp_ray
 from dp_ray import cli
 from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError
 from dp_ray.job import Job
-from dp_ray.replica.model import build_model, replicate
+from dp_ray.replica.model import build_model, replicate, synchronise
 from dp_ray.replica.world import World
 from dp_ray.runner.rundir import check_ours, claim
 from dp_ray.storage import Storage
@@ -238,10 +238,11 @@ def test_odd_buffers_pass_through_a_process_group_and_lazy_ones_are_named() -> N
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     try:
         odd = build_model(Job.make({"model": OddState(), **keys}, "job"), torch.device("cpu"))
+        synchronise(odd)
         assert replicate(odd, World()).module is odd
         lazy = build_model(Job.make({"model": LazyState(), **keys}, "job"), torch.device("cpu"))
         with pytest.raises(ModelError, match=r"layer\.weight has no shape yet"):
-            replicate(lazy, World())
+            synchronise(lazy)
     finally:
         dist.destroy_process_group()
 

@@ -40,7 +40,7 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
 
 def synchronise(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         _broadcast_state(model)
 
 
