@@ -36,7 +36,8 @@ def weigh(value: Any, rows: int, what: str) -> Weighted:
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value
         if _is_number(total) and _is_number(weight):
-            return Weighted(torch.as_tensor(total).reshape(()), weight)
+            is_tensor = isinstance(total, torch.Tensor)
+            return Weighted((total if is_tensor else torch.tensor(total, dtype=torch.float64)).reshape(()), weight)
         raise ModelError(
             f"{what} returned a pair of {_kind(total)} and {_kind(weight)}; (sum, weight) are two numbers"
         )

@@ -79,10 +79,14 @@ class Measures:
 
 def as_row(measured: list[Weighted], device: torch.device) -> torch.Tensor:
     """Sums and weights as one row of numbers, float64 [2 * names]: sum, weight, sum, weight ..."""
-    numbers = [number for one in measured for number in one]
-    if all(isinstance(number, torch.Tensor) for number in numbers):
-        return torch.stack([number.detach().double().reshape(()) for number in numbers])  # type: ignore[union-attr]
-    return torch.stack([torch.as_tensor(number, device=device).detach().double().reshape(()) for number in numbers])
+    return torch.stack([_scalar(number, device) for one in measured for number in one])
+
+
+def _scalar(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """The number on the device, without waiting for the device."""
+    if isinstance(number, torch.Tensor):
+        return number.detach().to(device, torch.float64).reshape(())
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def _noun(batch: Any) -> str:
