@@ -27,6 +27,9 @@ from dp_ray.task import Measured
 from dp_ray.training import Note
 
 
+INTERRUPT_SECONDS = 10.0
+
+
 @dataclass(frozen=True)
 class Attempt:
     """The workers that one start of the job had."""
@@ -196,8 +199,9 @@ def listening(monitor: Monitor, drain: Callable[[], list[Message]]) -> Iterator[
                     return
         except BaseException as error:
             trouble.append(error)
-            if not ended.is_set() and caller is threading.main_thread():
+            while not ended.is_set() and caller is threading.main_thread():
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                ended.wait(INTERRUPT_SECONDS)  # one that comes just before the block begins to wait goes unheard
 
     thread = threading.Thread(target=listen, name="monitor", daemon=True)
     try:
