@@ -26,7 +26,6 @@ from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes, Told
 from dp_ray.task import Measured
 from dp_ray.training import Note
 
-
 INTERRUPT_SECONDS = 10.0
 
 
