@@ -179,3 +179,8 @@ def strange_step(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 def constant_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.ones(len(outputs))
+
+
+def wild(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Numbers of very different sizes, with all the digits of a double."""
+    return torch.exp(outputs[:, 0].double() * 60)
