@@ -1,7 +1,9 @@
 """Training against the plain loop: DDP and DistributedSampler in two processes, and `torch.save` in the loop."""
 
+import contextlib
 import multiprocessing
 import socket
+from statistics import median
 from typing import Any
 
 from benchmarks.cluster import scratch
@@ -28,18 +30,14 @@ def measure() -> list[Row]:
 def _side(what: str, model: str, keys: dict[str, Any], micro_batches: int, at_least: float) -> Row:
     context = multiprocessing.get_context("spawn")
     told = context.SimpleQueue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    workers = [
-        context.Process(target=worker, args=(rank, port, REPEATS, model, keys, micro_batches, told))
-        for rank in (0, 1)
-    ]
+    args = (_ports(), REPEATS, model, keys, micro_batches, told)
+    workers = [context.Process(target=worker, args=(rank, *args)) for rank in range(4)]
     for process in workers:
         process.start()
-    ours, theirs = medians(told.get())
+    rates = dict(told.get() for _ in range(2))
     for process in workers:
         process.join()
+    ours, theirs = median(rates[1]), median(rates[0])
     against = "DDP" if micro_batches == 1 else f"DDP, {micro_batches} micro-batches under no_sync"
     return Row(
         f"train: rows a second, 2 workers, global batches of {BATCH:,}, {what}",
@@ -49,6 +47,15 @@ def _side(what: str, model: str, keys: dict[str, Any], micro_batches: int, at_le
         f"at least {at_least:.2f}",
         ours >= at_least * theirs,
     )
+
+
+def _ports() -> list[int]:
+    """Three free ports."""
+    with contextlib.ExitStack() as bound:
+        free = [bound.enter_context(socket.socket()) for _ in range(3)]
+        for one in free:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in free]
 
 
 def _checkpoint() -> Row:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dp_ray.job import Job
+from dp_ray.replica.memory import keep_freed_memory
 from dp_ray.replica.world import World
 from dp_ray.results.history import Logged
 from dp_ray.storage import Storage
@@ -113,22 +115,32 @@ def _unsynced(replica: DistributedDataParallel, waits: bool) -> Iterator[None]:
 
 
 def worker(
-    rank: int, port: int, repeats: int, model: str, keys: dict[str, Any], micro_batches: int, told: Any
+    rank: int, ports: list[int], repeats: int, model: str, keys: dict[str, Any], micro_batches: int, told: Any
 ) -> None:
-    """One of two processes, in which both sides take turns."""
+    """One of four processes: two of dp_ray's, two plain ones, which take turns."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    world = World(rank, 2)
-    pairs = []
-    for _ in range(repeats):
-        dist.barrier()
-        mine = ours(model, world, **keys)
-        dist.barrier()
-        pairs.append((mine, plain(model, world, micro_batches)))
-    dist.barrier()
+    is_ours, place = divmod(rank, 2)
+    if is_ours:
+        keep_freed_memory()
+    turns = TCPStore("127.0.0.1", ports[0], 4, is_master=rank == 0)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{ports[1 + is_ours]}", rank=place, world_size=2)
+    world = World(place, 2)
+    rates = []
+    for turn in range(2 * repeats):
+        if turn % 2 == is_ours:
+            rates.append(ours(model, world, **keys) if is_ours else plain(model, world, micro_batches))
+        _meet(turns, turn)
+    if place == 0:
+        told.put((is_ours, rates))
+    _meet(turns, 2 * repeats)
     dist.destroy_process_group()
-    if rank == 0:
-        told.put(pairs)
+
+
+def _meet(turns: TCPStore, turn: int) -> None:
+    """Wait for the other three processes."""
+    if turns.add(f"came {turn}", 1) == 4:
+        turns.set(f"all came {turn}", "")
+    turns.wait([f"all came {turn}"])
 
 
 def blocked(folder: Path, megabytes: int, repeats: int) -> list[tuple[float, float]]:

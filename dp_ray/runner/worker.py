@@ -18,6 +18,7 @@ import torch
 
 from dp_ray.errors import Error
 from dp_ray.job import Job
+from dp_ray.replica.memory import keep_freed_memory
 from dp_ray.replica.world import World, broadcast
 from dp_ray.runner.inbox import tell
 from dp_ray.runner.messages import Failed, Hello, Printed, message_of
@@ -40,6 +41,7 @@ class WorkerConfig:
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     """Run the job's task on this worker, telling the driver what happens."""
     given = config["worker"]
+    keep_freed_memory()
     world = place(given.job)
     attempt = broadcast(uuid.uuid4().hex)
     with forwarded_prints(given, world), told_errors(given, attempt, world):
