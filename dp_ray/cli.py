@@ -18,6 +18,12 @@ WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers
 SETTINGS = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Set any key of the job: --set model.args.width=64."
 )
+INJECT = click.option(
+    "--inject",
+    metavar="FAULTS",
+    default="",
+    help="Faults to rehearse: 'kill worker 1 at step 20; kill node 2 at step 40'.",
+)
 
 
 def main() -> None:
@@ -61,6 +67,7 @@ def cli() -> None:
 @click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
 @click.option("--overwrite", is_flag=True, help="Replace a run of the same name.")
 @click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+@INJECT
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 @click.option("--verbose", is_flag=True, help="With Ray's own log lines.")
@@ -144,6 +151,7 @@ def verify(
 @click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
 @click.option("--overwrite", is_flag=True, help="Replace a run of the same name.")
 @click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+@INJECT
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
 def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it."""
@@ -152,7 +160,7 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
 
     flags = ["--workers", workers] if workers else []
     flags += [part for setting in settings for part in ("--set", setting)]
-    flags += [part for key in ("name", "storage") if options[key] for part in (f"--{key}", options[key])]
+    flags += [part for key in ("name", "storage", "inject") if options[key] for part in (f"--{key}", options[key])]
     flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
     flags += ["--json"] if options["as_json"] else []
     sys.exit(submit_and_follow(address, shlex.join(["python", "-m", "dp_ray", "run", job_file, *flags])))
@@ -178,6 +186,8 @@ def report(run_dir: str, shapes: bool, as_json: bool) -> None:
 
 
 def _plainly(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
+        return "; ".join(f"{one['kind']} in step {one['step']}: {one['what']}" for one in value)
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "; ".join(f"rank {one['rank']} {one['node']} {one['device']}" for one in value)
     return "-" if value in (None, [], {}) else str(value)

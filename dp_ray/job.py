@@ -116,6 +116,13 @@ class Checkpoint(Strict):
     best: Annotated[Best, BeforeValidator(_metric)] | None = None
 
 
+class Timeouts(Strict):
+    """Seconds: in one step before it counts as a hang, and for room after workers were lost; null is for ever."""
+
+    step: PositiveFloat | None = 600
+    room: PositiveFloat | None = 600
+
+
 class Eval(Strict):
     """A dataset on which a training's model is evaluated every so often, and at the end."""
 
@@ -194,6 +201,7 @@ class Job(Strict):
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     devices: Annotated[list[str], Field(min_length=1, max_length=1)] | None = None
     retries: NonNegativeInt = 3
+    timeouts: Timeouts = Timeouts()
     storage: Annotated[str, Field(min_length=1)] = "runs"
     env: dict[str, str] = Field(default_factory=dict)
 
@@ -202,7 +210,7 @@ class Job(Strict):
     # A run of a job that differs in one of these only is the same run, carried on.
     CANNOT_CHANGE_THE_RESULT: ClassVar[frozenset[str]] = frozenset(
         {"name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "placement"}
-        | {"accelerator_type", "devices", "loader", "checkpoint", "retries", "storage", "env"}
+        | {"accelerator_type", "devices", "loader", "checkpoint", "retries", "timeouts", "storage", "env"}
     )
 
     @model_validator(mode="after")
@@ -470,6 +478,7 @@ _OWNERS: dict[str, type[BaseModel]] = {
     "checkpoint": Checkpoint,
     "checkpoint.best": Best,
     "eval": Eval,
+    "timeouts": Timeouts,
     "optimizer": Optimizer,
     "scheduler": Scheduler,
 }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from dp_ray.border import Border
 from dp_ray.errors import ModelError, WorkerError
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard
@@ -21,13 +22,13 @@ from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.targets import build_dataset
 from dp_ray.replica.weights import load_weights, read_start
 from dp_ray.replica.world import World, is_lost_peer
-from dp_ray.results.outputs import PartWriter, done_ranges
+from dp_ray.results import ledger
+from dp_ray.results.ledger import PARTS
+from dp_ray.results.outputs import PartWriter
 from dp_ray.results.recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.storage import Storage
-from dp_ray.training import Send, seen, split_of, train
-
-PARTS = "parts"
+from dp_ray.training import Send, begin_attempt, seen, split_of, train
 
 
 class Measured(NamedTuple):
@@ -36,12 +37,15 @@ class Measured(NamedTuple):
     metrics: dict[str, float]
 
 
-def run_task(job: Job, world: World, run: Storage, send: Send) -> None:
-    """Run the job's task on this worker; `send` takes Reports, and what else there is to tell."""
+def run_task(job: Job, world: World, run: Storage, send: Send, border: Border | None = None) -> None:
+    """Run the job's task on this worker; `send` takes Reports, and what else there is to tell.
+
+    Raises Yielded where it stopped between two steps, as `border` asked.
+    """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     with preserved(world.device), deterministic(job, world.device):
         try:
-            tasks[job.task](job, world, run, send)
+            tasks[job.task](job, world, run, send, border or Border())
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
@@ -71,7 +75,7 @@ def deterministic(job: Job, device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.benchmark = tries
 
 
-def evaluate(job: Job, world: World, run: Storage, send: Send) -> None:
+def evaluate(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
     """Run this worker's shards of every step and tell the means over the whole dataset."""
     dataset = build_dataset(job)
     model = started(job, world)
@@ -85,9 +89,15 @@ def evaluate(job: Job, world: World, run: Storage, send: Send) -> None:
         def on_shard(shard: Shard, batch: Any, stepped: Stepped) -> None:
             recorder.on_shard(shard, *seen(probe, shard, batch, stepped))
 
-        metrics = evaluation.run(called, work, batches, on_shard, recorder.on_step)
+        def on_step(step: int) -> None:
+            recorder.on_step(step)
+            border.before(step + 1)
+
+        border.before(0)
+        metrics = evaluation.run(called, work, batches, on_shard, on_step)
     if world.rank == 0:
         send(Measured(metrics))
+    border.end()
 
 
 def started(job: Job, world: World) -> nn.Module:
@@ -99,18 +109,28 @@ def started(job: Job, world: World) -> nn.Module:
     return model
 
 
-def predict_outputs(job: Job, world: World, run: Storage, send: Send) -> None:
-    """Run this worker's shards of every step, but those that a whole part in the run directory holds."""
+def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
+    """Run this worker's shards of every step, but those that a part which counts holds."""
     dataset = build_dataset(job)
     model = compiled(started(job, world), job)
     replica = replicate(model, world)
     parts = run.child(PARTS)
-    work = Work(split_of(job, dataset), world.world_size, world.rank, Done(done_ranges(parts)))
+    attempt, counted = begin_attempt(run)
+    work = Work(split_of(job, dataset), world.world_size, world.rank, Done(ledger.done_ranges(counted)))
+    stopped: list[int] = []
     with (
         Recorder(world, send) as recorder,
         Probe(model, job.batch_dim) as probe,
-        PartWriter(parts, work.shards, job.batch_dim, before_commit=recorder.flush) as writer,
+        PartWriter(parts, work.shards, job.batch_dim, before_commit=recorder.flush, attempt=attempt) as writer,
     ):
+
+        def goes_on(step: int) -> bool:
+            border.before(step)
+            if border.wants_stop:
+                stopped.append(step)
+            elif border.take_save():
+                writer.commit()
+            return not stopped
 
         def on_shard(shard: Shard, indices: Indices, outputs: Any) -> None:
             recorder.on_shard(shard, *probe.take())
@@ -126,4 +146,8 @@ def predict_outputs(job: Job, world: World, run: Storage, send: Send) -> None:
             recorder.on_step(step)
             writer.on_step(step)
 
-        predict(replica, job, world.device, work, load_shards(job, dataset, work, world.device), on_shard, on_step)
+        batches = load_shards(job, dataset, work, world.device)
+        predict(replica, job, world.device, work, batches, on_shard, on_step, goes_on)
+    if stopped:
+        border.leave()
+    border.end()

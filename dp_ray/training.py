@@ -2,15 +2,17 @@
 
 import contextlib
 import dataclasses
+import json
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from dp_ray.border import Border
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split
@@ -23,8 +25,10 @@ from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.targets import build_dataset
 from dp_ray.replica.train import Trainer, Update
 from dp_ray.replica.weights import WEIGHTS, load_weights, read_start
-from dp_ray.replica.world import World, broadcast
+from dp_ray.replica.world import World, broadcast, is_rank_0
+from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, History
+from dp_ray.results.ledger import Ledger, check_newest
 from dp_ray.results.recorder import Recorder
 from dp_ray.results.shapes import Probe, Seen, encode_sizes
 from dp_ray.storage import Storage
@@ -46,8 +50,11 @@ def split_of(job: Job, dataset: Any) -> Split:
     return dataclasses.replace(cut, epochs=job.epochs, max_steps=job.max_steps) if is_train else cut
 
 
-def train(job: Job, world: World, run: Storage, send: Send) -> None:
-    """Train from the last checkpoint, or the start, to the end; rank 0 leaves the weights in the run directory."""
+def train(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
+    """Train from the last checkpoint, or the start, to the end; rank 0 leaves the weights in the run directory.
+
+    Where any worker is asked to stop, all of them do, after the same step, which is kept.
+    """
     dataset = build_dataset(job)
     split = split_of(job, dataset)
     model = with_synced_batchnorm(build_model(job, world.device), job, world)
@@ -55,10 +62,11 @@ def train(job: Job, world: World, run: Storage, send: Send) -> None:
     step = build_step(job, world.device)
     called = compiled(model, job)
     with closing(Trainer(job, model, called, step, measures, world)) as trainer:
+        attempt = begin_attempt(run).attempt
         running = restore(job, trainer, split, run, send)
         synchronise(model)
         evaluator = Evaluator(job, called, Evaluation(job, step, measures, states, world.device), world)
-        keeper = Keeper(job, trainer, split, running, run, send) if world.rank == 0 else None
+        keeper = Keeper(job, trainer, split, running, run, attempt, send) if world.rank == 0 else None
         work = Work(split, world.world_size, world.rank, start=running.step)
         batches = load_shards(job, dataset, work, world.device, inputs_only=False)
         with (
@@ -71,15 +79,30 @@ def train(job: Job, world: World, run: Storage, send: Send) -> None:
                 recorder.on_shard(shard, *seen(probe, shard, batch, stepped))
 
             for number, shards in work:
-                update = trainer.step(split, number, shards, batches, on_shard)
+                border.before(number)
+                update = trainer.step(split, number, shards, batches, on_shard, border.wants_stop)
                 recorder.on_step(number)
                 measured = advance(running, split, number, update, trainer, evaluator)
+                stops = update.stops and number + 1 < split.total_steps
                 if keeper:
-                    keeper.after_step(number, update, measured)
+                    keeper.after_step(number, update, measured, must_save=stops or border.take_save())
+                if stops:
+                    break
             if keeper:
                 keeper.finish()
+    if running.step < split.total_steps:
+        border.leave()
+    border.end()
     if world.rank == 0:
+        check_newest(run, attempt)
         write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
+
+
+def begin_attempt(run: Storage) -> Ledger:
+    """This attempt's name, and the parts that count from before it: what rank 0 finds, on every rank."""
+    attempt = uuid.uuid4().hex
+    begun = ledger.begin(run, attempt) if is_rank_0() else None
+    return Ledger(*json.loads(broadcast(json.dumps(begun))))
 
 
 def with_synced_batchnorm(model: nn.Module, job: Job, world: World) -> nn.Module:
@@ -151,8 +174,12 @@ class Evaluator:
 class Keeper:
     """Rank 0's books: the history, the checkpoints and the best of them."""
 
-    def __init__(self, job: Job, trainer: Trainer, split: Split, running: Running, run: Storage, send: Send) -> None:
+    def __init__(
+        self, job: Job, trainer: Trainer, split: Split, running: Running, run: Storage, attempt: str, send: Send
+    ) -> None:
         self._job = job
+        self._run = run
+        self._attempt = attempt
         self._trainer = trainer
         self._split = split
         self._running = running
@@ -165,26 +192,32 @@ class Keeper:
         self._saved = running.step
         self._saved_at = time.monotonic()
 
-    def after_step(self, step: int, update: Update, measured: dict[str, float]) -> None:
+    def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         self._history.add(step, update, measured)
         is_best = self._note_best(measured)
         if measured:
             self._history.resume_clock()
         when = self._job.checkpoint
         late = when.every_seconds is not None and time.monotonic() - self._saved_at >= when.every_seconds
-        if is_best or late or (when.every_steps and (step + 1) % when.every_steps == 0):
+        if must_save or is_best or late or (when.every_steps and (step + 1) % when.every_steps == 0):
             self.save()
 
     def save(self) -> None:
         """Keep the state as it is now."""
         about = describe(self._job, self._trainer, self._split, self._running)
         state = self._trainer.state_dict()
-        self._saver.save(self._running.step, about, state, self._running.best_step, self._history.take())
+        write_history = self._history.take()
+
+        def before() -> None:
+            check_newest(self._run, self._attempt)
+            write_history()
+
+        self._saver.save(self._running.step, about, state, self._running.best_step, before)
         self._saved, self._saved_at = self._running.step, time.monotonic()
 
     def finish(self) -> None:
-        """The training is through: its end is kept too."""
-        if self._saved != self._split.total_steps or self._running.step != self._saved:
+        """The training stops here: this is kept too."""
+        if self._running.step != self._saved:
             self.save()
         self._saver.wait()
 
@@ -262,10 +295,6 @@ def resume(trainer: Trainer, about: dict[str, Any], state: Any) -> Running:
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(state)
     return Running(**about["running"])
-
-
-def is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

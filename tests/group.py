@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from dp_ray.job import Job
 from dp_ray.replica.world import World
+from dp_ray.results.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task import PARTS, Measured, run_task
+from dp_ray.task import Measured, run_task
 from tests.conftest import free_port
 
 _context = multiprocessing.get_context("forkserver")

@@ -1,6 +1,7 @@
 """Several hosts on one machine: network namespaces on a bridge, each with a Ray node of its own."""
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -16,6 +17,18 @@ import psutil
 import pytest
 
 PORT = 6379
+# How soon Ray calls a silent node dead: by default after about a minute.
+HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
+DRAIN = """
+import sys, time, ray
+from ray.core.generated import autoscaler_pb2
+ray.init(address="auto", log_to_driver=False)
+until = int(time.time() * 1000) + 1000 * int(sys.argv[1])
+reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+context = ray.get_runtime_context()
+gcs = ray._raylet.GcsClient(address=context.gcs_address)
+assert gcs.drain_node(context.get_node_id(), reason, "a test", until)[0]
+"""
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
@@ -38,6 +51,7 @@ class Host:
 
     number: int
     folder: Path
+    sockets: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -48,19 +62,29 @@ class Host:
     def address(self) -> str:
         return f"10.77.0.{self.number}"
 
+    def command(self, *command: str) -> list[str]:
+        """The command line that runs a command on this host, whose Ray has a folder of its own."""
+        own = self.folder / f"ray-{self.number}"
+        own.mkdir(exist_ok=True)
+        mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
+        within = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "sh", "-c", mount]
+        return [*within, str(own), str(self.sockets), *command]
+
     def run(self, *command: str, timeout: float = 240, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command on this host to its end."""
-        line = ["ip", "netns", "exec", self.namespace, *command]
+        line = self.command(*command)
         return subprocess.run(line, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=ENVIRONMENT)
 
     def start_ray(self, *args: str) -> None:
         """Start this host's Ray node and wait until it runs."""
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={self.address}", *args]
         line += ["--num-cpus=2", "--disable-usage-stats", "--object-store-memory=200000000", "--block"]
+        line += ['--resources={"slot": 1}']
         log = (self.folder / f"host-{self.number}.log").open("wb")
         with log:
-            command = ["ip", "netns", "exec", self.namespace, *line]
-            self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, cwd="/", env=ENVIRONMENT))
+            self.processes.append(
+                subprocess.Popen(self.command(*line), stdout=log, stderr=log, cwd="/", env=ENVIRONMENT)
+            )
         self._wait_until_up()
 
     def _wait_until_up(self) -> None:
@@ -70,6 +94,26 @@ class Host:
             assert self.processes[-1].poll() is None, log.read_text(errors="replace")
             assert time.monotonic() < until, log.read_text(errors="replace")
             time.sleep(0.2)
+
+    def join(self) -> None:
+        """Start this host's Ray node as one of the first host's cluster."""
+        self.start_ray(f"--address=10.77.0.1:{PORT}")
+
+    def drain(self, seconds: int) -> None:
+        """Tell Ray that this host will be taken away."""
+        done = self.run(sys.executable, "-c", DRAIN, str(seconds))
+        assert done.returncode == 0, done.stderr
+
+    def cut(self) -> None:
+        """Nothing reaches this host any more, nor leaves it."""
+        ip("link", "set", self._link, "down")
+
+    def heal(self) -> None:
+        ip("link", "set", self._link, "up")
+
+    @property
+    def _link(self) -> str:
+        return f"dp-ray-v{self.number}"
 
     def kill(self) -> None:
         """Every process of this host dies at once, as when its power goes."""
@@ -85,18 +129,20 @@ class Host:
 def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     """`count` hosts whose Ray nodes form one cluster; the first one is its head."""
     needs_namespaces()
-    made = [Host(number, folder) for number in range(1, count + 1)]
     bridge = "dp-ray-br"
     ip("link", "add", bridge, "type", "bridge")
+    made: list[Host] = []
     try:
         ip("link", "set", bridge, "up")
-        for host in made:
-            _connect(host, bridge)
         # A folder of its own: in Ray's usual one stands the address by which other tests find their Ray.
         with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
-            made[0].start_ray("--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={sockets}")
+            made += [Host(number, folder, Path(sockets)) for number in range(1, count + 1)]
+            for host in made:
+                _connect(host, bridge)
+            head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={sockets}"]
+            made[0].start_ray(*head, f"--system-config={json.dumps(HEALTH)}")
             for host in made[1:]:
-                host.start_ray(f"--address={made[0].address}:{PORT}")
+                host.join()
             yield made
             for host in reversed(made):
                 host.kill()

@@ -16,6 +16,7 @@ FLOORS = [
     "job",
     "storage",
     "tensorfile",
+    "border",
     "replica",
     "results",
     "training",

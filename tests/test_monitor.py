@@ -1,6 +1,7 @@
 """The driver's ear: what workers tell, in order; what goes wrong while listening ends the job."""
 
 import io
+import signal
 import time
 
 import pytest
@@ -93,9 +94,13 @@ def test_trouble_while_listening_ends_the_block_and_is_raised() -> None:
     def drain() -> list[Message]:
         raise errors.StorageError("the disk is full")
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have none
     started = time.monotonic()
-    with pytest.raises(errors.StorageError, match="the disk is full"), listening(monitor_of(), drain):
-        time.sleep(60)
+    try:
+        with pytest.raises(errors.StorageError, match="the disk is full"), listening(monitor_of(), drain):
+            time.sleep(60)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < 30, "the block must not run on to its end"
 
 

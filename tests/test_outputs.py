@@ -25,7 +25,8 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Done, Work
 from dp_ray.results import outputs, parts
-from dp_ray.results.outputs import MERGED, Merged, PartWriter, done_ranges, merge
+from dp_ray.results.ledger import done_ranges
+from dp_ray.results.outputs import MERGED, Merged, PartWriter, merge
 from dp_ray.storage import Storage
 
 Forward = Callable[[torch.Tensor], Any]  # from sample indices to the outputs of these rows
@@ -137,7 +138,7 @@ def test_attempts_that_lose_workers_lose_and_repeat_nothing(split: Split, shuffl
     folder.create()
     for _ in range(data.draw(st.integers(1, 4), label="attempts")):
         attempt(data, folder, split, order)
-    done = Done(done_ranges(folder))
+    done = Done(done_ranges(folder.names()))
     for rank in range(world_size := data.draw(st.integers(1, split.shards), label="last world size")):
         run_worker(folder, Work(split, world_size, rank, done), order)
     merge(folder, run, order, split.rows_kept)
@@ -147,7 +148,7 @@ def test_attempts_that_lose_workers_lose_and_repeat_nothing(split: Split, shuffl
 def attempt(data: st.DataObject, folder: Storage, split: Split, order: Order) -> None:
     """Some workers come through, some die: what these had not committed must not count, what they had must."""
     world_size = data.draw(st.integers(1, split.shards), label="world size")
-    done = Done(done_ranges(folder))
+    done = Done(done_ranges(folder.names()))
     for rank in range(world_size):
         lost_at = data.draw(st.none() | st.integers(0, split.steps - 1), label=f"rank {rank} dies in")
         with small_files(*data.draw(sizes, label="sizes")), suppress(Lost):
@@ -160,9 +161,9 @@ def test_steps_that_a_larger_part_holds_too_are_done(tmp_path: Path) -> None:
     folder, split, order = Storage(str(tmp_path)), Split(20, 2, 2), Order(20)
     with small_files(1, 1, 1), pytest.raises(Lost):
         run_worker(folder, Work(split, 2, 0), order, lost_at=3)
-    run_worker(folder, Work(split, 1, 0, Done(done_ranges(folder))), order)
+    run_worker(folder, Work(split, 1, 0, Done(done_ranges(folder.names()))), order)
     assert sorted(read_parts(folder)["position"]) == list(range(20))
-    assert run_worker(folder, Work(split, 1, 0, Done(done_ranges(folder))), order) == []
+    assert run_worker(folder, Work(split, 1, 0, Done(done_ranges(folder.names()))), order) == []
 
 
 def test_a_part_says_which_steps_and_shards_it_holds(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_a_merged_file_cut_short_is_an_error(six: Storage) -> None:
 def test_other_files_among_the_parts_do_not_count(six: Storage) -> None:
     for name in ("notes.txt", "steps-0-1-shards-0-2.parquet.bak", ".tmp-1-steps-0-9-shards-0-9.parquet"):
         six.child("parts").write_text(name, "")
-    assert len(done_ranges(six.child("parts"))) == 6
+    assert len(done_ranges(six.child("parts").names())) == 6
     merge_six(six)
     assert_merged(six, Split(30, 10, 4), SHUFFLED)
 

@@ -14,8 +14,9 @@ from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.data import load_shards
 from dp_ray.replica.world import World
+from dp_ray.results.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task import PARTS, run_task
+from dp_ray.task import run_task
 
 CPU = torch.device("cpu")
 

@@ -24,8 +24,9 @@ def predict(
     batches: Iterator[tuple[Indices, Any]],
     on_shard: Callable[[Shard, Indices, Any], None],
     on_step: Callable[[int], None],
+    goes_on: Callable[[int], bool] = lambda step: True,
 ) -> None:
-    """Run the model over each shard of `work`, in eval and inference mode.
+    """Run the model over each shard of `work`, in eval and inference mode, as long as it `goes_on` before a step.
 
     `batches` gives the shards' sample indices and inputs in the order of `work`; `on_shard` takes each shard with
     its indices and outputs, `on_step` each step that is through, also one in which this worker has no rows.
@@ -34,6 +35,8 @@ def predict(
     model.eval()
     with torch.inference_mode(), autocast(job.precision, device):
         for step, shards in work:
+            if not goes_on(step):
+                return
             for shard in shards:
                 indices, inputs = next(batches)
                 seed_all(key(job.seed, "forward", shard.epoch, shard.step, shard.shard), device)

@@ -1,6 +1,7 @@
 """One step of training: the shards of this worker forward and back, the whole batch's gradient, the update."""
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -33,12 +34,43 @@ class Update(NamedTuple):
     """What a step of the whole batch came to, still on the device.
 
     `totals` are sums and weights, float64 [2 * names]: of the loss and of each metric; `learning_rate` is that of
-    the first parameter group, `gradient_norm` the norm of the whole batch's gradient before clipping.
+    the first parameter group, `gradient_norm` the norm of the whole batch's gradient before clipping; `stops` says
+    on every worker after the same step that one of them is asked to stop.
     """
 
     totals: torch.Tensor
     learning_rate: float
     gradient_norm: torch.Tensor
+    stops: bool
+
+
+class Consent:
+    """Whether to stop, read from what travels with every step anyway: by all workers after the same one.
+
+    A GPU is not waited for: what it added up is read LAG steps later.
+    """
+
+    LAG = 16
+
+    def __init__(self, device: torch.device) -> None:
+        self._lag = self.LAG if device.type == "cuda" else 0
+        self._told: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def stops(self, asked: torch.Tensor) -> bool:
+        """Take in how many asked in this step."""
+        if self._lag:
+            here = torch.empty((), dtype=asked.dtype, pin_memory=True).copy_(asked, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._told.append((here, copied))
+        else:
+            self._told.append((asked, None))
+        if len(self._told) <= self._lag:
+            return False
+        told, ready = self._told.popleft()
+        if ready is not None:
+            ready.synchronize()
+        return bool(told.item())
 
 
 class ShardLoss(nn.Module):
@@ -88,6 +120,7 @@ class Trainer:
         self._loss = ShardLoss(called, step, measures, job, world.device)
         self._measure_names = list(measures.functions)
         self._columns = 2 + 2 * len(measures.functions)
+        self._consent = Consent(world.device)
         self._reducer: Reducer | None = None
         self._replica: nn.Module | None = None
 
@@ -130,6 +163,7 @@ class Trainer:
         shards: Sequence[Shard],
         batches: Iterator[tuple[Indices, Any]],
         on_shard: OnShard,
+        wants_stop: bool = False,
     ) -> Update:
         """Train on one global batch, of which this worker runs `shards`, maybe none."""
         if not self.model.training:
@@ -143,7 +177,9 @@ class Trainer:
         if self._reducer is not None:
             self._reducer.begin(filled, leaves[-1] if leaves else None)
         self._buffers.begin(len(shards))
-        stats = torch.zeros(split.shards, self._columns, dtype=torch.float64, device=self.world.device)
+        stats = torch.zeros(split.shards + 1, self._columns, dtype=torch.float64, device=self.world.device)
+        if wants_stop:
+            stats[-1] = 1.0
         for number, shard in enumerate(shards):
             batch = pending.pop() if pending else next(batches)[1]
             if number:
@@ -288,7 +324,7 @@ class Trainer:
 
     def _update(self, stats: torch.Tensor, rows: int) -> Update:
         """Clip the whole batch's gradient and step; the loss's weights count now that all are known."""
-        totals = stats.sum(0)
+        totals = stats[:-1].sum(0)
         rate = float(self.optimizer.param_groups[0]["lr"])
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -307,4 +343,4 @@ class Trainer:
             if self.scaler.get_scale() >= scale:  # a step that overflowed was skipped, and does not count
                 self.schedule.after_step()
         self.optimizer.zero_grad()
-        return Update(totals, rate, norm)
+        return Update(totals, rate, norm, self._consent.stops(stats[-1, 0]))

@@ -34,6 +34,11 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
 
 
+def is_rank_0() -> bool:
+    """Whether this is rank 0 of the process group; without one, everybody is."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def broadcast(text: str) -> str:
     """Rank 0's text on every rank; the text itself where there is no process group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

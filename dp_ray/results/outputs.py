@@ -1,12 +1,12 @@
 """Outputs: each worker streams its rows to part files, the driver proves them whole and merges them in order.
 
 A part holds a worker's rows of a range of steps, with their positions in the order. It appears under its final
-name only when whole; its name says which steps and shards it holds, so that a later attempt leaves them out.
+name only when whole; its name says which steps and shards it holds, so that a later attempt leaves them out, and
+of which attempt it is.
 """
 
 import functools
 import hashlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -33,6 +33,7 @@ from dp_ray.results.columns import (
     rows_of,
     to_arrow,
 )
+from dp_ray.results.ledger import PART_NAME, part_name
 from dp_ray.results.parts import POSITION, PartReader, in_order, proven, reading
 from dp_ray.storage import Storage, Unfinished
 
@@ -43,7 +44,6 @@ PART_BYTES = 1 << 30
 PART_SECONDS = 60.0
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Piece = tuple[Shard, Indices, Rows]
-PART_NAME = re.compile(r"steps-(\d+)-(\d+)-shards-(\d+)-(\d+)\.parquet")
 
 
 class PartWriter:
@@ -55,8 +55,10 @@ class PartWriter:
         shards: range,
         batch_dim: int = 0,
         before_commit: Callable[[], None] = lambda: None,
+        attempt: str = "",
     ) -> None:
         self._storage = storage
+        self._attempt = attempt
         self._shards = shards
         self._batch_dim = batch_dim
         self._before_commit = before_commit
@@ -77,7 +79,7 @@ class PartWriter:
         layout, rows = rows_of(outputs, shard.rows, self._batch_dim)
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
-            self._commit()  # what was written has fixed shapes, what follows has not
+            self.commit()  # what was written has fixed shapes, what follows has not
         self._layout = joined
         self._step.append((shard, indices, rows))
 
@@ -92,7 +94,7 @@ class PartWriter:
         if self._group_bytes >= GROUP_BYTES:
             self._write_group()
         if time.monotonic() - self._committed > PART_SECONDS or (self._file and self._file.is_full):
-            self._commit()
+            self.commit()
 
     def __enter__(self) -> "PartWriter":
         return self
@@ -101,7 +103,7 @@ class PartWriter:
         """Commit what is left; after an error, only what was committed before it counts."""
         try:
             if kind is None:
-                self._commit()
+                self.commit()
         finally:
             if self._file:
                 self._file.discard()
@@ -113,13 +115,14 @@ class PartWriter:
         self._file.write(self._group)
         self._group, self._group_bytes = [], 0
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
+        """Give what was taken so far its place among the parts."""
         if self._group:
             self._write_group()
         if self._file is not None:
-            steps = f"steps-{self._first_step}-{self._end_step}"
             self._before_commit()
-            self._file.commit(f"{steps}-shards-{self._shards.start}-{self._shards.stop}.parquet")
+            done = Range(self._first_step, self._end_step, self._shards.start, self._shards.stop)
+            self._file.commit(part_name(done, self._attempt))
             self._file = None
         self._first_step = self._end_step
         self._committed = time.monotonic()
@@ -162,12 +165,6 @@ class PartFile:
         self._unfinished.discard()
 
 
-def done_ranges(parts: Storage) -> list[Range]:
-    """The steps and shards that whole parts hold."""
-    found = (PART_NAME.fullmatch(name) for name in parts.names())
-    return [Range(*map(int, match.groups())) for match in found if match]
-
-
 def open_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
     """Outputs hardly compress and are read once: no encoding that costs more than it saves."""
     return pq.ParquetWriter(
@@ -175,13 +172,15 @@ def open_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
     )
 
 
-def merge(parts: Storage, run: Storage, order: Order, rows: int) -> None:
-    """Merge all parts into the run's `outputs.parquet`, ordered by position, a few megabytes at a time.
+def merge(parts: Storage, run: Storage, order: Order, rows: int, counted: list[str] | None = None) -> None:
+    """Merge the parts that count, by default all that there are, into the run's `outputs.parquet`.
+
+    It is ordered by position, and written a few megabytes at a time.
 
     Raises StorageError, naming the position, unless the parts hold each of the `rows` first positions of `order`
     once, with the sample that the order has there.
     """
-    names = [name for name in parts.names() if PART_NAME.fullmatch(name)]
+    names = counted if counted is not None else [name for name in parts.names() if PART_NAME.fullmatch(name)]
     if not names:
         raise StorageError(f"{parts}: there are no outputs to merge")
     readers = [PartReader(parts, name, len(names)) for name in names]

@@ -30,6 +30,7 @@ class Result:
     """One finished run: the numbers of `result.json`, and its outputs and shape reports read when asked for.
 
     `seconds` is the wall time from call to merged outputs; `world_sizes` the workers of each attempt, in order;
+    `interruptions` what lay between these (see `results.story`), and `restarts` how many they are;
     `workers` where each of the last attempt's ran; `outputs_path` the merged Parquet file.
     `metrics` are a training's at its end, or what an evaluation measured; `best` is the best checkpoint, where one
     was asked for.
@@ -48,6 +49,7 @@ class Result:
     world_sizes: list[int] = field(default_factory=list)
     workers: list[dict[str, Any]] = field(default_factory=list)
     restarts: int = 0
+    interruptions: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     outputs_path: str | None = None

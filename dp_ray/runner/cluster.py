@@ -30,9 +30,9 @@ TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # would print each line twice
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a user's relative paths keep their meaning
     "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more; `policy` looks at the nodes itself
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",  # of its 60: what was free a moment ago is there, or is not
 }
-# One more process to start for each job, to tell of a node that will be taken away; alone, it has no heir.
-ONE_NODE_ENVIRONMENT = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
 
 @contextmanager
@@ -120,9 +120,7 @@ def _environment_kept() -> Iterator[None]:
 @contextmanager
 def train_environment() -> Iterator[None]:
     """What Ray Train shall know, in os.environ where the user has not set it, for as long as the block lasts."""
-    one_node = len([node for node in ray.nodes() if node["Alive"]]) == 1
-    wanted = TRAIN_ENVIRONMENT | (ONE_NODE_ENVIRONMENT if one_node else {})
-    added = {key: value for key, value in wanted.items() if key not in os.environ}
+    added = {key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}
     os.environ.update(added)
     try:
         yield
@@ -146,9 +144,9 @@ def check_fits(job: Job, each: Resources) -> str | None:
     room = room_for(each, nodes, job.placement, job.accelerator_type)
     if room < job.min_workers:
         says = (
-            f"{job.min_workers} workers need {_times(each, job.min_workers)}{_on(job.accelerator_type)} "
-            f"({_text(each)} each, {job.placement}); the cluster of {len(nodes)} nodes has "
-            f"{_text(_total(nodes, each))}, room for {room} workers"
+            f"{job.min_workers} workers need {times(each, job.min_workers)}{_on(job.accelerator_type)} "
+            f"({text_of(each)} each, {job.placement}); the cluster of {len(nodes)} nodes has "
+            f"{text_of(_total(nodes, each))}, room for {room} workers"
         )
         if not ray_state.get_max_resources_from_cluster_config():
             raise ClusterError(f"{says}, and no autoscaler that could add nodes")
@@ -157,8 +155,8 @@ def check_fits(job: Job, each: Resources) -> str | None:
     lacking = {name for name, amount in each.items() if free.get(name, 0) < amount * job.min_workers}
     if lacking:
         return (
-            f"{job.min_workers} workers need {_times(each, job.min_workers)}; "
-            f"free are {_text({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
+            f"{job.min_workers} workers need {times(each, job.min_workers)}; "
+            f"free are {text_of({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
         )
     return None
 
@@ -204,11 +202,11 @@ def _total(nodes: list[dict[str, float]], each: Resources) -> Resources:
     return {name: sum(node.get(name, 0) for node in nodes) for name in each}
 
 
-def _times(each: Resources, count: int) -> str:
-    return _text({name: amount * count for name, amount in each.items()})
+def times(each: Resources, count: int) -> str:
+    return text_of({name: amount * count for name, amount in each.items()})
 
 
-def _text(resources: Resources) -> str:
+def text_of(resources: Resources) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 

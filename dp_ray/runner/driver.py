@@ -15,8 +15,8 @@ from typing import Any
 
 import ray
 import torch
-from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, UserCallback
-from ray.train.torch import TorchTrainer
+from ray.train import LoggingConfig, RunConfig, ScalingConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_ray.errors import DataError, Error, JobError, StorageError, WorkerError
 from dp_ray.job import Job, Target, load_job
@@ -27,24 +27,29 @@ from dp_ray.replica.state import CHECKPOINTS, steps_of
 from dp_ray.replica.targets import bind, build_dataset, resolve
 from dp_ray.replica.weights import WEIGHTS, find_start
 from dp_ray.replica.world import World
+from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, best_of, merge_history, summary
-from dp_ray.results.outputs import MERGED, Merged, done_ranges, merge
+from dp_ray.results.ledger import PARTS
+from dp_ray.results.outputs import MERGED, Merged, merge
 from dp_ray.results.parts import reading
 from dp_ray.results.recorder import Run
 from dp_ray.results.reports import ReportFile, read_runs
-from dp_ray.results.result import SHAPES, Result
+from dp_ray.results.result import SHAPES, Result, load
 from dp_ray.results.shapes import Seen
+from dp_ray.results.story import STORY, Interruption, Story, read_story
 from dp_ray.runner.board import Board
 from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
 from dp_ray.runner.inbox import drain, open_inbox
 from dp_ray.runner.messages import Hello, message_of
-from dp_ray.runner.monitor import Monitor, error_of, listening
+from dp_ray.runner.monitor import Monitor, Reach, error_of, listening
 from dp_ray.runner.network import BoundTorchConfig
+from dp_ray.runner.policy import Trainer, Wanted, answers_at
+from dp_ray.runner.rehearsal import Fault, parse_faults
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 from dp_ray.storage import Storage
-from dp_ray.task import PARTS, run_task
+from dp_ray.task import run_task
 from dp_ray.tensorfile import sha256_of
 from dp_ray.training import split_of
 
@@ -56,6 +61,7 @@ class Options:
     address: str | None = None
     overwrite: bool = False
     shapes: bool = False
+    inject: str = ""
     quiet: bool = False
     verbose: bool = False
 
@@ -64,8 +70,8 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     """Run a job to its end and return its result.
 
     `job` is a Job, the path of a job file, or None; the job's keys may be given, or overridden, as keywords,
-    with objects in place of targets. So may `address`, `overwrite`, `shapes`, `quiet` and `verbose`, which are
-    the command line's flags of the same name. Without a `name`, a run from Python is named by its time.
+    with objects in place of targets. So may `address`, `overwrite`, `shapes`, `inject`, `quiet` and `verbose`, which
+    are the command line's flags of the same name. Without a `name`, a run from Python is named by its time.
     Raises an Error of dp_ray.errors.
     """
     names = {field.name for field in dataclasses.fields(Options)}
@@ -85,6 +91,9 @@ def execute(job: Job, options: Options) -> Result:
     """Run a job to its end; its result, also of a failure, is in the run directory."""
     started = time.monotonic()
     console = Console(options.quiet)
+    faults = parse_faults(options.inject)
+    if faults and job.max_workers == 0:
+        raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
     if job.init_from is not None:
         start = located(job.init_from).location
         find_start(start)
@@ -100,7 +109,7 @@ def execute(job: Job, options: Options) -> Result:
             if job.max_workers == 0:
                 _run_here(job, claimed, monitor)
             else:
-                _run_on_ray(job, claimed, monitor, console, options)
+                _run_on_ray(job, claimed, monitor, console, options, faults)
         check_ours(claimed)
         _merge(job, split, claimed.storage, console)
     except BaseException as error:
@@ -113,6 +122,8 @@ def execute(job: Job, options: Options) -> Result:
     result.save()
     for folder in (PARTS, HISTORY):
         claimed.storage.child(folder).remove()
+    for name in (ledger.LEDGER, STORY):
+        claimed.storage.delete(name)
     console.say(f"{job.run_name}: {_summary(result)}")
     return result
 
@@ -121,7 +132,8 @@ def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
     """What the workers left in pieces becomes whole, and is proven to be."""
     if job.task == "predict":
         console.say(f"{job.run_name}: merging the outputs")
-        merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.shuffle), split.rows_kept)
+        order = Order(split.rows, job.seed, 0, job.shuffle)
+        merge(run.child(PARTS), run, order, split.rows_kept, ledger.counted(run))
     elif job.task == "train":
         merge_history(run.child(HISTORY), run, split.total_steps)
 
@@ -154,10 +166,19 @@ def check_targets(job: Job) -> Split:
 def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options: Options) -> Iterator[Monitor]:
     """A monitor whose shape reports are a whole file when the block ends, also by an error."""
     error: BaseException | None = None
+
+    def tell_story(story: Story) -> None:
+        with contextlib.suppress(StorageError):  # a full disk is for those to tell who keep what counts
+            story.save(claimed.storage)
+
     reported = _reported(job, claimed.storage)
     with claimed.storage.writing(SHAPES) as stream:
-        monitor = Monitor(job, split, ReportFile(stream), Board(claimed.storage), console, options.shapes)
+        story = read_story(claimed.storage) if claimed.carried_on else Story()
+        file, board = ReportFile(stream), Board(claimed.storage)
+        monitor = Monitor(job, split, file, board, console, options.shapes, story=story, tell_story=tell_story)
         monitor.restore(reported)
+        if story.world_sizes:
+            monitor.interrupt(_of_the_last_driver(job, claimed.storage))
         try:
             with console.live():
                 yield monitor
@@ -173,7 +194,17 @@ def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, Run]]:
     if not run.exists(SHAPES):
         return []
     with reading(run, SHAPES) as file:
-        return read_runs(file, Done([*done_ranges(run.child(PARTS)), *_trained(job, run)]))
+        return read_runs(file, Done([*ledger.done_ranges(ledger.counted(run)), *_trained(job, run)]))
+
+
+def _of_the_last_driver(job: Job, run: Storage) -> Interruption:
+    """Why the run was left unfinished by the driver before this one."""
+    what = "it ended without a word"
+    with contextlib.suppress(StorageError):
+        last = load(run.location)
+        what = last.error or last.status
+    steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
+    return Interruption("driver", what.splitlines()[0], steps[-1] if steps else 0)
 
 
 def _trained(job: Job, run: Storage) -> list[Range]:
@@ -207,7 +238,9 @@ def _environment(added: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, options: Options) -> None:
+def _run_on_ray(
+    job: Job, claimed: RunDir, monitor: Monitor, console: Console, options: Options, faults: tuple[Fault, ...]
+) -> None:
     keep_prints = not ray.is_initialized() and not options.verbose
     with connected(job, options.address, options.verbose), train_environment(), TemporaryDirectory() as folder:
         each = worker_resources(job)
@@ -215,13 +248,18 @@ def _run_on_ray(job: Job, claimed: RunDir, monitor: Monitor, console: Console, o
             console.say(f"{job.run_name}: {waiting}")
         _check_can_be_shipped(job)
         inbox = open_inbox()
-        config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints)
-        trainer = TorchTrainer(
+        monitor.reach = RayReach()
+        here = ray.get_runtime_context().get_node_id()
+        config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here)
+        trainer = Trainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
             torch_config=BoundTorchConfig(backend="gloo" if job.devices == ["cpu"] else None),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, options),
+            wanted=_wanted(job, each),
+            retries=job.retries,
+            inbox=inbox,
         )
         try:
             with _own_sigint(), listening(monitor, lambda: drain(inbox)):
@@ -266,29 +304,43 @@ def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
     )
 
 
+def _wanted(job: Job, each: dict[str, float]) -> Wanted:
+    return Wanted(
+        min_workers=job.min_workers,
+        max_workers=job.max_workers,
+        each=each,
+        placement=job.placement,
+        accelerator_type=job.accelerator_type,
+        can_stop=job.task != "evaluate",  # an evaluation keeps nothing from which it could go on
+        room_seconds=job.timeouts.room,
+    )
+
+
+class RayReach(Reach):
+    """Other nodes, by way of Ray."""
+
+    def kill(self, hello: Hello) -> None:
+        there = NodeAffinitySchedulingStrategy(hello.node_id, soft=False)
+        ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(hello.pid)
+
+    def is_gone(self, node_id: str) -> bool:
+        return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
+
+
+def end_process(pid: int) -> None:
+    """Kill a worker on the node on which this runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 def _run_config(job: Job, folder: str, options: Options) -> RunConfig:
     """What Ray Train keeps for itself goes to a folder of the driver's; outputs and reports are ours to keep."""
     return RunConfig(
         name=job.run_name,
         storage_path=folder,
-        failure_config=FailureConfig(max_failures=job.retries),
-        callbacks=[EndOnUserError()],
         worker_runtime_env={"env_vars": dict(job.env)},
         logging_config=LoggingConfig("INFO" if options.verbose else "CRITICAL"),
     )
-
-
-class EndOnUserError(UserCallback):  # type: ignore[misc]
-    """Ends the run where a worker raised, which it would again; where one died, all are started anew.
-
-    A worker whose peer died may notice before Ray does: that is no error of its own.
-    """
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        errors = list(worker_exceptions.values())
-        own = [error for error in errors if not isinstance(getattr(error, "_base_exc", error), WorkerError)]
-        if own and not any(is_death(error) for error in own):
-            raise own[0]
 
 
 def is_death(error: BaseException) -> bool:
@@ -300,6 +352,9 @@ def is_death(error: BaseException) -> bool:
 
 def _cause(error: Exception, monitor: Monitor) -> Error:
     """What ended the run: the first error that a worker told, or else the death of one."""
+    cause = getattr(error, "controller_failure", None)
+    if isinstance(cause, Error):
+        return cause
     failures = getattr(error, "worker_failures", {})
     deaths = {rank: one for rank, one in failures.items() if is_death(one)}
     if deaths:
@@ -320,6 +375,7 @@ def _result(
     error: BaseException | None = None,
 ) -> Result:
     attempts = monitors[0].attempts if monitors else []
+    story = monitors[0].story if monitors else Story()
     storage = claimed.storage
     merged = status == "done" and job.task == "predict"
     trained = status == "done" and job.task == "train"
@@ -335,9 +391,10 @@ def _result(
         batch_size=job.batch_size,
         shards=job.num_shards,
         batch_dim=job.batch_dim,
-        world_sizes=[len(attempt.hellos) for attempt in attempts],
+        world_sizes=list(story.world_sizes),
         workers=[_told(hello) for hello in attempts[-1].hellos] if attempts else [],
-        restarts=max(0, len(attempts) - 1),
+        restarts=len(story.interruptions),
+        interruptions=story.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitors[0].metrics if monitors else {},
         seconds=round(time.monotonic() - started, 3),
         outputs_path=str(storage.child(MERGED)) if merged else None,

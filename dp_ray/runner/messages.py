@@ -15,6 +15,7 @@ class Hello:
     world: World
     pid: int
     gpu_ids: tuple[str, ...]
+    node_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,75 @@ class Failed:
     traceback: str
 
 
-Message = Hello | Shapes | Told | Printed | Failed
+@dataclass(frozen=True)
+class Started:
+    """A worker is about to run its first step."""
+
+    attempt: str
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A worker is alive, and has been in `step` for `seconds`; `stack` is where, once that is too long.
+
+    `step` is None before its first step and after its last.
+    """
+
+    attempt: str
+    rank: int
+    step: int | None
+    seconds: float
+    stack: str
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A fault that the user asked for is being brought about; the driver's own it has to do itself."""
+
+    attempt: str
+    world: World
+    what: str
+    is_the_drivers: bool
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The workers of an attempt are being replaced, as Ray Train's controller tells; `ranks` were lost.
+
+    `kind` is worker, network, error, preemption or resize.
+    """
+
+    kind: str
+    what: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Waits:
+    """No workers run, since there is no room for them."""
+
+    what: str
+
+
+class Ended(Exception):
+    """How a worker's loop ended, in plain words: all that Ray Train's controller needs to know of an error.
+
+    `kind` is yielded, lost peer, raised (it may pass) or mistaken (it never will).
+    """
+
+    def __init__(self, kind: str, text: str, has_progressed: bool) -> None:
+        super().__init__(kind, text, has_progressed)
+        self.kind = kind
+        self.text = text
+        self.has_progressed = has_progressed
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Message = Hello | Shapes | Told | Printed | Failed | Started | Beat | Rehearsed | Interrupted | Waits
 
 
 def message_of(attempt: str, what: Any) -> Message:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,23 @@ from dp_ray.results.history import Logged
 from dp_ray.results.recorder import Run
 from dp_ray.results.reports import Collector, ReportFile, Rows
 from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
+from dp_ray.results.story import Interruption, Story
 from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console, Progressed
-from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes, Told
+from dp_ray.runner.messages import (
+    Beat,
+    Failed,
+    Hello,
+    Interrupted,
+    Message,
+    Printed,
+    Rehearsed,
+    Shapes,
+    Started,
+    Told,
+    Waits,
+)
+from dp_ray.runner.watchdog import Hang, Watchdog
 from dp_ray.task import Measured
 from dp_ray.training import Note
 
@@ -36,13 +51,40 @@ class Attempt:
     hellos: tuple[Hello, ...]
 
 
+class Reach:
+    """What the driver can do to a worker, and ask of a node, that is somewhere else. Here: nothing."""
+
+    def kill(self, hello: Hello) -> None:
+        """End a worker that hangs."""
+
+    def is_gone(self, node_id: str) -> bool:
+        """Whether a node does not answer any more."""
+        return False
+
+
 class Monitor:
     """Takes in what workers tell: one thread calls `take`, in the order of arrival."""
 
     def __init__(
-        self, job: Job, split: Split, file: ReportFile, board: Board, console: Console, shapes: bool
+        self,
+        job: Job,
+        split: Split,
+        file: ReportFile,
+        board: Board,
+        console: Console,
+        shapes: bool,
+        tell_story: Callable[[Story], None] = lambda story: None,
+        story: Story | None = None,
     ) -> None:
         self.attempts: list[Attempt] = []
+        self.story = story or Story()
+        self.reach = Reach()
+        self._tell_story = tell_story
+        self._watchdog = Watchdog(None, ())
+        self._hang: Hang | None = None
+        self._hung_steps: set[int] = set()
+        self._hangs_left = job.retries
+        self._moved = time.monotonic()
         self.failed: Failed | None = None
         self._said_nan = False
         self.metrics: dict[str, float] = {}
@@ -54,6 +96,7 @@ class Monitor:
         self._stdout = sys.stdout
         self._collector = Collector(self._on_rows)
         self._progress = Progressed(job.run_name, split.total_steps, split.rows_kept * split.epochs)
+        self._begun: set[str] = set()
         self._gathering: dict[str, dict[int, Hello]] = {}
         self._early: dict[str, list[Shapes]] = {}
         self._current: str | None = None
@@ -73,6 +116,17 @@ class Monitor:
         elif isinstance(message, Printed):
             for line in message.lines:
                 self._console.printed(message.world, line)
+        elif isinstance(message, Started):
+            self._started(message)
+        elif isinstance(message, Beat):
+            if message.attempt == self._current:
+                self._watchdog.take(message)
+        elif isinstance(message, Interrupted):
+            self._interrupted(message)
+        elif isinstance(message, Waits):
+            self._console.say(f"{self._job.run_name}: {message.what}")
+        elif isinstance(message, Rehearsed):
+            self._rehearsed(message)
         elif self.failed is None or self.failed.kind == WorkerError.__name__:
             self.failed = message  # the first that is no consequence of another worker's end
 
@@ -98,9 +152,58 @@ class Monitor:
             self._console.say(f"{self._job.run_name}: the loss of step {row['step']} is {row['loss']}")
 
     def tick(self) -> None:
-        """Pass on what is complete, and show it."""
+        """Pass on what is complete, show it, and look for a worker that hangs."""
         self._collector.emit()
         self._console.progress(self._progress)
+        if hang := self._watchdog.hang():
+            self._on_hang(hang)
+
+    def _on_hang(self, hang: Hang) -> None:
+        """Replace the workers that hang; WorkerError where that was no use, or is not wanted."""
+        if hang.step in self._hung_steps or self._hangs_left == 0:
+            again = " again" if hang.step in self._hung_steps else ""
+            raise WorkerError(f"hangs{again}: {hang} (timeouts.step is {self._job.timeouts.step:g})")
+        self._console.say(f"{self._job.run_name}: hangs, and is replaced: {hang}")
+        self._hung_steps.add(hang.step)
+        self._hangs_left -= 1
+        self._hang = hang
+        for hello in hang.hellos:
+            self.reach.kill(hello)
+
+    def _started(self, message: Started) -> None:
+        """The first worker of an attempt is about to run its first step."""
+        if message.attempt in self._begun:
+            return
+        self._begun.add(message.attempt)
+        if self.story.is_interrupted:
+            is_known = self.story.interruptions[-1].kind != "driver"
+            seconds = round(time.monotonic() - self._moved, 1) if is_known else None
+            self.story = self.story.resumed(message.step, seconds)
+            self._console.say(f"{self._job.run_name}: {self.story.interruptions[-1].resumption}")
+            self._tell_story(self.story)
+
+    def _interrupted(self, message: Interrupted) -> None:
+        hellos = {hello.world.rank: hello for hello in self.attempts[-1].hellos} if self.attempts else {}
+        lost = [hellos[rank] for rank in message.ranks if rank in hellos]
+        kind, what = message.kind, message.what
+        if kind == "worker" and any(self.reach.is_gone(hello.node_id) for hello in lost):
+            kind = "node"
+        if self._hang is not None and set(self._hang.ranks) & set(message.ranks):
+            kind, what = "hang", str(self._hang).splitlines()[0]
+        self._hang = None
+        nodes = tuple(sorted({hello.world.node for hello in lost}))
+        self.interrupt(Interruption(kind, what, self._progress.step, message.ranks, nodes))
+
+    def interrupt(self, by: Interruption) -> None:
+        """The workers are being replaced."""
+        self.story = self.story.interrupted(by)
+        self._console.say(f"{self._job.run_name}: interrupted, {by}")
+        self._tell_story(self.story)
+
+    def _rehearsed(self, message: Rehearsed) -> None:
+        self._console.say(f"{self._job.run_name}: rehearsal: {message.what}, by {message.world}")
+        if message.is_the_drivers:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def close(self) -> None:
         self._collector.close()
@@ -116,6 +219,10 @@ class Monitor:
         hellos = tuple(here[rank] for rank in sorted(here))
         self.attempts.append(Attempt(hellos))
         self._current = hello.attempt
+        self.failed = None
+        self._watchdog = Watchdog(self._job.timeouts.step, hellos)
+        self.story = self.story.begun(len(hellos))
+        self._tell_story(self.story)
         worlds = [one.world for one in hellos]
         where = f"{_count(worlds, 'worker')} on {_count({world.node for world in worlds}, 'node')}"
         devices = ", ".join(sorted({str(world.device) for world in worlds}))
@@ -137,6 +244,7 @@ class Monitor:
     def _on_rows(self, collector: Collector, rows: Rows) -> None:
         self._file.write(collector, rows)
         self._progress.step = int(rows.step[-1]) + 1
+        self._moved = time.monotonic()
         self._progress.rows += sum(collector.seen[number].rows for number in rows.seen.tolist())
         if self._print_shapes:
             self._print(self._lines(collector, rows))

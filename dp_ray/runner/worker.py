@@ -16,12 +16,15 @@ import ray.train
 import ray.train.torch
 import torch
 
-from dp_ray.errors import Error
+from dp_ray.border import Yielded
+from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.replica.memory import keep_freed_memory
 from dp_ray.replica.world import World, broadcast
 from dp_ray.runner.inbox import tell
-from dp_ray.runner.messages import Failed, Hello, Printed, message_of
+from dp_ray.runner.messages import Ended, Failed, Hello, Printed, message_of
+from dp_ray.runner.pulse import Pulse
+from dp_ray.runner.rehearsal import Fault
 from dp_ray.runner.rundir import check_shared
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
@@ -36,6 +39,8 @@ class WorkerConfig:
     token: str
     inbox: Any
     keep_prints: bool
+    faults: tuple[Fault, ...] = ()
+    driver_node: str = ""
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
@@ -44,12 +49,15 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     keep_freed_memory()
     world = place(given.job)
     attempt = broadcast(uuid.uuid4().hex)
-    with forwarded_prints(given, world), told_errors(given, attempt, world):
+    pulse = Pulse(given.inbox, attempt, world, given.job.timeouts.step, given.faults, given.driver_node)
+    with forwarded_prints(given, world), told_errors(given, attempt, world, pulse):
         run = Storage(given.run_dir)
         check_shared(run, given.token, str(world))
-        gpus = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
-        tell(given.inbox, Hello(attempt, world, os.getpid(), gpus))
-        run_task(given.job, world, run, lambda what: tell(given.inbox, message_of(attempt, what)))
+        context = ray.get_runtime_context()
+        gpus = tuple(context.get_accelerator_ids().get("GPU", []))
+        tell(given.inbox, Hello(attempt, world, os.getpid(), gpus, context.get_node_id()))
+        with pulse:
+            run_task(given.job, world, run, lambda what: tell(given.inbox, message_of(attempt, what)), pulse)
 
 
 def place(job: Job) -> World:
@@ -67,17 +75,24 @@ def place(job: Job) -> World:
 
 
 @contextmanager
-def told_errors(given: WorkerConfig, attempt: str, world: World) -> Iterator[None]:
-    """Tell the driver of an error at once, before those that it causes on other ranks."""
+def told_errors(given: WorkerConfig, attempt: str, world: World, pulse: Pulse) -> Iterator[None]:
+    """Tell the driver of an error at once, before those that it causes on other ranks; and Ray Train what it is."""
     try:
         yield
+    except Yielded as stopped:
+        raise Ended("yielded", str(stopped), True) from None
     except BaseException as error:
         kind = type(error).__name__ if isinstance(error, Error) else ""
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         tell(given.inbox, Failed(attempt, world, kind, text, traceback.format_exc()))
-        if isinstance(error, Exception):
-            raise
-        raise Error(text) from error  # Ray Train waits for ever for a thread that a user's KeyboardInterrupt ended
+        raise Ended(_kind_of(error), text, pulse.has_progressed) from None
+
+
+def _kind_of(error: BaseException) -> str:
+    if isinstance(error, WorkerError):
+        return "lost peer"
+    passes = isinstance(error, Exception) and not isinstance(error, JobError)
+    return "raised" if passes else "mistaken"
 
 
 @contextmanager

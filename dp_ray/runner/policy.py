@@ -1,0 +1,315 @@
+"""What Ray Train's controller does when workers are lost, and with how many it starts.
+
+Ray Train asks two policies; these are dp_ray's own, on its interfaces. Ray's elastic one believes in a lost node
+until a placement has timed out (60 s), and resizes without a word to the workers. These look at the nodes that
+answer, and ask the workers to stop between two steps first.
+"""
+
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray._private.state import state as ray_state
+from ray.train import FailureConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2.api.exceptions import WorkerGroupError
+
+from dp_ray.errors import ClusterError
+from dp_ray.runner.cluster import Resources, room_for, text_of, times
+from dp_ray.runner.inbox import tell
+from dp_ray.runner.messages import Ended, Interrupted, Waits
+
+ANSWER_SECONDS = 2.0  # in which a node that is there takes a connection
+LOOK_SECONDS = 1.0  # between two looks at the cluster
+SETTLE_SECONDS = 3.0  # for which the cluster must look the same before workers are started or asked to stop
+GROW_AFTER_SECONDS = 10.0  # of running: what a start costs should be worth it
+SAY_SECONDS = 30.0
+DEATHS = {
+    "running low on memory": "its node ran low on memory, and Ray killed it",
+    "node has been marked dead": "its node was lost",
+    "node was terminated": "its node was lost",
+    "The node has died": "its node was lost",
+    "temporarily unavailable": "it does not answer",
+    "connection error code 2": "its process was killed, or crashed",
+    "SYSTEM_ERROR": "its process was killed, or crashed",
+}
+DEATH_SECONDS = 3.0  # in which Ray sees a death of which a peer already has
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the job asks of the cluster: `each` are one worker's resources; `room_seconds` as in its `timeouts`."""
+
+    min_workers: int
+    max_workers: int
+    each: Resources
+    placement: str
+    accelerator_type: str | None
+    can_stop: bool
+    room_seconds: float | None
+
+    def room(self, nodes: list[dict[str, float]]) -> int:
+        return min(self.max_workers, room_for(self.each, nodes, self.placement, self.accelerator_type))
+
+
+class Trainer(TorchTrainer):  # type: ignore[misc]
+    """A TorchTrainer with dp_ray's policies."""
+
+    def __init__(self, *args: Any, wanted: Wanted, retries: int, inbox: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self._policies = {
+            "scaling_policy": Sizing(self.scaling_config, wanted, inbox),
+            "failure_policy": Recovery(self.run_config.failure_config, retries, inbox),
+        }
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Without the one that starts a process for Ray Data's datasets, of which there are none."""
+        made = super()._create_default_callbacks()
+        return [callback for callback in made if type(callback).__name__ != "DatasetsCallback"]
+
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        return super()._initialize_and_run_controller(**{**given, **self._policies})
+
+
+class Recovery(FailurePolicy):  # type: ignore[misc]
+    """Whether to start anew: `retries` times after a loss; or after an error that may pass, and is not back."""
+
+    def __init__(self, config: FailureConfig, retries: int, inbox: Any) -> None:
+        super().__init__(config)
+        self._left = retries
+        self._inbox = inbox
+        self._seen: set[str] = set()
+        self._lost_peer_since: float | None = None
+
+    def make_decision(self, training_failed_error: Exception) -> Any:
+        if not isinstance(training_failed_error, WorkerGroupError):
+            return self._on_start_failure(training_failed_error)
+        failures: dict[int, Exception] = training_failed_error.worker_failures
+        ended = {rank: error for rank, error in failures.items() if isinstance(error, Ended)}
+        died = {rank: error for rank, error in failures.items() if rank not in ended}
+        if not died and all(error.kind == "lost peer" for error in ended.values()) and self._may_see_a_death():
+            return FailureDecision.NOOP
+        self._lost_peer_since = None
+        if died:
+            return self._retry("worker", _of_all(died), tuple(died))
+        for kind in ("mistaken", "raised"):
+            if raised := {rank: error for rank, error in ended.items() if error.kind == kind}:
+                return self._on_error(raised)
+        yielded = [error for error in ended.values() if error.kind == "yielded"]
+        if yielded:
+            _, why = ray.get(self._inbox.ordered.remote())
+            tell(self._inbox, Interrupted("preemption" if "drain" in why else "resize", why, ()))
+            return FailureDecision.RETRY
+        return self._retry("network", _of_all(ended), tuple(ended))
+
+    def _may_see_a_death(self) -> bool:
+        """A worker that lost its peer is often sooner to tell than Ray is to find the peer dead."""
+        now = time.monotonic()
+        self._lost_peer_since = self._lost_peer_since or now
+        return now - self._lost_peer_since < DEATH_SECONDS
+
+    def _on_error(self, raised: dict[int, Ended]) -> Any:
+        """An error of the user's code is retried if it may pass: if the worker had come some way, and not here."""
+        rank, error = min(raised.items())
+        what = re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")
+        if error.kind == "mistaken" or not error.has_progressed or what in self._seen:
+            return FailureDecision.RAISE
+        self._seen.add(what)
+        return self._retry("error", cause_of(error), (rank,))
+
+    def _on_start_failure(self, error: Exception) -> Any:
+        """Workers died, or found no place, while they were started."""
+        cause = getattr(error, "controller_failure", error)
+        if isinstance(cause, ClusterError) or "WorkerGroupStartup" not in type(cause).__name__:
+            return FailureDecision.RAISE
+        return self._retry("worker", f"the workers could not be started: {cause_of(cause)}", ())
+
+    def _retry(self, kind: str, what: str, ranks: tuple[int, ...]) -> Any:
+        if self._left == 0:
+            return FailureDecision.RAISE
+        self._left -= 1
+        tell(self._inbox, Interrupted(kind, what, ranks))
+        return FailureDecision.RETRY
+
+
+def _of_all(failures: dict[int, Any]) -> str:
+    return "; ".join(sorted({cause_of(error) for error in failures.values()}))
+
+
+def cause_of(error: Any) -> str:
+    """Why a worker is gone, in a line; Ray's own text is a page."""
+    if isinstance(error, WorkerHealthCheckFailedError):
+        error = error.health_check_failure
+    text = str(error).strip()
+    for sign, says in DEATHS.items():
+        if sign in text:
+            return says
+    if detail := re.search(r"Worker exit detail: ([^.]+)", text):
+        return detail[1]
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+class Sizing(ScalingPolicy):  # type: ignore[misc]
+    """How many workers: as many as the nodes that answer have room for, between the job's least and most."""
+
+    def __init__(self, config: ScalingConfig, wanted: Wanted, inbox: Any) -> None:
+        super().__init__(config)
+        self._wanted = wanted
+        self._inbox = inbox
+        self._held: dict[str, int] = {}  # workers of ours, by the id of the node that they hold room on
+        self._was_running = False
+        self._lost = False
+        self._waiting_since: float | None = None
+        self._said = float("-inf")
+        self._looked = float("-inf")
+        self._seen: tuple[int, float] = (0, 0.0)
+        self._ordered = ""
+        self._usable: list[str] | None = None
+
+    # While no workers run
+
+    def make_decision_for_non_running_worker_group(self) -> Any:
+        now = time.monotonic()
+        self._request_nodes()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        self._lost = self._lost or self._was_running
+        nodes = self._nodes(must_answer=self._lost)
+        room = self._wanted.room(_free(nodes, self._held, self._wanted.each))
+        idle_room = self._wanted.room([node["Resources"] for node in nodes])
+        is_settled = room == max(self._wanted.min_workers, idle_room) or now - self._waiting_since > SETTLE_SECONDS
+        self._was_running = False
+        if room >= self._wanted.min_workers and is_settled:
+            return self._start(room, nodes)
+        if room < self._wanted.min_workers:
+            self._wait(now, idle_room, nodes)
+        time.sleep(0.2)  # the controller would ask again at once
+        return NoopDecision()
+
+    def _start(self, workers: int, nodes: list[dict[str, Any]]) -> Any:
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        usable = [node["NodeID"] for node in nodes]
+        self._usable = usable if len(usable) < len(alive) else None
+        self._waiting_since = None
+        self._held = {}  # they go before the new ones come
+        self._ordered = ""
+        self._seen = (workers, time.monotonic())
+        ray.get(self._inbox.order.remote("", ""))
+        return ResizeDecision(num_workers=workers, resources_per_worker=dict(self._wanted.each))
+
+    def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
+        """Only nodes that answer, where the cluster still believes in others."""
+        if self._usable is None:
+            return None
+        return {ray._raylet.RAY_NODE_ID_KEY: f"in({','.join(self._usable)})"}
+
+    def _wait(self, now: float, idle_room: int, nodes: list[dict[str, Any]]) -> None:
+        assert self._waiting_since is not None
+        wanted, waited = self._wanted, now - self._waiting_since
+        needs = f"{wanted.min_workers} workers need {times(wanted.each, wanted.min_workers)}"
+        cannot_fit = idle_room < wanted.min_workers
+        who = f"{len(nodes)} nodes have room for {idle_room}" if cannot_fit else "others hold it"
+        limit = wanted.room_seconds
+        if cannot_fit and self._lost and not _autoscales() and limit is not None and waited > limit:
+            raise ClusterError(
+                f"{needs} ({text_of(wanted.each)} each); {who}, and none came in {limit:g} s (timeouts.room); "
+                "run the job again when there are more, or with fewer workers: it carries on"
+            )
+        if now - self._said > SAY_SECONDS:
+            self._said = now
+            tell(self._inbox, Waits(f"{needs}; {who}: waiting"))
+
+    # While workers run
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return NoopDecision()
+        self._looked = now
+        self._request_nodes()
+        self._was_running = True
+        self._held = {}
+        for worker in worker_group_state.workers:
+            node = worker.metadata.node_id
+            self._held[node] = self._held.get(node, 0) + 1
+        if self._ordered != "stop":
+            self._look(now, worker_group_state)
+        return NoopDecision()
+
+    def _look(self, now: float, group: Any) -> None:
+        """Ask the workers to save or to stop where nodes are about to go, or there is room for more."""
+        current, wanted = group.num_workers, self._wanted
+        going = ray_state.get_draining_nodes().keys() & self._held.keys()
+        if not going and (current == wanted.max_workers or now - group.start_time < GROW_AFTER_SECONDS):
+            return
+        nodes = self._nodes(must_answer=False)
+        room = wanted.room(_free(nodes, self._held, wanted.each))
+        if going:
+            names = ", ".join(sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in going))
+            can_go_on = room >= wanted.min_workers and wanted.can_stop
+            self._order("stop" if can_go_on else "save", f"Ray drains {names}")
+        elif room <= current or room != self._seen[0]:
+            self._seen = (room, now)
+        elif now - self._seen[1] > SETTLE_SECONDS and wanted.can_stop:
+            self._order("stop", f"there is room for {room} workers")
+
+    def _order(self, what: str, why: str) -> None:
+        if what != self._ordered:
+            self._ordered = what
+            ray.get(self._inbox.order.remote(what, why))
+
+    def _nodes(self, must_answer: bool) -> list[dict[str, Any]]:
+        """The nodes that are there to stay."""
+        going = ray_state.get_draining_nodes()
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in going]
+        if not must_answer or len(nodes) == 1:
+            return nodes
+        with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
+            answers = list(pool.map(answers_at, nodes))
+        return [node for node, is_there in zip(nodes, answers, strict=True) if is_there]
+
+    # An autoscaler, where there is one, is asked through Ray Train's own coordinator; else there is nobody to ask
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return self._wanted.max_workers
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        if _autoscales():
+            super().after_controller_start(train_run_context)
+
+    def _request_nodes(self) -> None:
+        if self._coordinator_client is not None:
+            self._maybe_send_resource_request()
+
+
+def answers_at(node: dict[str, Any]) -> bool:
+    """Whether a node's raylet takes a connection: Ray itself believes in a lost one for up to a minute."""
+    try:
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _autoscales() -> bool:
+    return bool(ray_state.get_max_resources_from_cluster_config())
+
+
+def _free(nodes: list[dict[str, Any]], held: dict[str, int], each: Resources) -> list[dict[str, float]]:
+    """What is free on each node, with what workers of ours hold there."""
+    free = available_resources_per_node()
+    found = []
+    for node in nodes:
+        here = dict(free.get(node["NodeID"], {}))
+        for name, amount in each.items():
+            here[name] = here.get(name, 0.0) + amount * held.get(node["NodeID"], 0)
+        found.append(here)
+    return found

@@ -1,0 +1,82 @@
+"""Finds the worker that has stopped stepping, among all those that wait for it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dp_ray.runner.messages import Beat, Hello
+from dp_ray.runner.pulse import beat_interval
+
+SILENT_BEATS = 10
+WAITING = ("torch/distributed/", "in _backward", "in broadcast\n", "in synchronise\n")
+
+
+@dataclass
+class _Seen:
+    hello: Hello
+    heard: float
+    moved: float
+    step: int | None = None
+    stack: str = ""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Workers that have been in one step for too long, while the others wait for them or do as they do."""
+
+    hellos: tuple[Hello, ...]
+    step: int
+    seconds: float
+    stack: str
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(hello.world.rank for hello in self.hellos)
+
+    def __str__(self) -> str:
+        who = ", ".join(str(hello.world) for hello in self.hellos)
+        has = "has" if len(self.hellos) == 1 else "have"
+        at = f"; it stands at\n{self.stack.rstrip()}" if self.stack else "; it does not answer: stopped, or cut off"
+        return f"{who} {has} been in step {self.step} for {self.seconds:.0f} s{at}"
+
+
+class Watchdog:
+    """Takes in the beats of one attempt's workers; `limit` is in seconds, None: for ever."""
+
+    def __init__(self, limit: float | None, hellos: Sequence[Hello]) -> None:
+        self._limit = limit
+        self._interval = beat_interval(len(hellos))
+        now = time.monotonic()
+        self._seen = {hello.world.rank: _Seen(hello, now, now) for hello in hellos}
+        self._found = False
+
+    def take(self, beat: Beat) -> None:
+        now = time.monotonic()
+        seen = self._seen[beat.rank]
+        seen.heard, seen.moved, seen.step, seen.stack = now, now - beat.seconds, beat.step, beat.stack
+
+    def hang(self) -> Hang | None:
+        """The workers to blame, once; after as long again as it takes to hear from all of them."""
+        if self._limit is None or self._found:
+            return None
+        now, patience = time.monotonic(), self._limit + 4 * self._interval
+        at_it = [seen for seen in self._seen.values() if seen.step is not None]
+        late = [seen for seen in at_it if now - seen.moved > self._limit]
+        if not any(now - seen.moved > patience for seen in late):
+            return None
+        self._found = True
+        blamed = self._blame(late, now)
+        step = min(seen.step or 0 for seen in blamed)
+        hellos = tuple(seen.hello for seen in blamed)
+        return Hang(hellos, step, now - min(seen.moved for seen in blamed), blamed[0].stack)
+
+    def _blame(self, late: list[_Seen], now: float) -> list[_Seen]:
+        """Those that do not answer; else those that do not wait for others; else all."""
+        silent = [seen for seen in late if now - seen.heard > SILENT_BEATS * self._interval]
+        if silent:
+            for seen in silent:
+                seen.stack = ""
+            return silent
+        last = min(seen.step or 0 for seen in late)
+        behind = [seen for seen in late if seen.step == last]
+        return [seen for seen in behind if not any(sign in seen.stack for sign in WAITING)] or behind

@@ -1,0 +1,232 @@
+"""Workers and drivers that are killed, stopped, or hang: the end is the undisturbed run's, and the story is told."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import dp_ray
+from dp_ray.errors import DataError, JobError, WorkerError
+from tests import models
+from tests.conftest import Cluster
+from tests.test_training_runs import SLOW, driver, job_file
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+Run = Callable[..., dp_ray.Result]
+
+
+@pytest.fixture
+def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
+    """dp_ray.run on the session's cluster, into a folder of the test's own."""
+
+    def on_cluster(job: str | None = None, **keys: Any) -> dp_ray.Result:
+        given = {"address": cluster.address, "storage": str(tmp_path), "name": "run", "quiet": True, **keys}
+        return dp_ray.run(job, **given)
+
+    return on_cluster
+
+
+def at_random(seed: int, workers: int, faults: int, steps: int) -> str:
+    """Kills of random workers, and a short pause, at random steps."""
+    chance = random.Random(seed)
+    killed = [f"kill worker {chance.randrange(workers)} at step {chance.randrange(1, steps)}" for _ in range(faults)]
+    return "; ".join([*killed, f"pause worker 0 for 1s at step {chance.randrange(1, steps)}"])
+
+
+def test_a_training_under_ten_faults_ends_as_if_there_were_none(cluster: Cluster, run: Run, tmp_path: Path) -> None:
+    keys = {"checkpoint": {"every_steps": 2}, "retries": 20}
+    job = job_file(tmp_path, **keys)
+    faults = f"{at_random(1, 3, 4, 9)}; kill driver at step 12"
+    common = ["run", job, "--storage", str(tmp_path), "--name", "run"]
+    with driver(cluster, *common, "--workers", "3", "--inject", faults) as first:
+        _, errors = first.communicate(timeout=200)
+    assert first.returncode == -signal.SIGKILL, errors
+    assert errors.count("rehearsal: kill worker") == 4
+    assert not (tmp_path / "run" / "result.json").exists()
+
+    result = run(
+        job, workers=2, inject="kill worker 1 at step 13; kill worker 0 at step 15; kill worker 1 at step 18"
+    )
+    undisturbed = run(job, workers=0, name="undisturbed")
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert [row["loss"] for row in result.history] == [row["loss"] for row in undisturbed.history]
+    kinds = [one["kind"] for one in result.interruptions]
+    assert kinds == ["worker"] * 4 + ["driver"] + ["worker"] * 3
+    assert (result.restarts, result.world_sizes) == (8, [3] * 5 + [2] * 4)
+    for one in result.interruptions:
+        again = one["step"] - one["resumed_step"]
+        assert 0 <= again <= 2, "no more than the steps between two checkpoints are run again"
+    killed = [one for one in result.interruptions if one["kind"] == "worker"]
+    assert all(one["what"] == "its process was killed, or crashed" for one in killed)
+    assert [one["ranks"] for one in killed[4:]] == [[1], [0], [1]]
+    assert all(one["seconds"] > 0 and len(one["nodes"]) == 1 for one in killed)
+
+
+def test_a_prediction_under_faults_holds_each_sample_once(run: Run) -> None:
+    keys: dict[str, Any] = {
+        "model": "tests.models:Linear",
+        "dataset": {"target": "tests.test_run:Slow", "args": {"length": 300}},
+        "batch_size": 10,
+        "shards": 3,
+    }
+    result = run(**keys, workers=3, retries=9, inject=at_random(3, 3, 3, 28))
+    assert result.outputs_sha256 == run(**keys, workers=0, name="undisturbed").outputs_sha256
+    assert result.restarts == 3
+    seen = [(one.step, one.shard) for one in result.shapes]
+    assert seen == [(step, shard) for step in range(30) for shard in range(3)]
+
+
+class Passes(models.SlowPairs):
+    """Sample 60 raises, or hangs, as long as the file `times` in `folder` counts above 0."""
+
+    def __init__(self, folder: str, hangs: bool = False) -> None:
+        super().__init__(0.005)
+        self.times = Path(folder) / "times"
+        self.hangs = hangs
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 60 and (left := int(self.times.read_text())) > 0:
+            self.times.write_text(str(left - 1))
+            if self.hangs:
+                self.hang_for_ever()
+            raise OSError("the file server is away")
+        return super().__getitem__(index)
+
+    def hang_for_ever(self) -> None:
+        while True:
+            time.sleep(0.1)
+
+
+def passing(folder: Path, times: int, **keys: Any) -> dict[str, Any]:
+    (folder / "times").write_text(str(times))
+    hangs = keys.pop("hangs", False)
+    dataset = {"target": "tests.test_faults:Passes", "args": {"folder": str(folder), "hangs": hangs}}
+    return {**SLOW, "dataset": dataset, "workers": 2, "shuffle": False, "epochs": 1, **keys}
+
+
+def test_an_error_that_passes_is_survived(run: Run, tmp_path: Path) -> None:
+    result = run(**passing(tmp_path, 1))
+    (one,) = result.interruptions
+    assert one["kind"] == "error"
+    assert "sample 60 of the dataset raised OSError: the file server is away" in one["what"]
+    assert result.weights_sha256 == run(**passing(tmp_path, 0, workers=0, name="undisturbed")).weights_sha256
+
+
+def test_an_error_that_comes_back_ends_the_job_at_once(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sample 60 of the dataset raised OSError"):
+        run(**passing(tmp_path, 99, retries=50))
+    left = dp_ray.load(tmp_path / "run")
+    assert (left.status, left.restarts, left.world_sizes) == ("failed", 1, [2, 2])
+    assert int((tmp_path / "times").read_text()) == 97
+
+
+def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = run(**passing(tmp_path, 1, hangs=True, timeouts={"step": 3}, quiet=False))
+    (one,) = result.interruptions
+    assert (one["kind"], one["ranks"], one["step"]) == ("hang", [0], 6)
+    said = capfd.readouterr().err
+    assert "hangs, and is replaced: rank 0 on " in said
+    assert "has been in step 6 for " in said
+    assert "in hang_for_ever" in said
+    assert result.rows == 96
+
+
+def test_a_worker_that_hangs_again_in_the_same_step_ends_the_job(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)hangs again: rank 0 on .* in step 6 for .*in hang_for_ever"):
+        run(**passing(tmp_path, 99, hangs=True, timeouts={"step": 2}))
+
+
+def test_a_stopped_process_is_found_and_replaced(run: Run) -> None:
+    result = run(**{**SLOW, "epochs": 1}, workers=2, timeouts={"step": 5}, inject="pause worker 1 at step 4")
+    (one,) = result.interruptions
+    assert (one["kind"], one["ranks"]) == ("hang", [1])
+    assert "it does not answer: stopped, or cut off" in one["what"]
+
+
+def test_faults_that_cannot_be_are_refused_before_anything_starts(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="--inject 'kill everything': must be faults"):
+        run("jobs/tutorial.yaml", inject="kill everything")
+    with pytest.raises(JobError, match="--inject: workers is 0"):
+        run("jobs/tutorial.yaml", workers=0, inject="kill worker 0 at step 1")
+    assert not (tmp_path / "run").exists()
+
+
+def listening() -> set[int]:
+    """The ports of this machine on which something listens."""
+    return {one.laddr.port for one in psutil.net_connections("inet") if one.status == psutil.CONN_LISTEN}
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def processes() -> set[int]:
+    """The workers and controllers that there are."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if "RayTrainWorker" in line or "TrainController" in line:
+            found.add(process.pid)
+    return found
+
+
+def test_soak_kills_every_few_seconds_lose_and_leave_nothing(cluster: Cluster, run: Run, tmp_path: Path) -> None:
+    """The steps of 200 tutorials, 800, while workers are killed at random times from outside."""
+    keys: dict[str, Any] = {
+        "model": "tests.models:Linear",
+        "dataset": {"target": "tests.test_faults:Slowly", "args": {"length": 8000}},
+        "batch_size": 10,
+        "shards": 4,
+    }
+    run(**keys, workers=0, name="undisturbed")
+    ports, memory = listening(), shared_memory()
+    kills: list[int] = []
+    ended = threading.Event()
+
+    def kill_now_and_then() -> None:
+        chance = random.Random(7)
+        while not ended.wait(chance.uniform(5, 9)):
+            for pid in sorted(processes()):
+                with_name = " ".join(psutil.Process(pid).cmdline()) if psutil.pid_exists(pid) else ""
+                if "RayTrainWorker" in with_name and len(kills) < 8:
+                    os.kill(pid, signal.SIGKILL)
+                    kills.append(pid)
+                    break
+
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    started = time.monotonic()
+    try:
+        result = run(**keys, workers=2, retries=100)
+    finally:
+        ended.set()
+        killer.join()
+    assert time.monotonic() - started < 240
+    assert len(kills) >= 3
+    assert 3 <= result.restarts <= len(kills)
+    assert result.outputs_sha256 == dp_ray.load(tmp_path / "undisturbed").outputs_sha256
+    until = time.monotonic() + 30
+    while (processes() or listening() - ports or shared_memory() - memory) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not processes()
+    assert not shared_memory() - memory
+    assert not listening() - ports
+
+
+class Slowly(models.Rows):
+    """A hundredth of a second for a shard of rows, whatever its size."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        time.sleep(0.02)
+        return [self[index] for index in indices]

@@ -1,0 +1,98 @@
+"""Which parts count: a worker of an attempt that is over may commit what it likes, and none of it is merged."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from dp_ray.border import Border, Yielded
+from dp_ray.errors import StorageError
+from dp_ray.job import Job
+from dp_ray.plan.order import Order
+from dp_ray.plan.work import Range
+from dp_ray.replica.world import World
+from dp_ray.results import ledger
+from dp_ray.results.outputs import Merged, merge
+from dp_ray.results.recorder import Report
+from dp_ray.storage import Storage
+from dp_ray.task import run_task
+from tests import models
+
+JOB = Job.make(
+    {"model": "tests.models:Linear", "dataset": models.Rows(60), "batch_size": 10, "workers": 1, "shards": 2}, "j"
+)
+
+
+class StopsAt(Border):
+    """Asks to stop before a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before(self, step: int) -> None:
+        self.wants_stop = step == self.step
+
+
+def run_until(run: Storage, step: int) -> None:
+    with pytest.raises(Yielded):
+        run_task(JOB, World(), run, lambda report: None, StopsAt(step))
+
+
+def expected() -> torch.Tensor:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        return models.Linear()(models.Rows(60).data)  # type: ignore[no-any-return]
+
+
+def test_what_a_dead_attempt_commits_later_is_not_merged(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    run.child(ledger.PARTS).create()
+    run_until(run, 2)
+    (first,) = run.child(ledger.PARTS).names()
+    run_until(run, 4)
+    assert len(ledger.counted(run)) == 2
+    run_task(JOB, World(), run, lambda report: None)
+    # The first attempt was only cut off: it goes on, and commits steps that the others have run since.
+    late = tmp_path / "parts" / first.replace("steps-0-2", "steps-2-6")
+    shutil.copy(tmp_path / "parts" / first, late)
+    assert len(run.child(ledger.PARTS).names()) == 4
+    counted = ledger.counted(run)
+    assert len(counted) == 3 and late.name not in counted
+    merge(run.child(ledger.PARTS), run, Order(60, 0, 0, False), 60, counted)
+    assert torch.allclose(Merged(run).read(), expected(), atol=1e-6)
+    with pytest.raises(StorageError, match="position 0 is there twice"):
+        merge(run.child(ledger.PARTS), run, Order(60, 0, 0, False), 60)
+
+
+def test_a_later_attempt_runs_only_what_is_in_no_part_that_counts(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    run.child(ledger.PARTS).create()
+    run_until(run, 4)
+    (whole,) = run.child(ledger.PARTS).names()
+    stray = tmp_path / "parts" / ledger.part_name(Range(4, 6, 0, 2), "f" * 32)
+    shutil.copy(tmp_path / "parts" / whole, stray)
+    steps: set[int] = set()
+
+    def send(report: Report) -> None:
+        steps.update(step for one in report.runs for step in range(one.first_step, one.first_step + one.num_steps))
+
+    run_task(JOB, World(), run, send)
+    assert steps == {4, 5}, "what a stranger's part says it holds is run all the same"
+
+
+def test_a_worker_of_an_attempt_that_is_over_is_refused_what_it_keeps(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    run.create()
+    ledger.begin(run, "a" * 32)
+    ledger.check_newest(run, "a" * 32)
+    ledger.begin(run, "b" * 32)
+    with pytest.raises(StorageError, match="a newer attempt of the job has begun"):
+        ledger.check_newest(run, "a" * 32)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"attempt": 1}', '{"attempt": "a", "parts": 7}'])
+def test_a_damaged_ledger_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / ledger.LEDGER).write_text(text)
+    with pytest.raises(StorageError, match=r"attempt\.json: is damaged"):
+        ledger.counted(Storage(str(tmp_path)))

@@ -1,0 +1,59 @@
+"""Faults on purpose: what can be asked for, and on which worker each falls."""
+
+import pytest
+
+from dp_ray.errors import JobError
+from dp_ray.replica.world import World
+from dp_ray.runner.rehearsal import parse_faults
+
+PLAN = "kill worker 1 at step 20; kill node 2 at step 40; pause worker 0 for 30s at step 60"
+
+
+def test_the_plan_of_the_manual() -> None:
+    faults = parse_faults(PLAN)
+    assert "; ".join(map(str, faults)) == PLAN
+    assert [(one.action, one.what, one.which, one.seconds, one.step) for one in faults] == [
+        ("kill", "worker", "1", None, 20),
+        ("kill", "node", "2", None, 40),
+        ("pause", "worker", "0", 30.0, 60),
+    ]
+    others = "kill driver at step 3; pause worker 2 at step 4; drain node 1 for 2.5s at step 5;"
+    assert "; ".join(map(str, parse_faults(others))) == others.rstrip(";")
+    assert parse_faults("") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kill worker at step 3",
+        "kill driver 1 at step 3",
+        "kill worker 10.0.0.1 at step 3",
+        "kill worker 1",
+        "pause node 1 at step 3",
+        "drain worker 1 at step 3",
+        "kill worker 1 for 3s at step 3",
+        "break worker 1 at step 3",
+        "kill worker -1 at step 3",
+        "kill worker 1 at 3",
+    ],
+)
+def test_what_is_no_fault_is_told_with_what_is(text: str) -> None:
+    with pytest.raises(JobError, match=r"--inject '.*': .*'kill worker 1 at step 20', 'kill node 2 at step 40'"):
+        parse_faults(f"kill worker 0 at step 1; {text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "hit"),
+    [
+        ("kill worker 2 at step 5", 2),
+        ("kill node 1 at step 5", 2),
+        ("kill node 10.0.0.1 at step 5", 2),
+        ("kill driver at step 5", 0),
+    ],
+)
+def test_each_fault_falls_on_one_worker_at_its_step_or_the_first_after(text: str, hit: int) -> None:
+    (fault,) = parse_faults(text)
+    worlds = [World(rank, 4, rank % 2, rank // 2, f"10.0.0.{rank // 2}") for rank in range(4)]
+    assert [world.rank for world in worlds if fault.is_due(world, 5)] == [hit]
+    assert fault.is_due(worlds[hit], 9)
+    assert not any(fault.is_due(world, 4) for world in worlds)

@@ -1,0 +1,89 @@
+"""Who hangs: the one that does not step, not those that wait for it; found once, after the time that is stated."""
+
+import time
+
+import pytest
+
+from dp_ray.replica.world import World
+from dp_ray.runner.messages import Beat, Hello
+from dp_ray.runner.watchdog import SILENT_BEATS, Watchdog
+
+READS = '  File "data.py", line 3, in __getitem__\n    time.sleep(1e9)\n'
+WAITS = '  File "train.py", line 9, in _backward\n  File "torch/autograd/graph.py", line 8, in _engine_run\n'
+LIMIT = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be set by the test."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def watchdog(limit: float | None = LIMIT, workers: int = 3) -> Watchdog:
+    hellos = [Hello("a", World(rank, workers, node=f"10.0.0.{rank}"), 100 + rank, ()) for rank in range(workers)]
+    return Watchdog(limit, hellos)
+
+
+def beats(dog: Watchdog, seconds: float, stacks: list[str], steps: list[int | None] | None = None) -> None:
+    for rank, stack in enumerate(stacks):
+        step = steps[rank] if steps else 7
+        dog.take(Beat("a", rank, step, seconds, stack if seconds > LIMIT else ""))
+
+
+def test_the_one_that_does_not_wait_is_blamed_once_with_its_stack(clock: list[float]) -> None:
+    dog = watchdog()
+    for seconds in (50.0, 99.0, 101.0):
+        clock[0] = 1000.0 + seconds
+        beats(dog, seconds, [WAITS, READS, WAITS])
+        assert dog.hang() is None, "those that are late by a beat are waited for"
+    clock[0] = 1103.0
+    beats(dog, 103.0, [WAITS, READS, WAITS])
+    hang = dog.hang()
+    assert hang is not None
+    assert (hang.ranks, hang.step) == ((1,), 7)
+    assert str(hang) == f"rank 1 on 10.0.0.1 has been in step 7 for 103 s; it stands at\n{READS.rstrip()}"
+    assert dog.hang() is None, "it is told once"
+
+
+def test_a_worker_that_does_not_answer_is_blamed_first(clock: list[float]) -> None:
+    dog = watchdog()
+    beats(dog, 0.0, [WAITS, READS, WAITS])
+    for seconds in range(10, 120, 10):
+        clock[0] = 1000.0 + seconds
+        for rank in (0, 2):
+            dog.take(Beat("a", rank, 7, float(seconds), WAITS if seconds > LIMIT else ""))
+    hang = dog.hang()
+    assert hang is not None
+    assert hang.ranks == (1,)
+    assert "it does not answer" in str(hang)
+    assert SILENT_BEATS * 0.5 < 110
+
+
+def test_the_one_behind_is_blamed_where_workers_need_not_meet(clock: list[float]) -> None:
+    dog = watchdog()
+    clock[0] = 1110.0
+    beats(dog, 110.0, [READS, READS, WAITS], [9, 4, 4])
+    hang = dog.hang()
+    assert hang is not None
+    assert (hang.ranks, hang.step) == ((1,), 4)
+
+
+def test_where_all_wait_all_are_named(clock: list[float]) -> None:
+    dog = watchdog()
+    clock[0] = 1110.0
+    beats(dog, 110.0, [WAITS, WAITS, WAITS])
+    hang = dog.hang()
+    assert hang is not None
+    assert hang.ranks == (0, 1, 2)
+    assert "have been in step 7" in str(hang)
+
+
+def test_who_has_not_begun_or_is_through_hangs_never_and_no_limit_is_for_ever(clock: list[float]) -> None:
+    idle, limitless = watchdog(), watchdog(None)
+    clock[0] = 1e6
+    beats(idle, 1e5, ["", "", ""], [None, None, None])
+    beats(limitless, 1e5, [READS, READS, READS])
+    assert idle.hang() is None
+    assert limitless.hang() is None
