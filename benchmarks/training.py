@@ -20,6 +20,7 @@ from dp_ray.job import Job
 from dp_ray.replica.memory import keep_freed_memory
 from dp_ray.replica.world import World
 from dp_ray.results.history import Logged
+from dp_ray.runner.pulse import Pulse
 from dp_ray.storage import Storage
 from dp_ray.training import train
 
@@ -58,7 +59,7 @@ def conv() -> nn.Module:
 MODELS = {"mlp": mlp, "conv": conv}
 
 
-def ours(model: str, world: World, **keys: Any) -> float:
+def ours(model: str, world: World, border: Border | None = None, **keys: Any) -> float:
     """Rows a second of dp_ray's own training loop on this worker, with all that it keeps and reports."""
     job = Job.make(
         {
@@ -82,8 +83,19 @@ def ours(model: str, world: World, **keys: Any) -> float:
             took.extend(row["rows"] / row["rows_per_second"] for row in what.rows)
 
     with TemporaryDirectory() as folder:
-        train(job, world, Storage(folder), send, Border())
+        train(job, world, Storage(folder), send, border or Border())
     return BATCH / median(took[WARM:]) if took else 0.0
+
+
+def pulsed(inbox: Any) -> float:
+    """Seconds of a step of one worker, with all by which faults are found and survived."""
+    world = World()
+    with Pulse(inbox, "benchmark", world, 600.0) as pulse:
+        return BATCH / ours("mlp", world, border=pulse)
+
+
+def unpulsed() -> float:
+    return BATCH / ours("mlp", World())
 
 
 def plain(model: str, world: World, micro_batches: int = 1) -> float:

@@ -95,6 +95,11 @@ class Host:
             assert time.monotonic() < until, log.read_text(errors="replace")
             time.sleep(0.2)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether its Ray node runs."""
+        return bool(self.processes) and self.processes[-1].poll() is None
+
     def join(self) -> None:
         """Start this host's Ray node as one of the first host's cluster."""
         self.start_ray(f"--address=10.77.0.1:{PORT}")

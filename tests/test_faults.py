@@ -38,7 +38,9 @@ def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
 def at_random(seed: int, workers: int, faults: int, steps: int) -> str:
     """Kills of random workers, and a short pause, at random steps."""
     chance = random.Random(seed)
-    killed = [f"kill worker {chance.randrange(workers)} at step {chance.randrange(1, steps)}" for _ in range(faults)]
+    killed = [
+        f"kill worker {chance.randrange(workers)} at step {step}" for step in chance.sample(range(1, steps), faults)
+    ]
     return "; ".join([*killed, f"pause worker 0 for 1s at step {chance.randrange(1, steps)}"])
 
 
@@ -80,7 +82,7 @@ def test_a_prediction_under_faults_holds_each_sample_once(run: Run) -> None:
     }
     result = run(**keys, workers=3, retries=9, inject=at_random(3, 3, 3, 28))
     assert result.outputs_sha256 == run(**keys, workers=0, name="undisturbed").outputs_sha256
-    assert result.restarts == 3
+    assert result.restarts in (2, 3), "two may die at once: the workers of a prediction need not meet"
     seen = [(one.step, one.shard) for one in result.shapes]
     assert seen == [(step, shard) for step in range(30) for shard in range(3)]
 
@@ -164,7 +166,8 @@ def test_faults_that_cannot_be_are_refused_before_anything_starts(run: Run, tmp_
 
 def listening() -> set[int]:
     """The ports of this machine on which something listens."""
-    return {one.laddr.port for one in psutil.net_connections("inet") if one.status == psutil.CONN_LISTEN}
+    found = psutil.net_connections("inet")
+    return {one.laddr[1] for one in found if one.status == psutil.CONN_LISTEN and one.laddr}
 
 
 def shared_memory() -> set[str]:
@@ -181,15 +184,11 @@ def processes() -> set[int]:
     return found
 
 
-def test_soak_kills_every_few_seconds_lose_and_leave_nothing(cluster: Cluster, run: Run, tmp_path: Path) -> None:
+def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run) -> None:
     """The steps of 200 tutorials, 800, while workers are killed at random times from outside."""
-    keys: dict[str, Any] = {
-        "model": "tests.models:Linear",
-        "dataset": {"target": "tests.test_faults:Slowly", "args": {"length": 8000}},
-        "batch_size": 10,
-        "shards": 4,
-    }
-    run(**keys, workers=0, name="undisturbed")
+    keys: dict[str, Any] = {"model": "tests.models:Linear", "batch_size": 10, "shards": 4}
+    target = "tests.test_faults:Slowly"
+    undisturbed = run(**keys, workers=0, name="undisturbed", dataset={"target": target, "args": {"seconds": 0.0}})
     ports, memory = listening(), shared_memory()
     kills: list[int] = []
     ended = threading.Event()
@@ -199,7 +198,7 @@ def test_soak_kills_every_few_seconds_lose_and_leave_nothing(cluster: Cluster, r
         while not ended.wait(chance.uniform(5, 9)):
             for pid in sorted(processes()):
                 with_name = " ".join(psutil.Process(pid).cmdline()) if psutil.pid_exists(pid) else ""
-                if "RayTrainWorker" in with_name and len(kills) < 8:
+                if "RayTrainWorker" in with_name and len(kills) < 4:
                     os.kill(pid, signal.SIGKILL)
                     kills.append(pid)
                     break
@@ -208,14 +207,14 @@ def test_soak_kills_every_few_seconds_lose_and_leave_nothing(cluster: Cluster, r
     killer.start()
     started = time.monotonic()
     try:
-        result = run(**keys, workers=2, retries=100)
+        result = run(**keys, workers=2, retries=100, dataset={"target": target, "args": {"seconds": 0.015}})
     finally:
         ended.set()
         killer.join()
     assert time.monotonic() - started < 240
     assert len(kills) >= 3
     assert 3 <= result.restarts <= len(kills)
-    assert result.outputs_sha256 == dp_ray.load(tmp_path / "undisturbed").outputs_sha256
+    assert result.outputs_sha256 == undisturbed.outputs_sha256
     until = time.monotonic() + 30
     while (processes() or listening() - ports or shared_memory() - memory) and time.monotonic() < until:
         time.sleep(0.2)
@@ -225,8 +224,12 @@ def test_soak_kills_every_few_seconds_lose_and_leave_nothing(cluster: Cluster, r
 
 
 class Slowly(models.Rows):
-    """A hundredth of a second for a shard of rows, whatever its size."""
+    """8,000 rows; so many seconds for a shard of them, whatever its size."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(8000)
+        self.seconds = seconds
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        time.sleep(0.02)
+        time.sleep(self.seconds)
         return [self[index] for index in indices]

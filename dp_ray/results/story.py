@@ -57,14 +57,17 @@ class Story:
     def resumed(self, step: int, seconds: float | None) -> "Story":
         """The last interruption is over."""
         *before, last = self.interruptions
-        return replace(self, interruptions=(*before, replace(last, resumed_step=step, seconds=seconds)))
+        # What was kept may be further than what was heard of.
+        over = replace(last, step=max(last.step, step), resumed_step=step, seconds=seconds)
+        return replace(self, interruptions=(*before, over))
 
     @property
     def is_interrupted(self) -> bool:
         return bool(self.interruptions) and self.interruptions[-1].resumed_step is None
 
     def to_json(self) -> dict[str, Any]:
-        return {"world_sizes": list(self.world_sizes), "interruptions": [asdict(one) for one in self.interruptions]}
+        told = [{**asdict(one), "ranks": list(one.ranks), "nodes": list(one.nodes)} for one in self.interruptions]
+        return {"world_sizes": list(self.world_sizes), "interruptions": told}
 
     def save(self, run: Storage) -> None:
         run.write_text(STORY, json.dumps(self.to_json(), indent=2) + "\n")

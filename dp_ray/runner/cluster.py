@@ -45,12 +45,23 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    with _environment_kept(), _own_folder() as folder:
+    with _environment_kept(), _own_folder() as folder, _raylets_hushed(verbose):
         _start(job, address or os.environ.get("RAY_ADDRESS"), verbose, folder)
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _raylets_hushed(verbose: bool) -> Iterator[None]:
+    """Keep Ray from printing a page to stdout for each worker that dies, whatever `log_to_driver` says."""
+    before = ray._private.worker._worker_logs_enabled
+    ray._private.worker._worker_logs_enabled = verbose
+    try:
+        yield
+    finally:
+        ray._private.worker._worker_logs_enabled = before
 
 
 @contextmanager

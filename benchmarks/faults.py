@@ -1,0 +1,181 @@
+"""What a fault costs: from the kill to training again, against Ray Train's defaults with a loop written by hand."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+import dp_ray
+from benchmarks import recovering
+from benchmarks.cluster import local_ray, scratch
+from benchmarks.measure import alternate, medians
+from benchmarks.table import Row, share, time_text
+from benchmarks.training import pulsed, unpulsed
+from dp_ray.runner.inbox import open_inbox
+
+REPEATS = 3
+STEPS = 240
+Kill = Callable[[list[int]], None]
+
+
+def measure() -> list[Row]:
+    return [_node(), *_worker(), _pulse()]
+
+
+def _worker() -> list[Row]:
+    with local_ray(), scratch() as folder:
+        again: list[int] = []
+
+        def ours() -> float:
+            seconds, result = _ours(folder, kill_one, workers=2)
+            (one,) = result.interruptions
+            again.append(one["step"] - one["resumed_step"])
+            return seconds
+
+        found = medians(alternate(ours, lambda: _theirs(folder, kill_one, 2), REPEATS))
+    return [
+        _row("a worker killed: to training again, 2 workers", found, 0.8),
+        Row(
+            "faults: steps computed twice, a checkpoint every 50",
+            f"{max(again)}",
+            "",
+            "",
+            "at most 50",
+            max(again) <= 50,
+        ),
+    ]
+
+
+def _node() -> Row:
+    found = []
+    for _ in range(REPEATS):
+        with three_nodes() as (folder, kill_node):
+            mine, _ = _ours(folder, kill_node, workers={"min": 1, "max": 3})
+        with three_nodes() as (folder, kill_node):
+            found.append((mine, _theirs(folder, kill_node, (1, 3))))
+    return _row("a node lost: to training again, elastic 3 to 2", medians(found), 0.3)
+
+
+def _row(what: str, found: tuple[float, float], at_most: float) -> Row:
+    ours, theirs = found
+    return Row(
+        f"faults: {what}",
+        time_text(ours),
+        f"{time_text(theirs)} Ray Train",
+        share(ours, theirs),
+        f"at most {at_most}",
+        ours <= at_most * theirs,
+    )
+
+
+def _pulse() -> Row:
+    with local_ray():
+        inbox = open_inbox()
+        found = alternate(lambda: pulsed(inbox), unpulsed, 7)
+    ratio = median(ours / theirs for ours, theirs in found)
+    ours, theirs = medians(found)
+    return Row(
+        "faults: a step with watchdog and ledger",
+        time_text(ours),
+        f"{time_text(theirs)} without",
+        f"{ratio:.3f}",
+        "at most 1.01",
+        ratio <= 1.01,
+    )
+
+
+def kill_one(pids: list[int]) -> None:
+    os.kill(pids[-1], signal.SIGKILL)
+
+
+@contextmanager
+def three_nodes() -> Iterator[tuple[Path, Kill]]:
+    """A Ray of three nodes with a CPU each, the last of which can be killed; Ray Train's own defaults."""
+    before = dict(os.environ)
+    for key in before:
+        if key.startswith("RAY_TRAIN_"):
+            del os.environ[key]
+    with scratch() as folder:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": str(folder / "ray")})
+        try:
+            last = [cluster.add_node(num_cpus=1) for _ in range(2)][-1]
+            ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+            cluster.wait_for_nodes()
+            yield folder, lambda pids: cluster.remove_node(last, allow_graceful=False)
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _ours(folder: Path, kill: Kill, workers: Any) -> tuple[float, dp_ray.Result]:
+    results = []
+
+    def train(ticks: Path) -> None:
+        result = dp_ray.run(
+            task="train",
+            model="benchmarks.recovering:model",
+            dataset={"target": "benchmarks.recovering:Ticking", "args": {"ticks": str(ticks)}},
+            loss="torch.nn:MSELoss",
+            optimizer={"target": "torch.optim:SGD", "args": {"lr": 0.01}},
+            batch_size=recovering.BATCH,
+            shards=3,
+            epochs=1000,
+            max_steps=STEPS,
+            workers=workers,
+            checkpoint={"every_steps": 50},
+            storage=str(ticks.parent),
+            name=f"ours-{ticks.name}",
+            quiet=True,
+        )
+        results.append(result)
+
+    return _seconds_lost(folder, kill, train), results[0]
+
+
+def _theirs(folder: Path, kill: Kill, workers: int | tuple[int, int]) -> float:
+    return _seconds_lost(folder, kill, lambda ticks: recovering.run(ticks, workers, STEPS))
+
+
+def _seconds_lost(folder: Path, kill: Kill, train: Callable[[Path], None]) -> float:
+    """From the kill to the first sample that a worker which was not there before reads."""
+    ticks = folder / f"ticks-{time.time_ns()}"
+    ticks.touch()
+    found: list[float] = []
+
+    def watch() -> None:
+        time.sleep(_until(lambda: len(seen(ticks)) >= 60, 2.0))
+        before = {pid for _, pid in seen(ticks)}
+        killed = time.time()
+        kill(sorted(before))
+        _until(lambda: any(pid not in before for _, pid in seen(ticks)), 0.0)
+        found.append(min(at for at, pid in seen(ticks) if pid not in before) - killed)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    train(ticks)
+    watching.join()
+    return found[0]
+
+
+def seen(ticks: Path) -> list[tuple[float, int]]:
+    """When which process read a sample."""
+    lines = ticks.read_text().splitlines()
+    return [(float(at), int(pid)) for at, pid in (line.split() for line in lines if line.count(" ") == 1)]
+
+
+def _until(holds: Callable[[], bool], then: float) -> float:
+    end = time.monotonic() + 300
+    while not holds():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
+    return then
