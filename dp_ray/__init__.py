@@ -7,15 +7,17 @@ from dp_ray.errors import Error
 
 if TYPE_CHECKING:
     from dp_ray.job import Job
+    from dp_ray.replica.parallel import devices
     from dp_ray.results.result import Result, load
     from dp_ray.runner.driver import run
 
-__all__ = ["Error", "Job", "Result", "errors", "load", "run"]
+__all__ = ["Error", "Job", "Result", "devices", "errors", "load", "run"]
 
 # Imported when first used, so that `dp-ray plan` and `import dp_ray` wait neither for torch nor for Ray.
 _HOMES = {
     "Job": "dp_ray.job",
     "Result": "dp_ray.results.result",
+    "devices": "dp_ray.replica.parallel",
     "load": "dp_ray.results.result",
     "run": "dp_ray.runner.driver",
 }

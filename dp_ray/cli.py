@@ -106,6 +106,10 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
         dataset = build_dataset(job)
     split = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
     planned = plan_of(split, job.max_workers, job.epochs if job.task == "train" else 1)
+    if job.split is not None:
+        from dp_ray.replica.parallel import plan_blocks
+
+        planned["blocks"] = plan_blocks(job)
     click.echo(json.dumps(planned) if as_json else table(planned))
 
 

@@ -199,7 +199,10 @@ class Job(Strict):
     resources_per_worker: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     accelerator_type: str | None = None
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    devices: Annotated[list[str], Field(min_length=1, max_length=1)] | None = None
+    devices: Annotated[list[str], Field(min_length=1)] | None = None
+    input_device: str | None = None
+    split: Literal["auto"] | None = None
+    blocks: Annotated[list[str], Field(min_length=1)] | None = None
     retries: NonNegativeInt = 3
     timeouts: Timeouts = Timeouts()
     storage: Annotated[str, Field(min_length=1)] = "runs"
@@ -210,7 +213,19 @@ class Job(Strict):
     # A run of a job that differs in one of these only is the same run, carried on.
     CANNOT_CHANGE_THE_RESULT: ClassVar[frozenset[str]] = frozenset(
         {"name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "placement"}
-        | {"accelerator_type", "devices", "loader", "checkpoint", "retries", "timeouts", "storage", "env"}
+        | {
+            "accelerator_type",
+            "devices",
+            "input_device",
+            "split",
+            "blocks",
+            "loader",
+            "checkpoint",
+            "retries",
+            "timeouts",
+            "storage",
+            "env",
+        }
     )
 
     @model_validator(mode="after")
@@ -239,6 +254,15 @@ class Job(Strict):
 
     def _contradictions(self) -> Iterator[str]:
         """Keys that cannot hold together."""
+        gpus = self.gpus_per_worker
+        if gpus != "auto" and gpus > 1 and gpus != int(gpus):
+            yield f"gpus_per_worker: must be 'auto', at most 1, or a whole number, got {gpus:g}"
+        if gpus != "auto" and gpus > 1 and self.devices is not None and len(self.devices) != gpus:
+            yield f"devices: {len(self.devices)} are named, and gpus_per_worker is {gpus:g}; leave one of them out"
+        if self.blocks is not None and self.split is None:
+            yield "blocks: are what split: auto splits; set split: auto, or leave blocks out"
+        if self.split is not None and self.num_devices == 1:
+            yield "split: a worker has one device; set gpus_per_worker to 2 or more, or devices: [cpu, cpu]"
         if self.sync_batchnorm and self.num_shards > max(1, self.min_workers):
             yield (
                 f"sync_batchnorm: needs a worker for each shard, since a worker runs its shards one after another; "
@@ -271,6 +295,13 @@ class Job(Strict):
     def gives_first(self) -> bool:
         """Whether the model gets the first of a pair (inputs, target), rather than the whole item."""
         return self.inputs == "first" or (self.inputs is None and self.task != "predict")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of a worker over which its model lies."""
+        if self.devices is not None:
+            return len(self.devices)
+        return 1 if self.gpus_per_worker == "auto" else max(1, int(self.gpus_per_worker))
 
     @property
     def min_workers(self) -> int:
@@ -468,7 +499,8 @@ _ALLOWED = {
     "loader.pin_memory": "'auto', true or false",
     "loader.context": "null, 'fork', 'spawn' or 'forkserver'",
     "find_unused_parameters": "'auto', true or false",
-    "devices": "null or a list of one device, like [cpu] or ['cuda:0']",
+    "devices": "null or a list of devices, like [cpu] or ['cuda:0', 'cuda:1']",
+    "split": "null or 'auto'",
 }
 
 

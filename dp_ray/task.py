@@ -17,6 +17,7 @@ from dp_ray.replica.data import Indices, load_shards
 from dp_ray.replica.evaluate import Evaluation, build_measures
 from dp_ray.replica.loop import predict
 from dp_ray.replica.model import build_model, compiled, replicate, synchronise
+from dp_ray.replica.parallel import input_device
 from dp_ray.replica.randomness import preserved
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.targets import build_dataset
@@ -79,10 +80,11 @@ def evaluate(job: Job, world: World, run: Storage, send: Send, border: Border) -
     """Run this worker's shards of every step and tell the means over the whole dataset."""
     dataset = build_dataset(job)
     model = started(job, world)
+    world = world.with_inputs_on(input_device(job, model, world.devices))
     called = compiled(model, job)
     work = Work(split_of(job, dataset), world.world_size, world.rank)
     measures, states = build_measures(job)
-    evaluation = Evaluation(job, build_step(job, world.device), measures, states, world.device)
+    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device)
     batches = load_shards(job, dataset, work, world.device, inputs_only=False)
     with Recorder(world, send) as recorder, Probe(called, job.batch_dim) as probe:
 
@@ -102,7 +104,7 @@ def evaluate(job: Job, world: World, run: Storage, send: Send, border: Border) -
 
 def started(job: Job, world: World) -> nn.Module:
     """The model with the weights to run, the same on every rank."""
-    model = build_model(job, world.device)
+    model = build_model(job, world.devices)
     if job.init_from is not None:
         load_weights(model, read_start(job.init_from)[0], job.init_from)
     synchronise(model)
@@ -112,7 +114,9 @@ def started(job: Job, world: World) -> nn.Module:
 def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
     """Run this worker's shards of every step, but those that a part which counts holds."""
     dataset = build_dataset(job)
-    model = compiled(started(job, world), job)
+    bare = started(job, world)
+    world = world.with_inputs_on(input_device(job, bare, world.devices))
+    model = compiled(bare, job)
     replica = replicate(model, world)
     parts = run.child(PARTS)
     attempt, counted = begin_attempt(run)

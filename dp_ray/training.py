@@ -20,6 +20,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.data import load_shards
 from dp_ray.replica.evaluate import Evaluation, build_measures
 from dp_ray.replica.model import build_model, compiled, synchronise
+from dp_ray.replica.parallel import input_device
 from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.targets import build_dataset
@@ -57,9 +58,10 @@ def train(job: Job, world: World, run: Storage, send: Send, border: Border) -> N
     """
     dataset = build_dataset(job)
     split = split_of(job, dataset)
-    model = with_synced_batchnorm(build_model(job, world.device), job, world)
+    model = with_synced_batchnorm(build_model(job, world.devices), job, world)
+    world = world.with_inputs_on(input_device(job, model, world.devices))
     measures, states = build_measures(job)
-    step = build_step(job, world.device)
+    step = build_step(job, world)
     called = compiled(model, job)
     with closing(Trainer(job, model, called, step, measures, world)) as trainer:
         attempt = begin_attempt(run).attempt

@@ -88,7 +88,8 @@ def _worker(rank: int, world_size: int, job: Job, folder: str, port: int, told: 
     try:
         if world_size > 1:
             dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-        run_task(job, World(rank, world_size), Storage(folder), send)
+        devices = tuple(torch.device(name) for name in job.devices or ["cpu"])
+        run_task(job, World(rank, world_size, all_devices=devices), Storage(folder), send)
         if world_size > 1:
             dist.barrier()
             dist.destroy_process_group()

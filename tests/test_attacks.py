@@ -237,10 +237,10 @@ def test_odd_buffers_pass_through_a_process_group_and_lazy_ones_are_named() -> N
     keys = {"dataset": "tests.models:Rows", "batch_size": 1}
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     try:
-        odd = build_model(Job.make({"model": OddState(), **keys}, "job"), torch.device("cpu"))
+        odd = build_model(Job.make({"model": OddState(), **keys}, "job"), [torch.device("cpu")])
         synchronise(odd)
         assert replicate(odd, World()).module is odd
-        lazy = build_model(Job.make({"model": LazyState(), **keys}, "job"), torch.device("cpu"))
+        lazy = build_model(Job.make({"model": LazyState(), **keys}, "job"), [torch.device("cpu")])
         with pytest.raises(ModelError, match=r"layer\.weight has no shape yet"):
             synchronise(lazy)
     finally:

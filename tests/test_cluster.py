@@ -108,9 +108,24 @@ def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in
     assert sorted(tuple(worker["gpu_ids"]) for worker in result.workers) == [("0",), ("0",), ("1",), ("1",)]
     with pytest.raises(ClusterError, match=r"5 workers need 5 CPU, 5 GPU .*3 nodes has 9 CPU, 4 GPU, room for 4"):
         dp_ray.run("jobs/tutorial.yaml", workers=5, address=made_up_gpus, name="five", **keys)
-    keys["gpus_per_worker"] = 3
-    with pytest.raises(ClusterError, match=r"2 workers need 2 CPU, 6 GPU .* room for 0 workers"):
-        dp_ray.run("jobs/tutorial.yaml", workers=2, address=made_up_gpus, name="three", **keys)
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
+    keys: dict[str, Any] = {"gpus_per_worker": 2, "storage": str(tmp_path), "address": made_up_gpus, "quiet": True}
+    result = dp_ray.run("jobs/model_parallel_train.yaml", workers=2, name="two", **keys)
+    assert [sorted(worker["gpu_ids"]) for worker in result.workers] == [["0", "1"], ["0", "1"]]
+    assert [worker["node_rank"] for worker in result.workers] == [0, 1]
+    here = dp_ray.run("jobs/model_parallel_train.yaml", workers=0, storage=str(tmp_path), name="here", quiet=True)
+    assert result.weights_sha256 == here.weights_sha256
+    predicted = dp_ray.run("jobs/model_parallel.yaml", workers=2, shards=2, name="predicted", **keys)
+    alone = dp_ray.run("jobs/model_parallel.yaml", workers=0, shards=2, storage=str(tmp_path), name="alone")
+    assert predicted.outputs_sha256 == alone.outputs_sha256
+    keys |= {"gpus_per_worker": 3, "devices": ["cpu"] * 3}
+    says = r"1 workers need 1 CPU, 3 GPU .* room for 0 workers: one worker takes 3 GPU of ONE node, .* largest has 2"
+    with pytest.raises(ClusterError, match=says):
+        dp_ray.run("jobs/model_parallel.yaml", workers=1, shards=2, name="three", **keys)
 
 
 def test_the_cluster_file_is_one_that_ray_takes() -> None:

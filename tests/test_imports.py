@@ -95,7 +95,7 @@ def test_no_import_cycle() -> None:
 
 
 def test_the_public_face() -> None:
-    assert dp_ray.__all__ == ["Error", "Job", "Result", "errors", "load", "run"]
+    assert dp_ray.__all__ == ["Error", "Job", "Result", "devices", "errors", "load", "run"]
     assert dir(dp_ray) == dp_ray.__all__
     for name in dp_ray.__all__:
         assert getattr(dp_ray, name) is not None

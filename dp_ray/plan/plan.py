@@ -38,6 +38,10 @@ def table(planned: dict[str, Any]) -> str:
     for batch in planned["batches"]:
         lines.append(f"{batch['steps']:,} x {batch['rows']:,} rows")
         lines += _folded([_worker(batch, shards) for shards in batch["worker_shards"]])
+    lines += [
+        f"  block {block['name']:<24}{block['bytes']:>16,} bytes on {block['device']}"
+        for block in planned.get("blocks", ())
+    ]
     return "\n".join(lines)
 
 

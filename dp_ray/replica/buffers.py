@@ -45,7 +45,8 @@ class Buffers:
         if not self._places or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if dist.get_rank() == 0:
-            self._flat = torch.cat([_bytes(buffer) for buffer in self._kept or self._tensors()])
+            buffers = self._kept or self._tensors()
+            self._flat = torch.cat([_bytes(buffer).to(buffers[0].device) for buffer in buffers])
         else:
             tensors = self._tensors()
             size = sum(_padded(buffer) for buffer in tensors)

@@ -16,6 +16,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.data import Indices
 from dp_ray.replica.loss import weigh
 from dp_ray.replica.model import autocast
+from dp_ray.replica.parallel import mixed_devices
 from dp_ray.replica.randomness import seed_all
 from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
 from dp_ray.replica.targets import bound, build, resolve
@@ -101,11 +102,14 @@ class Evaluation:
         except Error as error:
             raise type(error)(f"{where}: {error}") from error
         except (Exception, SystemExit) as error:
-            raise ModelError(f"evaluation raised {type(error).__name__} in {where}: {error}") from error
+            what = f"evaluation raised {type(error).__name__} in {where}: {error}"
+            raise ModelError(f"{mixed_devices(model, error) or ''}{what}") from error
         return stepped, as_row(measured, self._device) if measured else None
 
     def _update(self, name: str, metric: Any, stepped: Stepped) -> None:
         try:
+            if isinstance(stepped.outputs, torch.Tensor):
+                metric.to(stepped.outputs.device)
             metric.update(stepped.outputs, stepped.target)
         except Exception as error:
             raise ModelError(f"metrics.{name}: {type(error).__name__}: {error}") from error

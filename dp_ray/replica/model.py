@@ -1,6 +1,7 @@
 """The model of one worker: built from its target, moved to its device, wrapped by DDP."""
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,22 +12,35 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Job
+from dp_ray.job import Job, Target
+from dp_ray.replica.parallel import building_on, spread, with_devices
 from dp_ray.replica.randomness import seed_all
 from dp_ray.replica.targets import build
 from dp_ray.replica.world import World
 
 
-def build_model(job: Job, device: torch.device) -> nn.Module:
-    """The job's module on `device`, initialised from the job's seed alone, so alike on every worker."""
-    seed_all(job.seed, device)
-    model = build("model", job.model)
+def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
+    """The job's module on `devices`, initialised from the job's seed alone, so alike on every worker.
+
+    On several devices it places its parts itself, or is split as the job says.
+    """
+    seed_all(job.seed, devices[0])
+    with building_on(devices):
+        model = build("model", with_devices(job.model, devices))
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
+    if len(devices) > 1 and job.split is None and not isinstance(job.model, Target):
+        raise JobError(
+            f"model: an object that is made already cannot place its parts on {len(devices)} devices; "
+            "give a target, or set split: auto"
+        )
     try:
-        return model.to(device)
+        if len(devices) == 1:
+            return model.to(devices[0])
+        return model if job.split is None else spread(job, model, devices)
     except (RuntimeError, AssertionError) as error:
-        raise JobError(f"devices: the model cannot be moved to {device}: {error}") from error
+        names = ", ".join(map(str, devices))
+        raise JobError(f"devices: the model cannot be moved to {names}: {error}") from error
 
 
 def compiled(model: nn.Module, job: Job) -> nn.Module:
@@ -54,7 +68,7 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
-    device_ids = [world.device] if world.device.type == "cuda" else None
+    device_ids = [world.device] if world.device.type == "cuda" and len(world.devices) == 1 else None
     with warnings.catch_warnings():
         # torch 2.13 has a new name for the option, whose meaning differs: it syncs at the start, as was done above.
         warnings.simplefilter("ignore", FutureWarning)

@@ -15,13 +15,13 @@ Draws = tuple[float, float, float]
 
 
 def seed_all(number: int, device: torch.device | None = None) -> None:
-    """Seed the global generators, and that of `device` where it has one of its own."""
+    """Seed the global generators; with a `device` to compute on also those of this process's GPUs."""
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number)
-    if device is not None and device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(number)
+    if device is not None and (device.type == "cuda" or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(number)
 
 
 class Quiet:

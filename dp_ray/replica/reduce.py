@@ -85,7 +85,7 @@ class ShardSums:
 class TreeReducer:
     """The communication hook of DDP that sums buckets over the workers as the tree says."""
 
-    def __init__(self, sums: ShardSums, world_size: int, rank: int, device: torch.device) -> None:
+    def __init__(self, sums: ShardSums, world_size: int, rank: int) -> None:
         self.saw_last = False
         self._sums = sums
         self._root = sums.root
@@ -98,8 +98,9 @@ class TreeReducer:
         # Its collectives are issued from a thread, so they need a group, and an order, of their own.
         self._group = dist.new_group() if world_size > 2 else None
         self._thread = ThreadPoolExecutor(1, "reduce")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._device = device
+        self._streams: dict[
+            torch.device, torch.cuda.Stream
+        ] = {}  # a bucket lies on one GPU, a model maybe on several
 
     def begin(self, filled: int, last: Node | None) -> None:
         """A step in which the first `filled` shards have rows; `last` are this worker's last ones, reduced as run."""
@@ -134,11 +135,18 @@ class TreeReducer:
             return work.get_future().then(_first)  # type: ignore[no-any-return]
         # The sum in which the last shard is lies in the bucket itself, the others beside it.
         flats = [flat if sums and sums[0] is views[0] else _laid_out(flat, views, sums or []) for sums in mine]
-        devices: list[int | str | torch.device] | None = [self._device] if self._stream else None
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
+        is_on_gpu = flat.device.type == "cuda"
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[flat.device] if is_on_gpu else None
+        )
+        ready = torch.cuda.current_stream(flat.device).record_event() if is_on_gpu else None
         self._thread.submit(self._complete, future, flat, flats, ready)
         return future
+
+    def _stream(self, device: torch.device) -> "torch.cuda.Stream":
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
 
     def _held(self, bucket: GradBucket, views: list[torch.Tensor]) -> dict[Node, Gradients]:
         """This worker's sums of the bucket's parameters; those of the last shard are the bucket itself."""
@@ -152,11 +160,12 @@ class TreeReducer:
 
     def _complete(self, future: Any, flat: torch.Tensor, flats: list[torch.Tensor], ready: Any) -> None:
         try:
-            if self._stream is None:
+            if ready is None:
                 future.set_result(self._exchange(flat, flats))
                 return
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
+            stream = self._stream(flat.device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
                 future.set_result(self._exchange(flat, flats))
         except Exception as error:  # raised again by whoever waits for the bucket
             future.set_exception(error)

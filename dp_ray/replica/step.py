@@ -12,6 +12,8 @@ from dp_ray.replica.data import model_inputs
 from dp_ray.replica.loss import Compare, Weighted, build_loss, weigh
 from dp_ray.replica.model import call_model
 from dp_ray.replica.targets import bound
+from dp_ray.replica.tree import flatten, map_leaves
+from dp_ray.replica.world import World
 
 Step: TypeAlias = Callable[[nn.Module, Any], Any]
 
@@ -24,12 +26,16 @@ class Stepped(NamedTuple):
     target: Any = None
 
 
-def build_step(job: Job, device: torch.device) -> Step:
-    """The user's step, or the plain one: the model on the inputs, the loss on its outputs and the target."""
+def build_step(job: Job, world: World) -> Step:
+    """The user's step, or the plain one: the model on the inputs, the loss on its outputs and the target.
+
+    Where the model lies on several devices, the target is taken to where the outputs are.
+    """
     if job.step is not None:
         step: Step = bound("step", job.step)
         return step
-    loss = None if job.loss is None else build_loss(job.loss, device)
+    loss = None if job.loss is None else build_loss(job.loss, world.devices[-1])
+    has_several = len(world.devices) > 1
 
     def plain_step(model: nn.Module, batch: Any) -> Stepped:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -37,10 +43,22 @@ def build_step(job: Job, device: torch.device) -> Step:
                 f"task {job.task} needs items that are (inputs, target), got a batch of {_noun(batch)}; "
                 "for items of another kind write a step"
             )
-        outputs = call_model(model, model_inputs(job, batch), job.call)
-        return Stepped(None if loss is None else loss(outputs, batch[1]), outputs, batch[1])
+        outputs, target = call_model(model, model_inputs(job, batch), job.call), batch[1]
+        if has_several:
+            target = beside(outputs, target)
+        return Stepped(None if loss is None else loss(outputs, target), outputs, target)
 
     return plain_step
+
+
+def beside(outputs: Any, target: Any) -> Any:
+    """The target on the device of the outputs."""
+    device = next((leaf.device for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)), None)
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return target if device is None else map_leaves(move, target)
 
 
 def run_step(step: Step, model: nn.Module, batch: Any) -> Stepped:

@@ -22,6 +22,7 @@ from dp_ray.replica.data import Indices
 from dp_ray.replica.loss import weigh
 from dp_ray.replica.model import autocast
 from dp_ray.replica.optim import Schedule, build_optimizer, build_scaler
+from dp_ray.replica.parallel import mixed_devices
 from dp_ray.replica.randomness import seed_all
 from dp_ray.replica.reduce import Nothing, Reducer, ShardSums, SumReducer, TreeReducer
 from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
@@ -198,6 +199,8 @@ class Trainer:
         """DDP around the shard's loss; what the first shard uses tells whether it must look for unused parameters."""
         if self.world.world_size == 1:
             return self._loss
+        if len(types := {one.device.type for one in self._parameters}) > 1:
+            raise JobError(f"devices: of several workers must be of one type, got {' and '.join(sorted(types))}")
         unused = self.job.find_unused_parameters
         if unused == "auto":
             unused = self._finds_unused(shards, batches)
@@ -212,9 +215,7 @@ class Trainer:
                 gradient_as_bucket_view=True,
             )
         self._reducer = (
-            SumReducer()
-            if self._sums is None
-            else TreeReducer(self._sums, self.world.world_size, self.world.rank, self.world.device)
+            SumReducer() if self._sums is None else TreeReducer(self._sums, self.world.world_size, self.world.rank)
         )
         replica.register_comm_hook(None, self._reducer.hook)
         return replica
@@ -268,7 +269,7 @@ class Trainer:
             if is_lost_peer(error):
                 raise
             what = f"training raised {type(error).__name__} in step {shard.step}, shard {shard.shard}: {error}"
-            raise ModelError(what) from error
+            raise ModelError(f"{mixed_devices(self.model, error) or ''}{what}") from error
         return loss
 
     def _run(self, batch: Any, rows: int) -> torch.Tensor:
@@ -320,7 +321,10 @@ class Trainer:
             if known != rows:
                 torch._foreach_mul_(gradients, rows / known if known > 0 else 0.0)
         else:  # without waiting for the device
-            torch._foreach_mul_(gradients, torch.where(weight > 0, rows / weight, 0.0).to(gradients[0].dtype))
+            factor = torch.where(weight > 0, rows / weight, 0.0)
+            for device in {one.device for one in gradients}:
+                here = [one for one in gradients if one.device == device]
+                torch._foreach_mul_(here, factor.to(device, here[0].dtype))
 
     def _update(self, stats: torch.Tensor, rows: int) -> Update:
         """Clip the whole batch's gradient and step; the loss's weights count now that all are known."""

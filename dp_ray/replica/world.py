@@ -1,7 +1,7 @@
-"""Where a replica stands among the others: its rank, its node and its device."""
+"""Where a replica stands among the others: its rank, its node and its devices."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place, in torch.distributed's and Ray Train's terms; alone in its process by default."""
+    """One worker's place, in torch.distributed's and Ray Train's terms; alone in its process by default.
+
+    `device` is where its inputs go; `all_devices`, where the model lies on several, are those.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -19,6 +22,14 @@ class World:
     node_rank: int = 0
     node: str = "localhost"
     device: torch.device = CPU
+    all_devices: tuple[torch.device, ...] = ()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return self.all_devices or (self.device,)
+
+    def with_inputs_on(self, device: torch.device) -> "World":
+        return replace(self, device=device)
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.node}"

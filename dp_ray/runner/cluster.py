@@ -157,7 +157,7 @@ def check_fits(job: Job, each: Resources) -> str | None:
         says = (
             f"{job.min_workers} workers need {times(each, job.min_workers)}{_on(job.accelerator_type)} "
             f"({text_of(each)} each, {job.placement}); the cluster of {len(nodes)} nodes has "
-            f"{text_of(_total(nodes, each))}, room for {room} workers"
+            f"{text_of(_total(nodes, each))}, room for {room} workers{_too_large(each, nodes)}"
         )
         if not ray_state.get_max_resources_from_cluster_config():
             raise ClusterError(f"{says}, and no autoscaler that could add nodes")
@@ -170,6 +170,16 @@ def check_fits(job: Job, each: Resources) -> str | None:
             f"free are {text_of({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
         )
     return None
+
+
+def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:
+    """What one worker takes that no node has: all of it must be on one."""
+    most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in each}
+    lacking = {name: amount for name, amount in each.items() if amount > most[name]}
+    if not lacking:
+        return ""
+    largest = text_of({name: most[name] for name in lacking})
+    return f": one worker takes {text_of(lacking)} of ONE node, and the largest has {largest}"
 
 
 def room_for(

@@ -23,6 +23,7 @@ from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.plan.work import Done, Range
+from dp_ray.replica.parallel import with_devices
 from dp_ray.replica.state import CHECKPOINTS, steps_of
 from dp_ray.replica.targets import bind, build_dataset, resolve
 from dp_ray.replica.weights import WEIGHTS, find_start
@@ -149,7 +150,7 @@ def check_targets(job: Job) -> Split:
     """Find the job's targets and the size of its dataset before anything is started."""
     for key, target in job.targets.items():
         if isinstance(target, Target) and key in ("model", "eval.dataset"):
-            bind(key, target)
+            bind(key, with_devices(target, ()) if key == "model" else target)
         elif isinstance(target, Target) and key in ("optimizer", "scheduler"):
             bind(key, target, leading=1)
         elif isinstance(target, Target):
@@ -215,8 +216,8 @@ def _trained(job: Job, run: Storage) -> list[Range]:
 
 def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
     """`workers: 0`: the whole task in this process, where a debugger can step into it."""
-    wants_gpu = torch.cuda.is_available() and job.gpus_per_worker != 0
-    world = World(device=torch.device(job.devices[0] if job.devices else "cuda" if wants_gpu else "cpu"))
+    devices = _devices_here(job)
+    world = World(device=devices[0], all_devices=devices)
     monitor.take(Hello("here", world, os.getpid(), ()))
 
     def send(what: Any) -> None:
@@ -225,6 +226,19 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
 
     with contextlib.redirect_stdout(sys.stderr), _environment(job.env):
         run_task(job, world, claimed.storage, send)
+
+
+def _devices_here(job: Job) -> tuple[torch.device, ...]:
+    """The devices that the job names, or as many GPUs of this machine as a worker takes."""
+    if job.devices:
+        return tuple(torch.device(name) for name in job.devices)
+    if not torch.cuda.is_available() or job.gpus_per_worker == 0:
+        if job.num_devices > 1:
+            raise JobError(f"gpus_per_worker: this machine has no GPUs, {job.num_devices} are wanted; set devices")
+        return (torch.device("cpu"),)
+    if (there := torch.cuda.device_count()) < job.num_devices:
+        raise JobError(f"gpus_per_worker: this machine has {there} GPUs, {job.num_devices} are wanted")
+    return tuple(torch.device("cuda", number) for number in range(job.num_devices))
 
 
 @contextmanager
@@ -254,7 +268,7 @@ def _run_on_ray(
         trainer = Trainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
-            torch_config=BoundTorchConfig(backend="gloo" if job.devices == ["cpu"] else None),
+            torch_config=BoundTorchConfig(backend="gloo" if set(job.devices or ()) == {"cpu"} else None),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, options),
             wanted=_wanted(job, each),

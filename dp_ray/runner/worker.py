@@ -63,14 +63,15 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
 def place(job: Job) -> World:
     """This worker's rank, node and device."""
     context = ray.train.get_context()
-    device = torch.device(job.devices[0]) if job.devices else ray.train.torch.get_device()
+    given = [torch.device(name) for name in job.devices] if job.devices else ray.train.torch.get_devices()
     return World(
         rank=context.get_world_rank(),
         world_size=context.get_world_size(),
         local_rank=context.get_local_rank(),
         node_rank=context.get_node_rank(),
         node=ray.util.get_node_ip_address(),
-        device=device,
+        device=given[0],
+        all_devices=tuple(given),
     )
 
 
