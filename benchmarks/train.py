@@ -62,7 +62,7 @@ def _ports() -> list[int]:
 
 def _split() -> Row:
     """What the hooks cost that move activations; here there is nothing to move."""
-    keys = {"split": "auto", "devices": ["cpu", "cpu"]}
+    keys: dict[str, Any] = {"split": "auto", "devices": ["cpu", "cpu"]}
     on_two = World(all_devices=(CPU, CPU))
     pairs = alternate(
         lambda: rows_per_second("mlp", on_two, **keys), lambda: rows_per_second("mlp", World()), REPEATS

@@ -19,6 +19,12 @@ class Border:
     def before(self, step: int) -> None:
         """The worker is about to run `step`."""
 
+    def touch(self) -> None:
+        """The worker is still at work in its step, on an evaluation for instance."""
+
+    def through(self) -> None:
+        """The worker has run its last step; what it still writes may take its time."""
+
     def take_save(self) -> bool:
         return False
 

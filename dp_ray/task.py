@@ -152,6 +152,7 @@ def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Bo
 
         batches = load_shards(job, dataset, work, world.device)
         predict(replica, job, world.device, work, batches, on_shard, on_step, goes_on)
+        border.through()
     if stopped:
         border.leave()
     border.end()

@@ -67,7 +67,8 @@ def train(job: Job, world: World, run: Storage, send: Send, border: Border) -> N
         attempt = begin_attempt(run).attempt
         running = restore(job, trainer, split, run, send)
         synchronise(model)
-        evaluator = Evaluator(job, called, Evaluation(job, step, measures, states, world.device), world)
+        evaluation = Evaluation(job, step, measures, states, world.device)
+        evaluator = Evaluator(job, called, evaluation, world, border)
         keeper = Keeper(job, trainer, split, running, run, attempt, send) if world.rank == 0 else None
         work = Work(split, world.world_size, world.rank, start=running.step)
         batches = load_shards(job, dataset, work, world.device, inputs_only=False)
@@ -90,6 +91,7 @@ def train(job: Job, world: World, run: Storage, send: Send, border: Border) -> N
                     keeper.after_step(number, update, measured, must_save=stops or border.take_save())
                 if stops:
                     break
+            border.through()
             if keeper:
                 keeper.finish()
     if running.step < split.total_steps:
@@ -142,8 +144,9 @@ def advance(
 class Evaluator:
     """The evaluations of a training, at the steps that the job says and after the last."""
 
-    def __init__(self, job: Job, model: nn.Module, evaluation: Evaluation, world: World) -> None:
+    def __init__(self, job: Job, model: nn.Module, evaluation: Evaluation, world: World, border: Border) -> None:
         self._model = model
+        self._border = border
         self._evaluation = evaluation
         self._world = world
         self._eval = job.eval
@@ -170,7 +173,8 @@ class Evaluator:
             return {}
         work = Work(self._split, self._world.world_size, self._world.rank)
         batches = load_shards(self._job, self._dataset, work, self._world.device, inputs_only=False)
-        return {f"eval_{name}": value for name, value in self._evaluation.run(self._model, work, batches).items()}
+        measured = self._evaluation.run(self._model, work, batches, on_step=lambda _: self._border.touch())
+        return {f"eval_{name}": value for name, value in measured.items()}
 
 
 class Keeper:

@@ -1,11 +1,14 @@
 """A run that broke is carried on: only what is missing is read, and the end is that of one undisturbed run."""
 
+import contextlib
+import os
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboardX.proto.event_pb2 import Event
 
 import dp_ray
@@ -159,3 +162,44 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
                 if value.tag == tag:
                     found[event.step] = value.simple_value
     return found
+
+
+class FillsTheDisk(models.SlowPairs):
+    """Reading sample 70 fills the disk that holds `folder`, while the file `greedy` is there."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(0.0)
+        self.folder = Path(folder)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 70 and (self.folder / "greedy").exists():
+            with (self.folder / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+                while True:
+                    filler.write(bytes(4096))
+        return super().__getitem__(index)
+
+
+def test_a_full_disk_in_the_middle_of_a_training_costs_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=4m tmpfs {folder}"):
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        dataset = {"target": "tests.test_driver:FillsTheDisk", "args": {"folder": str(folder)}}
+        keys = training(folder, dataset=dataset, checkpoint={"every_steps": 2, "keep": 2})
+        (folder / "greedy").touch()
+        with pytest.raises(StorageError, match="No space left on device"):
+            dp_ray.run(**keys)
+        kept = sorted((folder / "run" / "checkpoints").glob("step-*"))
+        assert [path.stem for path in kept] == ["step-4", "step-6"], "those before the disk was full"
+        for path in kept:
+            load_file(path)
+        (folder / "filler").unlink()
+        (folder / "greedy").unlink()
+        result = dp_ray.run(**keys)
+        undisturbed = dp_ray.run(**training(tmp_path, dataset=dataset, name="undisturbed"))
+        assert result.weights_sha256 == undisturbed.weights_sha256
+        (one,) = result.interruptions
+        assert (one["kind"], one["resumed_step"]) == ("driver", 6)
+    finally:
+        os.system(f"umount --lazy {folder}")

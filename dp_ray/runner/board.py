@@ -1,5 +1,6 @@
 """The history of a training as TensorBoard scalars, in the run directory's `tensorboard`."""
 
+import contextlib
 import shutil
 import tempfile
 import time
@@ -17,7 +18,10 @@ NOT_SCALARS = {"step", "epoch", "rows"}
 
 
 class Board:
-    """Writes scalars as they come; a step that comes again takes the place of what was written from it on."""
+    """Writes scalars as they come; a step that comes again takes the place of what was written from it on.
+
+    A disk that is full ends this, and not the run: `metrics.parquet` holds the same, and says so if it cannot.
+    """
 
     def __init__(self, run: Storage) -> None:
         self._folder = run.child(TENSORBOARD)
@@ -25,8 +29,17 @@ class Board:
         self._path = Path(self._folder.path) if self._is_local else Path(tempfile.mkdtemp(prefix="dp_ray-"))
         self._writer: Any = None
         self._next = -1
+        self._is_broken = False
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._is_broken:
+            return
+        try:
+            self._add(rows)
+        except OSError:
+            self._is_broken = True
+
+    def _add(self, rows: Sequence[dict[str, Any]]) -> None:
         for row in rows:
             step = row["step"]
             if self._writer is None or step < self._next:
@@ -39,7 +52,8 @@ class Board:
     def close(self) -> None:
         """Write out what is left; to an object store the files go as a whole."""
         if self._writer is not None:
-            self._writer.close()
+            with contextlib.suppress(OSError):
+                self._writer.close()
             self._writer = None
         if not self._is_local and self._path.exists():
             if any(self._path.iterdir()):

@@ -18,6 +18,7 @@ import torch
 from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dp_ray.border import Border
 from dp_ray.errors import DataError, Error, JobError, StorageError, WorkerError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
@@ -42,10 +43,10 @@ from dp_ray.runner.board import Board
 from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
 from dp_ray.runner.inbox import drain, open_inbox
-from dp_ray.runner.messages import Hello, message_of
+from dp_ray.runner.messages import Hello, Started, message_of
 from dp_ray.runner.monitor import Monitor, Reach, error_of, listening
 from dp_ray.runner.network import BoundTorchConfig
-from dp_ray.runner.policy import Trainer, Wanted, answers_at
+from dp_ray.runner.policy import PolicyTrainer, Wanted, answers_at
 from dp_ray.runner.rehearsal import Fault, parse_faults
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
@@ -225,7 +226,17 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
         monitor.tick()
 
     with contextlib.redirect_stdout(sys.stderr), _environment(job.env):
-        run_task(job, world, claimed.storage, send)
+        run_task(job, world, claimed.storage, send, BorderHere(monitor))
+
+
+class BorderHere(Border):
+    """The border of the driver's own process: the monitor hears where it starts."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def before(self, step: int) -> None:
+        self._monitor.take(Started("here", 0, step))
 
 
 def _devices_here(job: Job) -> tuple[torch.device, ...]:
@@ -265,7 +276,7 @@ def _run_on_ray(
         monitor.reach = RayReach()
         here = ray.get_runtime_context().get_node_id()
         config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here)
-        trainer = Trainer(
+        trainer = PolicyTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
             torch_config=BoundTorchConfig(backend="gloo" if set(job.devices or ()) == {"cpu"} else None),

@@ -60,7 +60,7 @@ class Wanted:
         return min(self.max_workers, room_for(self.each, nodes, self.placement, self.accelerator_type))
 
 
-class Trainer(TorchTrainer):  # type: ignore[misc]
+class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer with dp_ray's policies."""
 
     def __init__(self, *args: Any, wanted: Wanted, retries: int, inbox: Any, **keys: Any) -> None:

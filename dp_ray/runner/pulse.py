@@ -71,6 +71,12 @@ class Pulse(Border):
                 tell(self._inbox, Rehearsed(self._attempt, self._world, str(fault), fault.what == "driver"))
                 bring_about(fault, self._driver_node)
 
+    def touch(self) -> None:
+        self._since = time.monotonic()
+
+    def through(self) -> None:
+        self._step = None
+
     def take_save(self) -> bool:
         taken, self._save = self._save, False
         return taken
@@ -83,7 +89,7 @@ class Pulse(Border):
         self._end(wait=False)
 
     def _end(self, wait: bool) -> None:
-        self._step = None
+        self.through()
         ray.get(self._inbox.end.remote(self._attempt, self._world.rank, self._world.world_size, wait))
 
     def __enter__(self) -> "Pulse":
