@@ -206,7 +206,7 @@ class Job(Strict):
     retries: NonNegativeInt = 3
     timeouts: Timeouts = Timeouts()
     storage: Annotated[str, Field(min_length=1)] = "runs"
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict, repr=False)
 
     TARGETED: ClassVar = ("model", "dataset", "collate", "loss", "step", "optimizer", "scheduler")
 

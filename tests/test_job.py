@@ -168,3 +168,14 @@ def test_a_job_from_python_takes_objects() -> None:
     job = Job.make({"model": len, "dataset": data, "batch_size": 2}, "x")
     assert job.dataset is data
     assert (job.describe()["model"], job.describe()["dataset"]) == ("<builtins:len>", "<builtins:list>")
+
+
+def test_secrets_are_not_shown() -> None:
+    job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1, "env": {"TOKEN": "hush"}}, "job")
+    assert "hush" not in f"{job!r} {job}"
+
+
+@pytest.mark.parametrize("name", ["..", "../up", "a/b", "/abs", ".hidden", "-flag", "", "a\nb"])
+def test_a_name_cannot_leave_the_storage(name: str) -> None:
+    with pytest.raises(JobError, match="name"):
+        Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1, "name": name}, "job")

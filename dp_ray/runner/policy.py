@@ -17,7 +17,7 @@ from ray._private.state import available_resources_per_node
 from ray._private.state import state as ray_state
 from ray.train import FailureConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
 from ray.train.v2.api.exceptions import WorkerGroupError
@@ -130,6 +130,8 @@ class Recovery(FailurePolicy):  # type: ignore[misc]
         cause = getattr(error, "controller_failure", error)
         if isinstance(cause, ClusterError) or "WorkerGroupStartup" not in type(cause).__name__:
             return FailureDecision.RAISE
+        if isinstance(cause, WorkerGroupStartupTimeoutError):
+            return FailureDecision.RETRY  # somebody else was sooner: Sizing waits for room
         return self._retry("worker", f"the workers could not be started: {cause_of(cause)}", ())
 
     def _retry(self, kind: str, what: str, ranks: tuple[int, ...]) -> Any:
