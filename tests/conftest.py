@@ -6,16 +6,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
 import pytest
 import torch
 
-import dp_ray.runner.driver  # noqa: F401 - Ray changes the environment when it is imported; not in a test, then
+import dp_ray
+import dp_ray.runner.driver
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)
@@ -102,3 +104,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         finally:
             end(process)
+
+
+Run = Callable[..., dp_ray.Result]
+
+
+@pytest.fixture
+def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
+    """dp_ray.run on the session's cluster, into a folder of the test's own."""
+
+    def on_cluster(job: str | None = None, **keys: Any) -> dp_ray.Result:
+        given = {"address": cluster.address, "storage": str(tmp_path), "name": "run", "quiet": True, **keys}
+        return dp_ray.run(job, **given)
+
+    return on_cluster
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of four megabytes."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=4m tmpfs {folder}"):
+        pytest.skip("a small disk can be mounted by root only")
+    yield folder
+    os.system(f"umount --lazy {folder}")

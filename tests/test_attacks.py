@@ -206,13 +206,13 @@ def test_overwriting_needs_a_job_that_can_be_written_down(tmp_path: Path) -> Non
 
 
 def test_a_dataset_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    from dp_ray.runner.driver import _check_can_be_shipped
+    from dp_ray.runner.launch import check_can_be_shipped
 
     data = models.Rows(9)
     data.lock = (number for number in range(3))  # type: ignore[attr-defined]
     job = Job.make({"model": models.Doubler(), "dataset": data, "batch_size": 1}, "run")
     with pytest.raises(JobError, match="dataset: cannot be pickled for the workers"):
-        _check_can_be_shipped(job)
+        check_can_be_shipped(job)
 
 
 class OddState(nn.Module):

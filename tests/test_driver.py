@@ -1,7 +1,6 @@
 """A run that broke is carried on: only what is missing is read, and the end is that of one undisturbed run."""
 
 import contextlib
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -179,27 +178,20 @@ class FillsTheDisk(models.SlowPairs):
         return super().__getitem__(index)
 
 
-def test_a_full_disk_in_the_middle_of_a_training_costs_no_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=4m tmpfs {folder}"):
-        pytest.skip("a small disk can be mounted by root only")
-    try:
-        dataset = {"target": "tests.test_driver:FillsTheDisk", "args": {"folder": str(folder)}}
-        keys = training(folder, dataset=dataset, checkpoint={"every_steps": 2, "keep": 2})
-        (folder / "greedy").touch()
-        with pytest.raises(StorageError, match="No space left on device"):
-            dp_ray.run(**keys)
-        kept = sorted((folder / "run" / "checkpoints").glob("step-*"))
-        assert [path.stem for path in kept] == ["step-4", "step-6"], "those before the disk was full"
-        for path in kept:
-            load_file(path)
-        (folder / "filler").unlink()
-        (folder / "greedy").unlink()
-        result = dp_ray.run(**keys)
-        undisturbed = dp_ray.run(**training(tmp_path, dataset=dataset, name="undisturbed"))
-        assert result.weights_sha256 == undisturbed.weights_sha256
-        (one,) = result.interruptions
-        assert (one["kind"], one["resumed_step"]) == ("driver", 6)
-    finally:
-        os.system(f"umount --lazy {folder}")
+def test_a_full_disk_in_the_middle_of_a_training_costs_no_checkpoint(tmp_path: Path, small_disk: Path) -> None:
+    dataset = {"target": "tests.test_driver:FillsTheDisk", "args": {"folder": str(small_disk)}}
+    keys = training(small_disk, dataset=dataset, checkpoint={"every_steps": 2, "keep": 2})
+    (small_disk / "greedy").touch()
+    with pytest.raises(StorageError, match="No space left on device"):
+        dp_ray.run(**keys)
+    kept = sorted((small_disk / "run" / "checkpoints").glob("step-*"))
+    assert [path.stem for path in kept] == ["step-4", "step-6"], "those before the disk was full"
+    for path in kept:
+        load_file(path)
+    (small_disk / "filler").unlink()
+    (small_disk / "greedy").unlink()
+    result = dp_ray.run(**keys)
+    undisturbed = dp_ray.run(**training(tmp_path, dataset=dataset, name="undisturbed"))
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    (one,) = result.interruptions
+    assert (one["kind"], one["resumed_step"]) == ("driver", 6)

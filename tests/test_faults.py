@@ -5,7 +5,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,10 @@ import torch
 import dp_ray
 from dp_ray.errors import DataError, JobError, WorkerError
 from tests import models
-from tests.conftest import Cluster
+from tests.conftest import Cluster, Run
 from tests.test_training_runs import SLOW, driver, job_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
-Run = Callable[..., dp_ray.Result]
-
-
-@pytest.fixture
-def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
-    """dp_ray.run on the session's cluster, into a folder of the test's own."""
-
-    def on_cluster(job: str | None = None, **keys: Any) -> dp_ray.Result:
-        given = {"address": cluster.address, "storage": str(tmp_path), "name": "run", "quiet": True, **keys}
-        return dp_ray.run(job, **given)
-
-    return on_cluster
 
 
 def at_random(seed: int, workers: int, faults: int, steps: int) -> str:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -23,23 +22,9 @@ import dp_ray
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
 from dp_ray.runner.cluster import wants_token
 from tests import models
-from tests.conftest import ROOT, Cluster
+from tests.conftest import ROOT, Cluster, Run
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
-Run = Callable[..., dp_ray.Result]
-
-
-@pytest.fixture
-def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
-    """dp_ray.run on the session's cluster, into a folder of the test's own."""
-
-    def on_cluster(job: str | None = None, **keys: Any) -> dp_ray.Result:
-        return dp_ray.run(
-            job, **{"address": cluster.address, "storage": str(tmp_path), "name": "run", "quiet": True, **keys}
-        )
-
-    return on_cluster
 
 
 def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:

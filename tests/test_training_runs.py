@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ import dp_ray
 from dp_ray.errors import JobError, ModelError
 from jobs.digits import Digits, Net
 from tests import models
-from tests.conftest import ROOT, Cluster
+from tests.conftest import ROOT, Cluster, Run
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
-Run = Callable[..., dp_ray.Result]
 
 SLOW: dict[str, Any] = {
     "task": "train",
@@ -45,17 +43,6 @@ SLOW: dict[str, Any] = {
 def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, targets = zip(*items, strict=True)
     return torch.stack(inputs).reshape(-1, 1, 2, 3), torch.stack(targets)
-
-
-@pytest.fixture
-def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
-    """dp_ray.run on the session's cluster, into a folder of the test's own."""
-
-    def on_cluster(job: str | None = None, **keys: Any) -> dp_ray.Result:
-        given = {"address": cluster.address, "storage": str(tmp_path), "name": "run", "quiet": True, **keys}
-        return dp_ray.run(job, **given)
-
-    return on_cluster
 
 
 def told(result: dp_ray.Result) -> str:

@@ -3,23 +3,17 @@
 import contextlib
 import dataclasses
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import ray
 import torch
-from ray.train import LoggingConfig, RunConfig, ScalingConfig
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_ray.border import Border
-from dp_ray.errors import DataError, Error, JobError, StorageError, WorkerError
+from dp_ray.errors import DataError, JobError, StorageError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split, chunk_sizes
@@ -40,16 +34,12 @@ from dp_ray.results.result import SHAPES, Result, load
 from dp_ray.results.shapes import Seen
 from dp_ray.results.story import STORY, Interruption, Story, read_story
 from dp_ray.runner.board import Board
-from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
-from dp_ray.runner.inbox import drain, open_inbox
+from dp_ray.runner.launch import run_on_ray
 from dp_ray.runner.messages import Hello, Started, message_of
-from dp_ray.runner.monitor import Monitor, Reach, error_of, listening
-from dp_ray.runner.network import BoundTorchConfig
-from dp_ray.runner.policy import PolicyTrainer, Wanted, answers_at
-from dp_ray.runner.rehearsal import Fault, parse_faults
+from dp_ray.runner.monitor import Monitor
+from dp_ray.runner.rehearsal import parse_faults
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located
-from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
 from dp_ray.tensorfile import sha256_of
@@ -111,7 +101,7 @@ def execute(job: Job, options: Options) -> Result:
             if job.max_workers == 0:
                 _run_here(job, claimed, monitor)
             else:
-                _run_on_ray(job, claimed, monitor, console, options, faults)
+                run_on_ray(job, claimed, monitor, console, options.address, options.verbose, faults)
         check_ours(claimed)
         _merge(job, split, claimed.storage, console)
     except BaseException as error:
@@ -261,133 +251,6 @@ def _environment(added: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _run_on_ray(
-    job: Job, claimed: RunDir, monitor: Monitor, console: Console, options: Options, faults: tuple[Fault, ...]
-) -> None:
-    keep_prints = not ray.is_initialized() and not options.verbose
-    with connected(job, options.address, options.verbose), train_environment(), TemporaryDirectory() as folder:
-        each = worker_resources(job)
-        if waiting := check_fits(job, each):
-            console.say(f"{job.run_name}: {waiting}")
-        _check_can_be_shipped(job)
-        inbox = open_inbox()
-        monitor.reach = RayReach()
-        here = ray.get_runtime_context().get_node_id()
-        config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here)
-        trainer = PolicyTrainer(
-            train_loop_per_worker,
-            train_loop_config={"worker": config},
-            torch_config=BoundTorchConfig(backend="gloo" if set(job.devices or ()) == {"cpu"} else None),
-            scaling_config=_scaling(job, each),
-            run_config=_run_config(job, folder, options),
-            wanted=_wanted(job, each),
-            retries=job.retries,
-            inbox=inbox,
-        )
-        try:
-            with _own_sigint(), listening(monitor, lambda: drain(inbox)):
-                trainer.fit()
-        except SystemExit:
-            raise KeyboardInterrupt from None  # Ray Train turns a Ctrl-C into this
-        except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
-            raise _cause(error, monitor) from None
-
-
-def _check_can_be_shipped(job: Job) -> None:
-    """Objects from Python travel to the workers by pickle; say which one cannot."""
-    for key, given in job.targets.items():
-        try:
-            with open(os.devnull, "wb") as nowhere:
-                ray.cloudpickle.dump(given, nowhere)
-        except Exception as error:
-            raise JobError(f"{key}: cannot be pickled for the workers: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _own_sigint() -> Iterator[None]:
-    """Ray Train takes over Ctrl-C, and keeps it when it is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
-    elastic = job.min_workers != job.max_workers
-    return ScalingConfig(
-        num_workers=(job.min_workers, job.max_workers) if elastic else job.max_workers,
-        use_gpu=each.get("GPU", 0) > 0,
-        resources_per_worker=each,
-        placement_strategy=job.placement,
-        accelerator_type=job.accelerator_type,
-    )
-
-
-def _wanted(job: Job, each: dict[str, float]) -> Wanted:
-    return Wanted(
-        min_workers=job.min_workers,
-        max_workers=job.max_workers,
-        each=each,
-        placement=job.placement,
-        accelerator_type=job.accelerator_type,
-        can_stop=job.task != "evaluate",  # an evaluation keeps nothing from which it could go on
-        room_seconds=job.timeouts.room,
-    )
-
-
-class RayReach(Reach):
-    """Other nodes, by way of Ray."""
-
-    def kill(self, hello: Hello) -> None:
-        there = NodeAffinitySchedulingStrategy(hello.node_id, soft=False)
-        ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(hello.pid)
-
-    def is_gone(self, node_id: str) -> bool:
-        return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
-
-
-def end_process(pid: int) -> None:
-    """Kill a worker on the node on which this runs."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _run_config(job: Job, folder: str, options: Options) -> RunConfig:
-    """What Ray Train keeps for itself goes to a folder of the driver's; outputs and reports are ours to keep."""
-    return RunConfig(
-        name=job.run_name,
-        storage_path=folder,
-        worker_runtime_env={"env_vars": dict(job.env)},
-        logging_config=LoggingConfig("INFO" if options.verbose else "CRITICAL"),
-    )
-
-
-def is_death(error: BaseException) -> bool:
-    """Whether a worker's process ended, rather than raised."""
-    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.NodeDiedError) or (
-        "HealthCheck" in type(error).__name__
-    )
-
-
-def _cause(error: Exception, monitor: Monitor) -> Error:
-    """What ended the run: the first error that a worker told, or else the death of one."""
-    cause = getattr(error, "controller_failure", None)
-    if isinstance(cause, Error):
-        return cause
-    failures = getattr(error, "worker_failures", {})
-    deaths = {rank: one for rank, one in failures.items() if is_death(one)}
-    if deaths:
-        says = "; ".join(f"rank {rank}: {str(one).splitlines()[0]}" for rank, one in sorted(deaths.items()))
-        return WorkerError(f"workers were lost, more often than retries allows: {says}")
-    if monitor.failed:
-        return error_of(monitor.failed)
-    return Error(str(error))
 
 
 def _result(

@@ -1,11 +1,9 @@
-"""What Ray Train's controller does when workers are lost, and with how many it starts.
+"""With how many workers Ray Train's controller starts, and when they are to stop for there to be more or fewer.
 
-Ray Train asks two policies; these are dp_ray's own, on its interfaces. Ray's elastic one believes in a lost node
-until a placement has timed out (60 s), and resizes without a word to the workers. These look at the nodes that
-answer, and ask the workers to stop between two steps first.
+Ray's own elastic policy believes in a lost node until a placement has timed out (60 s), and resizes without a word to
+the workers. This one looks at the nodes that answer, and asks the workers to stop between two steps first.
 """
 
-import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,33 +13,19 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 from ray._private.state import state as ray_state
-from ray.train import FailureConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
-from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
-from ray.train.v2.api.exceptions import WorkerGroupError
 
 from dp_ray.errors import ClusterError
 from dp_ray.runner.cluster import Resources, room_for, text_of, times
 from dp_ray.runner.inbox import tell
-from dp_ray.runner.messages import Ended, Interrupted, Waits
+from dp_ray.runner.messages import Waits
 
 ANSWER_SECONDS = 2.0  # in which a node that is there takes a connection
 LOOK_SECONDS = 1.0  # between two looks at the cluster
 SETTLE_SECONDS = 3.0  # for which the cluster must look the same before workers are started or asked to stop
 GROW_AFTER_SECONDS = 10.0  # of running: what a start costs should be worth it
 SAY_SECONDS = 30.0
-DEATHS = {
-    "running low on memory": "its node ran low on memory, and Ray killed it",
-    "node has been marked dead": "its node was lost",
-    "node was terminated": "its node was lost",
-    "The node has died": "its node was lost",
-    "temporarily unavailable": "it does not answer",
-    "connection error code 2": "its process was killed, or crashed",
-    "SYSTEM_ERROR": "its process was killed, or crashed",
-}
-DEATH_SECONDS = 3.0  # in which Ray sees a death of which a peer already has
 
 
 @dataclass(frozen=True)
@@ -58,105 +42,6 @@ class Wanted:
 
     def room(self, nodes: list[dict[str, float]]) -> int:
         return min(self.max_workers, room_for(self.each, nodes, self.placement, self.accelerator_type))
-
-
-class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
-    """A TorchTrainer with dp_ray's policies."""
-
-    def __init__(self, *args: Any, wanted: Wanted, retries: int, inbox: Any, **keys: Any) -> None:
-        super().__init__(*args, **keys)
-        self._policies = {
-            "scaling_policy": Sizing(self.scaling_config, wanted, inbox),
-            "failure_policy": Recovery(self.run_config.failure_config, retries, inbox),
-        }
-
-    def _create_default_callbacks(self) -> list[Any]:
-        """Without the one that starts a process for Ray Data's datasets, of which there are none."""
-        made = super()._create_default_callbacks()
-        return [callback for callback in made if type(callback).__name__ != "DatasetsCallback"]
-
-    def _initialize_and_run_controller(self, **given: Any) -> Any:
-        return super()._initialize_and_run_controller(**{**given, **self._policies})
-
-
-class Recovery(FailurePolicy):  # type: ignore[misc]
-    """Whether to start anew: `retries` times after a loss; or after an error that may pass, and is not back."""
-
-    def __init__(self, config: FailureConfig, retries: int, inbox: Any) -> None:
-        super().__init__(config)
-        self._left = retries
-        self._inbox = inbox
-        self._seen: set[str] = set()
-        self._lost_peer_since: float | None = None
-
-    def make_decision(self, training_failed_error: Exception) -> Any:
-        if not isinstance(training_failed_error, WorkerGroupError):
-            return self._on_start_failure(training_failed_error)
-        failures: dict[int, Exception] = training_failed_error.worker_failures
-        ended = {rank: error for rank, error in failures.items() if isinstance(error, Ended)}
-        died = {rank: error for rank, error in failures.items() if rank not in ended}
-        if not died and all(error.kind == "lost peer" for error in ended.values()) and self._may_see_a_death():
-            return FailureDecision.NOOP
-        self._lost_peer_since = None
-        if died:
-            return self._retry("worker", _of_all(died), tuple(died))
-        for kind in ("mistaken", "raised"):
-            if raised := {rank: error for rank, error in ended.items() if error.kind == kind}:
-                return self._on_error(raised)
-        yielded = [error for error in ended.values() if error.kind == "yielded"]
-        if yielded:
-            _, why = ray.get(self._inbox.ordered.remote())
-            tell(self._inbox, Interrupted("preemption" if "drain" in why else "resize", why, ()))
-            return FailureDecision.RETRY
-        return self._retry("network", _of_all(ended), tuple(ended))
-
-    def _may_see_a_death(self) -> bool:
-        """A worker that lost its peer is often sooner to tell than Ray is to find the peer dead."""
-        now = time.monotonic()
-        self._lost_peer_since = self._lost_peer_since or now
-        return now - self._lost_peer_since < DEATH_SECONDS
-
-    def _on_error(self, raised: dict[int, Ended]) -> Any:
-        """An error of the user's code is retried if it may pass: if the worker had come some way, and not here."""
-        rank, error = min(raised.items())
-        what = re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")
-        if error.kind == "mistaken" or not error.has_progressed or what in self._seen:
-            return FailureDecision.RAISE
-        self._seen.add(what)
-        return self._retry("error", cause_of(error), (rank,))
-
-    def _on_start_failure(self, error: Exception) -> Any:
-        """Workers died, or found no place, while they were started."""
-        cause = getattr(error, "controller_failure", error)
-        if isinstance(cause, ClusterError) or "WorkerGroupStartup" not in type(cause).__name__:
-            return FailureDecision.RAISE
-        if isinstance(cause, WorkerGroupStartupTimeoutError):
-            return FailureDecision.RETRY  # somebody else was sooner: Sizing waits for room
-        return self._retry("worker", f"the workers could not be started: {cause_of(cause)}", ())
-
-    def _retry(self, kind: str, what: str, ranks: tuple[int, ...]) -> Any:
-        if self._left == 0:
-            return FailureDecision.RAISE
-        self._left -= 1
-        tell(self._inbox, Interrupted(kind, what, ranks))
-        return FailureDecision.RETRY
-
-
-def _of_all(failures: dict[int, Any]) -> str:
-    return "; ".join(sorted({cause_of(error) for error in failures.values()}))
-
-
-def cause_of(error: Any) -> str:
-    """Why a worker is gone, in a line; Ray's own text is a page."""
-    if isinstance(error, WorkerHealthCheckFailedError):
-        error = error.health_check_failure
-    text = str(error).strip()
-    for sign, says in DEATHS.items():
-        if sign in text:
-            return says
-    if detail := re.search(r"Worker exit detail: ([^.]+)", text):
-        return detail[1]
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 class Sizing(ScalingPolicy):  # type: ignore[misc]

@@ -1,0 +1,181 @@
+"""A job's workers on Ray: a TorchTrainer with dp_ray's policies, followed to its end."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+from ray.train import LoggingConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dp_ray.errors import Error, JobError, WorkerError
+from dp_ray.job import Job
+from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
+from dp_ray.runner.console import Console
+from dp_ray.runner.inbox import drain, open_inbox
+from dp_ray.runner.messages import Hello
+from dp_ray.runner.monitor import Monitor, Reach, error_of, listening
+from dp_ray.runner.network import BoundTorchConfig
+from dp_ray.runner.recovery import Recovery
+from dp_ray.runner.rehearsal import Fault
+from dp_ray.runner.rundir import RunDir
+from dp_ray.runner.sizing import Sizing, Wanted, answers_at
+from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
+
+
+class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
+    """A TorchTrainer with dp_ray's policies."""
+
+    def __init__(self, *args: Any, wanted: Wanted, retries: int, inbox: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self._policies = {
+            "scaling_policy": Sizing(self.scaling_config, wanted, inbox),
+            "failure_policy": Recovery(self.run_config.failure_config, retries, inbox),
+        }
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Without the one that starts a process for Ray Data's datasets, of which there are none."""
+        made = super()._create_default_callbacks()
+        return [callback for callback in made if type(callback).__name__ != "DatasetsCallback"]
+
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        return super()._initialize_and_run_controller(**{**given, **self._policies})
+
+
+def run_on_ray(
+    job: Job,
+    claimed: RunDir,
+    monitor: Monitor,
+    console: Console,
+    address: str | None,
+    verbose: bool,
+    faults: tuple[Fault, ...],
+) -> None:
+    keep_prints = not ray.is_initialized() and not verbose
+    with connected(job, address, verbose), train_environment(), TemporaryDirectory() as folder:
+        each = worker_resources(job)
+        if waiting := check_fits(job, each):
+            console.say(f"{job.run_name}: {waiting}")
+        check_can_be_shipped(job)
+        inbox = open_inbox()
+        monitor.reach = RayReach()
+        here = ray.get_runtime_context().get_node_id()
+        config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here)
+        trainer = PolicyTrainer(
+            train_loop_per_worker,
+            train_loop_config={"worker": config},
+            torch_config=BoundTorchConfig(backend="gloo" if set(job.devices or ()) == {"cpu"} else None),
+            scaling_config=_scaling(job, each),
+            run_config=_run_config(job, folder, verbose),
+            wanted=_wanted(job, each),
+            retries=job.retries,
+            inbox=inbox,
+        )
+        try:
+            with _own_sigint(), listening(monitor, lambda: drain(inbox)):
+                trainer.fit()
+        except SystemExit:
+            raise KeyboardInterrupt from None  # Ray Train turns a Ctrl-C into this
+        except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+            raise _cause(error, monitor) from None
+
+
+def check_can_be_shipped(job: Job) -> None:
+    """Objects from Python travel to the workers by pickle; say which one cannot."""
+    for key, given in job.targets.items():
+        try:
+            with open(os.devnull, "wb") as nowhere:
+                ray.cloudpickle.dump(given, nowhere)
+        except Exception as error:
+            raise JobError(f"{key}: cannot be pickled for the workers: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _own_sigint() -> Iterator[None]:
+    """Ray Train takes over Ctrl-C, and keeps it when it is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
+    elastic = job.min_workers != job.max_workers
+    return ScalingConfig(
+        num_workers=(job.min_workers, job.max_workers) if elastic else job.max_workers,
+        use_gpu=each.get("GPU", 0) > 0,
+        resources_per_worker=each,
+        placement_strategy=job.placement,
+        accelerator_type=job.accelerator_type,
+    )
+
+
+def _wanted(job: Job, each: dict[str, float]) -> Wanted:
+    return Wanted(
+        min_workers=job.min_workers,
+        max_workers=job.max_workers,
+        each=each,
+        placement=job.placement,
+        accelerator_type=job.accelerator_type,
+        can_stop=job.task != "evaluate",  # an evaluation keeps nothing from which it could go on
+        room_seconds=job.timeouts.room,
+    )
+
+
+class RayReach(Reach):
+    """Other nodes, by way of Ray."""
+
+    def kill(self, hello: Hello) -> None:
+        there = NodeAffinitySchedulingStrategy(hello.node_id, soft=False)
+        ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(hello.pid)
+
+    def is_gone(self, node_id: str) -> bool:
+        return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
+
+
+def end_process(pid: int) -> None:
+    """Kill a worker on the node on which this runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _run_config(job: Job, folder: str, verbose: bool) -> RunConfig:
+    """What Ray Train keeps for itself goes to a folder of the driver's; outputs and reports are ours to keep."""
+    return RunConfig(
+        name=job.run_name,
+        storage_path=folder,
+        worker_runtime_env={"env_vars": dict(job.env)},
+        logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
+    )
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether a worker's process ended, rather than raised."""
+    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.NodeDiedError) or (
+        "HealthCheck" in type(error).__name__
+    )
+
+
+def _cause(error: Exception, monitor: Monitor) -> Error:
+    """What ended the run: the first error that a worker told, or else the death of one."""
+    cause = getattr(error, "controller_failure", None)
+    if isinstance(cause, Error):
+        return cause
+    failures = getattr(error, "worker_failures", {})
+    deaths = {rank: one for rank, one in failures.items() if is_death(one)}
+    if deaths:
+        says = "; ".join(f"rank {rank}: {str(one).splitlines()[0]}" for rank, one in sorted(deaths.items()))
+        return WorkerError(f"workers were lost, more often than retries allows: {says}")
+    if monitor.failed:
+        return error_of(monitor.failed)
+    return Error(str(error))
