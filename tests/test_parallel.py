@@ -15,7 +15,7 @@ from dp_ray.cli import cli
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.replica.model import build_model
-from dp_ray.replica.parallel import blocks_of, input_device, mixed_devices, spread
+from dp_ray.replica.parallel import blocks_of, input_device, mixed_devices, plan_blocks, spread
 from dp_ray.replica.world import World
 from dp_ray.results import ledger
 from dp_ray.storage import Storage
@@ -261,6 +261,20 @@ def test_the_jobs_of_the_manual(tmp_path: Path, in_project: Path) -> None:
         accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()
     assert accuracy == pytest.approx(trained.metrics["eval_accuracy"], abs=1e-12)
     assert accuracy > 0.8
+
+
+class Counts(nn.Sequential):
+    """Computes with its own numbers while it is built, which a model without memory has not."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.total = float(self[0].weight.sum())
+
+
+def test_a_model_that_needs_its_numbers_to_be_built_is_planned_too() -> None:
+    keys = {"model": "tests.test_parallel:Counts", "dataset": [1], "batch_size": 1, "split": "auto", **TWO}
+    blocks = plan_blocks(Job.make(keys, "job"))
+    assert blocks == [{"name": "0", "bytes": 24, "device": "cpu"}, {"name": "1", "bytes": 24, "device": "cpu"}]
 
 
 def test_the_plan_says_which_block_goes_where(tmp_path: Path, in_project: Path, capsys: Any) -> None:

@@ -87,12 +87,19 @@ def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
     return found
 
 
+def _built_on(device: str, job: Job, count: int) -> Any:
+    given = [torch.device(device)] * count
+    with building_on(given), given[0]:
+        return build("model", with_devices(job.model, given))
+
+
 def plan_blocks(job: Job) -> list[dict[str, Any]]:
-    """Which block of the job's model goes to which device of a worker; no memory is taken for it."""
+    """Which block of the job's model goes to which device of a worker; no memory is taken for it, if that can be."""
     names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
-    given = [torch.device(name) for name in names]
-    with building_on(given), torch.device("meta"):
-        model = build("model", with_devices(job.model, given))
+    try:
+        model = _built_on("meta", job, len(names))
+    except JobError:  # it reads a file, say, or computes with its own numbers
+        model = _built_on("cpu", job, len(names))
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
     found = blocks_of(job, model, len(names))
