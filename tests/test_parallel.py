@@ -268,7 +268,7 @@ class Counts(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
-        self.total = float(self[0].weight.sum())
+        self.total = sum(float(one.sum()) for one in self.parameters())
 
 
 def test_a_model_that_needs_its_numbers_to_be_built_is_planned_too() -> None:
