@@ -30,19 +30,22 @@ from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 
 
 class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
-    """A TorchTrainer with dp_ray's policies."""
+    """A TorchTrainer with dp_ray's policies; `is_own` says that its Ray, or its job there, ends with the run."""
 
-    def __init__(self, *args: Any, wanted: Wanted, retries: int, inbox: Any, **keys: Any) -> None:
+    def __init__(self, *args: Any, wanted: Wanted, retries: int, inbox: Any, is_own: bool, **keys: Any) -> None:
         super().__init__(*args, **keys)
+        self._unneeded = {"DatasetsCallback"}  # of Ray Data, of which there is none
+        if is_own:
+            self._unneeded.add("PlacementGroupCleanerCallback")  # what it would clean up goes with the job
         self._policies = {
             "scaling_policy": Sizing(self.scaling_config, wanted, inbox),
             "failure_policy": Recovery(self.run_config.failure_config, retries, inbox),
         }
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Without the one that starts a process for Ray Data's datasets, of which there are none."""
+        """Without those that start a process for nothing: together two seconds of each run."""
         made = super()._create_default_callbacks()
-        return [callback for callback in made if type(callback).__name__ != "DatasetsCallback"]
+        return [callback for callback in made if type(callback).__name__ not in self._unneeded]
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
         return super()._initialize_and_run_controller(**{**given, **self._policies})
@@ -57,7 +60,8 @@ def run_on_ray(
     verbose: bool,
     faults: tuple[Fault, ...],
 ) -> None:
-    keep_prints = not ray.is_initialized() and not verbose
+    is_own = not ray.is_initialized()
+    keep_prints = is_own and not verbose
     with connected(job, address, verbose), train_environment(), TemporaryDirectory() as folder:
         each = worker_resources(job)
         if waiting := check_fits(job, each):
@@ -76,6 +80,7 @@ def run_on_ray(
             wanted=_wanted(job, each),
             retries=job.retries,
             inbox=inbox,
+            is_own=is_own,
         )
         try:
             with _own_sigint(), listening(monitor, lambda: drain(inbox)):
