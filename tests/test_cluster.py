@@ -119,9 +119,6 @@ def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_p
     assert [worker["node_rank"] for worker in result.workers] == [0, 1]
     here = dp_ray.run("jobs/model_parallel_train.yaml", workers=0, storage=str(tmp_path), name="here", quiet=True)
     assert result.weights_sha256 == here.weights_sha256
-    predicted = dp_ray.run("jobs/model_parallel.yaml", workers=2, shards=2, name="predicted", **keys)
-    alone = dp_ray.run("jobs/model_parallel.yaml", workers=0, shards=2, storage=str(tmp_path), name="alone")
-    assert predicted.outputs_sha256 == alone.outputs_sha256
     keys |= {"gpus_per_worker": 3, "devices": ["cpu"] * 3}
     says = r"1 workers need 1 CPU, 3 GPU .* room for 0 workers: one worker takes 3 GPU of ONE node, .* largest has 2"
     with pytest.raises(ClusterError, match=says):

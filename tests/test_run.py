@@ -247,26 +247,6 @@ class Marked(Slow):
         return super().__getitem__(index)
 
 
-def test_a_killed_worker_costs_time_and_no_row(
-    run: Run, tmp_path: Path, killer: Callable[[Path], threading.Thread]
-) -> None:
-    killer(tmp_path)
-    result = run(
-        model="tests.models:Linear",
-        dataset={"target": "tests.test_run:Marked", "args": {"folder": str(tmp_path)}},
-        batch_size=10,
-        workers=2,
-    )
-    assert (result.restarts, result.world_sizes) == (1, [2, 2])
-    torch.manual_seed(0)
-    model = models.Linear()
-    with torch.inference_mode():
-        assert torch.allclose(result.outputs, model(models.Rows(200).data), atol=1e-6)
-    assert [(one.step, one.shard) for one in result.shapes] == [
-        (step, shard) for step in range(20) for shard in (0, 1)
-    ]
-
-
 def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
     run: Run, tmp_path: Path, killer: Callable[[Path], threading.Thread]
 ) -> None:

@@ -113,7 +113,7 @@ def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run: Run,
 
 
 def test_drivers_and_workers_killed_at_any_step_change_nothing(cluster: Cluster, run: Run, tmp_path: Path) -> None:
-    undisturbed = run(None, **SLOW, workers=2, name="undisturbed")
+    undisturbed = run(None, **SLOW, workers=0, name="undisturbed")
     path = job_file(tmp_path)
     kept: set[int] = set()
     for workers in ("3", "1"):
@@ -130,7 +130,7 @@ def test_drivers_and_workers_killed_at_any_step_change_nothing(cluster: Cluster,
 
 
 def test_a_worker_killed_in_a_training_is_replaced_and_changes_nothing(run: Run, tmp_path: Path) -> None:
-    undisturbed = run(None, **SLOW, workers=1, name="undisturbed")
+    undisturbed = run(None, **SLOW, workers=0, name="undisturbed")
     model = {"target": "tests.test_training_runs:killed_once", "args": {"folder": str(tmp_path)}}
     result = run(None, **{**SLOW, "model": model}, workers=2)
     assert (tmp_path / "killed").exists()
