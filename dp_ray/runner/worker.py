@@ -63,7 +63,11 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
 def place(job: Job) -> World:
     """This worker's rank, node and device."""
     context = ray.train.get_context()
-    given = [torch.device(name) for name in job.devices] if job.devices else ray.train.torch.get_devices()
+    given = (
+        [torch.device(name) for name in job.devices]
+        if job.devices
+        else ray.train.torch.get_devices()[: job.num_devices]
+    )
     return World(
         rank=context.get_world_rank(),
         world_size=context.get_world_size(),
