@@ -30,6 +30,8 @@ from tests.conftest import ROOT, Cluster, free_port
         ({"CPU": 1, "GPU": 1}, [{"CPU": 8, "GPU": 2}, {"CPU": 8}], "PACK", 2),
         ({"GPU": 2}, [{"GPU": 1}, {"GPU": 1}], "PACK", 0),
         ({"GPU": 0.5}, [{"GPU": 1}, {"GPU": 1}], "SPREAD", 4),
+        ({"GPU": 0.4}, [{"GPU": 2}], "PACK", 4),  # not 5: a part of a GPU is a part of one
+        ({"GPU": 0.4}, [{"GPU": 1.5}], "PACK", 3),
         ({"CPU": 1}, [{"CPU": 4}, {"CPU": 3}], "STRICT_PACK", 4),
         ({"CPU": 1}, [{"CPU": 4}, {"CPU": 3}, {"CPU": 0.5}], "STRICT_SPREAD", 2),
         ({"CPU": 0.1}, [{"CPU": 1}], "PACK", 10),

@@ -87,3 +87,22 @@ def test_who_has_not_begun_or_is_through_hangs_never_and_no_limit_is_for_ever(cl
     beats(limitless, 1e5, [READS, READS, READS])
     assert idle.hang() is None
     assert limitless.hang() is None
+
+
+def test_those_who_wait_for_slow_ones_do_not_hang(clock: list[float]) -> None:
+    dog = watchdog()
+    clock[0] = 1200.0
+    for rank, (seconds, stack) in enumerate([(150.0, WAITS), (5.0, ""), (150.0, WAITS)]):
+        dog.take(Beat("a", rank, 7, seconds, stack))
+    assert dog.hang() is None
+    clock[0] = 1320.0
+    beats(dog, 120.0, [WAITS, READS, WAITS])
+    hang = dog.hang()
+    assert hang is not None
+    assert hang.ranks == (1,)
+
+
+def test_a_beat_of_workers_that_are_over_is_passed_over() -> None:
+    dog = watchdog(None, 0)
+    dog.take(Beat("a", 3, 7, 1.0, ""))
+    assert dog.hang() is None

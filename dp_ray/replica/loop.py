@@ -36,7 +36,7 @@ def predict(
     model.eval()
     with torch.inference_mode(), autocast(job.precision, device):
         for step, shards in work:
-            if not goes_on(step):
+            if shards and not goes_on(step):
                 return
             for shard in shards:
                 indices, inputs = next(batches)

@@ -166,6 +166,8 @@ class TreeReducer:
             stream = self._stream(flat.device)
             with torch.cuda.stream(stream):
                 stream.wait_event(ready)
+                for one in flats:
+                    one.record_stream(stream)  # the backward must not have their memory before they are sent
                 future.set_result(self._exchange(flat, flats))
         except Exception as error:  # raised again by whoever waits for the bucket
             future.set_exception(error)

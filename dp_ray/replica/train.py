@@ -62,7 +62,7 @@ class Consent:
         if self._lag:
             here = torch.empty((), dtype=asked.dtype, pin_memory=True).copy_(asked, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+            copied.record(torch.cuda.current_stream(asked.device))
             self._told.append((here, copied))
         else:
             self._told.append((asked, None))

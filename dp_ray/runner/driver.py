@@ -146,6 +146,11 @@ def check_targets(job: Job) -> Split:
             bind(key, target, leading=1)
         elif isinstance(target, Target):
             resolve(key, target)
+    for name in (*(job.devices or ()), *([job.input_device] if job.input_device else ())):
+        try:
+            torch.device(name)
+        except RuntimeError as error:
+            raise JobError(f"devices: {name!r} is no device of torch: {error}") from None
     split = split_of(job, build_dataset(job))
     if split.steps == 0:
         raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")

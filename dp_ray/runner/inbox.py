@@ -64,10 +64,10 @@ class Inbox:
                 await self._all_ended.wait_for(lambda: len(self._ended[attempt]) == world_size)
 
 
-def open_inbox() -> Any:
-    """An Inbox on the driver's node; it ends with the driver."""
+def open_inbox(workers: int = 1) -> Any:
+    """An Inbox on the driver's node, which may be called by all `workers` at once; it ends with the driver."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Inbox).options(num_cpus=0, scheduling_strategy=here, max_concurrency=1000)
+    actor = ray.remote(Inbox).options(num_cpus=0, scheduling_strategy=here, max_concurrency=1000 + 2 * workers)
     return actor.remote()
 
 

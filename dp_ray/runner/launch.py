@@ -3,15 +3,14 @@
 import contextlib
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
 from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_ray.errors import Error, JobError, WorkerError
@@ -22,7 +21,7 @@ from dp_ray.runner.inbox import drain, open_inbox
 from dp_ray.runner.messages import Hello
 from dp_ray.runner.monitor import Monitor, Reach, error_of, listening
 from dp_ray.runner.network import BoundTorchConfig
-from dp_ray.runner.recovery import Recovery
+from dp_ray.runner.recovery import Recovery, cause_of
 from dp_ray.runner.rehearsal import Fault
 from dp_ray.runner.rundir import RunDir
 from dp_ray.runner.sizing import Sizing, Wanted, answers_at
@@ -37,6 +36,7 @@ class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
         self._unneeded = {"DatasetsCallback"}  # of Ray Data, of which there is none
         if is_own:
             self._unneeded.add("PlacementGroupCleanerCallback")  # what it would clean up goes with the job
+        self._controller: Any = None
         self._policies = {
             "scaling_policy": Sizing(self.scaling_config, wanted, inbox),
             "failure_policy": Recovery(self.run_config.failure_config, retries, inbox),
@@ -48,7 +48,25 @@ class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
         return [callback for callback in made if type(callback).__name__ not in self._unneeded]
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
-        return super()._initialize_and_run_controller(**{**given, **self._policies})
+        """Run Ray Train's controller on this node; unlike Ray's own, this can be aborted at any time.
+
+        Ray asks the controller to abort itself, which one that waits for room does not hear.
+        """
+        here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        variables = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
+        actor = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": variables})(TrainController)
+        self._controller = actor.remote(**{**given, **self._policies})
+        try:
+            ray.get(self._controller.run.remote())
+            return ray.get(self._controller.get_result.remote())
+        except KeyboardInterrupt:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """End the controller, and with it its workers."""
+        if self._controller is not None:
+            ray.kill(self._controller)
 
 
 def run_on_ray(
@@ -67,7 +85,7 @@ def run_on_ray(
         if waiting := check_fits(job, each):
             console.say(f"{job.run_name}: {waiting}")
         check_can_be_shipped(job)
-        inbox = open_inbox()
+        inbox = open_inbox(job.max_workers)
         monitor.reach = RayReach()
         here = ray.get_runtime_context().get_node_id()
         config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here)
@@ -83,10 +101,8 @@ def run_on_ray(
             is_own=is_own,
         )
         try:
-            with _own_sigint(), listening(monitor, lambda: drain(inbox)):
+            with listening(monitor, lambda: drain(inbox), trainer.abort):
                 trainer.fit()
-        except SystemExit:
-            raise KeyboardInterrupt from None  # Ray Train turns a Ctrl-C into this
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             raise _cause(error, monitor) from None
 
@@ -99,19 +115,6 @@ def check_can_be_shipped(job: Job) -> None:
                 ray.cloudpickle.dump(given, nowhere)
         except Exception as error:
             raise JobError(f"{key}: cannot be pickled for the workers: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _own_sigint() -> Iterator[None]:
-    """Ray Train takes over Ctrl-C, and keeps it when it is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
@@ -179,8 +182,10 @@ def _cause(error: Exception, monitor: Monitor) -> Error:
     failures = getattr(error, "worker_failures", {})
     deaths = {rank: one for rank, one in failures.items() if is_death(one)}
     if deaths:
-        says = "; ".join(f"rank {rank}: {str(one).splitlines()[0]}" for rank, one in sorted(deaths.items()))
+        says = "; ".join(f"rank {rank}: {cause_of(one)}" for rank, one in sorted(deaths.items()))
         return WorkerError(f"workers were lost, more often than retries allows: {says}")
     if monitor.failed:
         return error_of(monitor.failed)
+    if cause is not None:
+        return WorkerError(f"the workers could not be started: {cause_of(cause)}")
     return Error(str(error))

@@ -190,7 +190,8 @@ class Monitor:
             kind = "node"
         if self._hang is not None and set(self._hang.ranks) & set(message.ranks):
             kind, what = "hang", str(self._hang).splitlines()[0]
-        self._hang = None
+        self._hang = self.failed = None
+        self._watchdog = Watchdog(None, ())  # until there are new workers
         nodes = tuple(sorted({hello.world.node for hello in lost}))
         self.interrupt(Interruption(kind, what, self._progress.step, message.ranks, nodes))
 
@@ -286,10 +287,13 @@ def error_of(failed: Failed) -> errors.Error:
 
 
 @contextmanager
-def listening(monitor: Monitor, drain: Callable[[], list[Message]]) -> Iterator[None]:
+def listening(
+    monitor: Monitor, drain: Callable[[], list[Message]], abort: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Feed the monitor in the background; when the block ends, what has been sent by then is taken in.
 
-    Where that fails, as on a full disk, the block is interrupted and the failure raised.
+    Where that fails, as on a full disk, the block is interrupted, or off the main thread aborted, and the failure
+    raised.
     """
     ended = threading.Event()
     trouble: list[BaseException] = []
@@ -306,8 +310,10 @@ def listening(monitor: Monitor, drain: Callable[[], list[Message]]) -> Iterator[
                     return
         except BaseException as error:
             trouble.append(error)
-            while not ended.is_set() and caller is threading.main_thread():
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            while not ended.is_set():
+                abort()
+                if caller is threading.main_thread():
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 ended.wait(INTERRUPT_SECONDS)  # one that comes just before the block begins to wait goes unheard
 
     thread = threading.Thread(target=listen, name="monitor", daemon=True)

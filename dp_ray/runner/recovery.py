@@ -6,13 +6,16 @@ from typing import Any
 
 import ray
 from ray.train import FailureConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from dp_ray.errors import ClusterError
 from dp_ray.runner.inbox import tell
-from dp_ray.runner.messages import Ended, Interrupted
+from dp_ray.runner.messages import Ended, Interrupted, Waits
 
 DEATHS = {
     "running low on memory": "its node ran low on memory, and Ray killed it",
@@ -75,10 +78,11 @@ class Recovery(FailurePolicy):  # type: ignore[misc]
     def _on_start_failure(self, error: Exception) -> Any:
         """Workers died, or found no place, while they were started."""
         cause = getattr(error, "controller_failure", error)
-        if isinstance(cause, ClusterError) or "WorkerGroupStartup" not in type(cause).__name__:
+        if isinstance(cause, WorkerGroupStartupTimeoutError):  # somebody else was sooner: Sizing waits for room
+            tell(self._inbox, Waits("the room that there was is taken, or lies in pieces too small: waiting"))
+            return FailureDecision.RETRY
+        if not isinstance(cause, WorkerGroupStartupFailedError | ray.exceptions.RayError):
             return FailureDecision.RAISE
-        if isinstance(cause, WorkerGroupStartupTimeoutError):
-            return FailureDecision.RETRY  # somebody else was sooner: Sizing waits for room
         return self._retry("worker", f"the workers could not be started: {cause_of(cause)}", ())
 
     def _retry(self, kind: str, what: str, ranks: tuple[int, ...]) -> Any:

@@ -14,7 +14,10 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray._private.state import state as ray_state
 from ray.train import ScalingConfig
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.controller.state import ReschedulingState
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from dp_ray.errors import ClusterError
 from dp_ray.runner.cluster import Resources, room_for, text_of, times
@@ -52,8 +55,8 @@ class Sizing(ScalingPolicy):  # type: ignore[misc]
         self._wanted = wanted
         self._inbox = inbox
         self._held: dict[str, int] = {}  # workers of ours, by the id of the node that they hold room on
-        self._was_running = False
-        self._lost = False
+        self._has_started = False  # then a node may have gone that the cluster still believes in
+        self._may_hold = False  # the last workers keep their room until they are told to make way for new ones
         self._waiting_since: float | None = None
         self._said = float("-inf")
         self._looked = float("-inf")
@@ -68,18 +71,23 @@ class Sizing(ScalingPolicy):  # type: ignore[misc]
         self._request_nodes()
         if self._waiting_since is None:
             self._waiting_since = now
-        self._lost = self._lost or self._was_running
-        nodes = self._nodes(must_answer=self._lost)
+        nodes = self._nodes(must_answer=self._has_started)
         room = self._wanted.room(_free(nodes, self._held, self._wanted.each))
         idle_room = self._wanted.room([node["Resources"] for node in nodes])
-        is_settled = room == max(self._wanted.min_workers, idle_room) or now - self._waiting_since > SETTLE_SECONDS
-        self._was_running = False
+        waited = now - self._waiting_since
+        is_settled = room == max(self._wanted.min_workers, idle_room) or waited > SETTLE_SECONDS
         if room >= self._wanted.min_workers and is_settled:
             return self._start(room, nodes)
+        if self._may_hold and idle_room >= self._wanted.min_workers and waited > 2 * SETTLE_SECONDS:
+            return self._start(self._wanted.min_workers, nodes)  # it may be our own last workers who hold the rest
         if room < self._wanted.min_workers:
             self._wait(now, idle_room, nodes)
         time.sleep(0.2)  # the controller would ask again at once
         return NoopDecision()
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        if isinstance(current_state, ReschedulingState):
+            self._may_hold = False  # the start failed: there are no last workers
 
     def _start(self, workers: int, nodes: list[dict[str, Any]]) -> Any:
         alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -87,10 +95,12 @@ class Sizing(ScalingPolicy):  # type: ignore[misc]
         self._usable = usable if len(usable) < len(alive) else None
         self._waiting_since = None
         self._held = {}  # they go before the new ones come
+        self._may_hold = self._has_started = True
         self._ordered = ""
         self._seen = (workers, time.monotonic())
         ray.get(self._inbox.order.remote("", ""))
-        return ResizeDecision(num_workers=workers, resources_per_worker=dict(self._wanted.each))
+        each = self.scaling_config._resources_per_worker_not_none  # with the accelerator's type
+        return ResizeDecision(num_workers=workers, resources_per_worker=each)
 
     def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
         """Only nodes that answer, where the cluster still believes in others."""
@@ -105,7 +115,7 @@ class Sizing(ScalingPolicy):  # type: ignore[misc]
         cannot_fit = idle_room < wanted.min_workers
         who = f"{len(nodes)} nodes have room for {idle_room}" if cannot_fit else "others hold it"
         limit = wanted.room_seconds
-        if cannot_fit and self._lost and not _autoscales() and limit is not None and waited > limit:
+        if cannot_fit and self._has_started and not _autoscales() and limit is not None and waited > limit:
             raise ClusterError(
                 f"{needs} ({text_of(wanted.each)} each); {who}, and none came in {limit:g} s (timeouts.room); "
                 "run the job again when there are more, or with fewer workers: it carries on"
@@ -122,7 +132,6 @@ class Sizing(ScalingPolicy):  # type: ignore[misc]
             return NoopDecision()
         self._looked = now
         self._request_nodes()
-        self._was_running = True
         self._held = {}
         for worker in worker_group_state.workers:
             node = worker.metadata.node_id
@@ -169,12 +178,26 @@ class Sizing(ScalingPolicy):  # type: ignore[misc]
         return self._wanted.max_workers
 
     def after_controller_start(self, train_run_context: Any) -> None:
+        TrainController.worker_group_cls = CleanWorkerGroup  # in the controller's own process
         if _autoscales():
             super().after_controller_start(train_run_context)
 
     def _request_nodes(self) -> None:
         if self._coordinator_client is not None:
             self._maybe_send_resource_request()
+
+
+class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
+    """A WorkerGroup that leaves nothing behind where workers meet with an accident while they find one another."""
+
+    def _start(self) -> None:
+        try:
+            super()._start()
+        except Exception:
+            if self.has_started():
+                self._worker_group_state.shutdown()
+                self._clear_state()
+            raise
 
 
 def answers_at(node: dict[str, Any]) -> bool:

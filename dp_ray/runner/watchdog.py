@@ -52,7 +52,9 @@ class Watchdog:
 
     def take(self, beat: Beat) -> None:
         now = time.monotonic()
-        seen = self._seen[beat.rank]
+        seen = self._seen.get(beat.rank)
+        if seen is None:
+            return
         seen.heard, seen.moved, seen.step, seen.stack = now, now - beat.seconds, beat.step, beat.stack
 
     def hang(self) -> Hang | None:
@@ -64,14 +66,16 @@ class Watchdog:
         late = [seen for seen in at_it if now - seen.moved > self._limit]
         if not any(now - seen.moved > patience for seen in late):
             return None
-        self._found = True
         blamed = self._blame(late, now)
+        if not blamed:
+            return None
+        self._found = True
         step = min(seen.step or 0 for seen in blamed)
         hellos = tuple(seen.hello for seen in blamed)
         return Hang(hellos, step, now - min(seen.moved for seen in blamed), blamed[0].stack)
 
     def _blame(self, late: list[_Seen], now: float) -> list[_Seen]:
-        """Those that do not answer; else those that do not wait for others; else all."""
+        """Those that do not answer; else those that wait for nobody; else all, but where some are just slow."""
         silent = [seen for seen in late if now - seen.heard > SILENT_BEATS * self._interval]
         if silent:
             for seen in silent:
@@ -79,4 +83,6 @@ class Watchdog:
             return silent
         last = min(seen.step or 0 for seen in late)
         behind = [seen for seen in late if seen.step == last]
-        return [seen for seen in behind if not any(sign in seen.stack for sign in WAITING)] or behind
+        hung = [seen for seen in behind if not any(sign in seen.stack for sign in WAITING)]
+        all_late = len(late) == sum(seen.step is not None for seen in self._seen.values())
+        return hung or (behind if all_late else [])
