@@ -1,5 +1,6 @@
 """Workers and drivers that are killed, stopped, or hang: the end is the undisturbed run's, and the story is told."""
 
+import contextlib
 import os
 import random
 import signal
@@ -170,6 +171,39 @@ def processes() -> set[int]:
     return found
 
 
+def test_workers_killed_while_they_start_on_a_full_cluster_leave_its_room_free(run: Run) -> None:
+    """What a start that failed held on to would be missing for ever: two workers take all that there is."""
+    killed: list[int] = []
+    ended = threading.Event()
+
+    def kill_as_they_start() -> None:
+        delays = [0.5, 2.0, 3.0]
+        while delays and not ended.wait(0.05):
+            new = [pid for pid in sorted(processes()) if is_worker(pid) and pid not in killed]
+            if new:
+                ended.wait(delays.pop(0))
+                killed.extend(new)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(new[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_as_they_start)
+    killer.start()
+    try:
+        result = run("jobs/tutorial.yaml", workers=2, cpus_per_worker=4, retries=9)
+    finally:
+        ended.set()
+        killer.join()
+    assert result.rows == 100
+    assert killed
+    assert run("jobs/tutorial.yaml", workers=0, name="undisturbed").outputs_sha256 == result.outputs_sha256
+
+
+def is_worker(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "RayTrainWorker" in " ".join(psutil.Process(pid).cmdline())
+    return False
+
+
 def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run) -> None:
     """The steps of 200 tutorials, 800, while workers are killed at random times from outside."""
     keys: dict[str, Any] = {"model": "tests.models:Linear", "batch_size": 10, "shards": 4}
@@ -183,8 +217,7 @@ def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run) -> None:
         chance = random.Random(7)
         while not ended.wait(chance.uniform(5, 9)):
             for pid in sorted(processes()):
-                with_name = " ".join(psutil.Process(pid).cmdline()) if psutil.pid_exists(pid) else ""
-                if "RayTrainWorker" in with_name and len(kills) < 3:
+                if is_worker(pid) and len(kills) < 3:
                     os.kill(pid, signal.SIGKILL)
                     kills.append(pid)
                     break
