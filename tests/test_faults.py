@@ -189,13 +189,13 @@ def test_workers_killed_while_they_start_on_a_full_cluster_leave_its_room_free(r
     killer = threading.Thread(target=kill_as_they_start)
     killer.start()
     try:
-        result = run("jobs/tutorial.yaml", workers=2, cpus_per_worker=4, retries=9)
+        result = run("jobs/tutorial.yaml", workers=2, shards=2, cpus_per_worker=4, retries=9)
     finally:
         ended.set()
         killer.join()
     assert result.rows == 100
     assert killed
-    assert run("jobs/tutorial.yaml", workers=0, name="undisturbed").outputs_sha256 == result.outputs_sha256
+    assert run("jobs/tutorial.yaml", workers=0, shards=2, name="undisturbed").outputs_sha256 == result.outputs_sha256
 
 
 def is_worker(pid: int) -> bool:
