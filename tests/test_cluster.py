@@ -118,7 +118,6 @@ def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_p
     keys: dict[str, Any] = {"gpus_per_worker": 2, "storage": str(tmp_path), "address": made_up_gpus, "quiet": True}
     result = dp_ray.run("jobs/model_parallel_train.yaml", workers=2, name="two", **keys)
     assert [sorted(worker["gpu_ids"]) for worker in result.workers] == [["0", "1"], ["0", "1"]]
-    assert [worker["node_rank"] for worker in result.workers] == [0, 1]
     here = dp_ray.run("jobs/model_parallel_train.yaml", workers=0, storage=str(tmp_path), name="here", quiet=True)
     assert result.weights_sha256 == here.weights_sha256
     keys |= {"gpus_per_worker": 3, "devices": ["cpu"] * 3}

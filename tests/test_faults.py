@@ -60,20 +60,6 @@ def test_a_training_under_ten_faults_ends_as_if_there_were_none(cluster: Cluster
     assert all(one["seconds"] > 0 and len(one["nodes"]) == 1 for one in killed)
 
 
-def test_a_prediction_under_faults_holds_each_sample_once(run: Run) -> None:
-    keys: dict[str, Any] = {
-        "model": "tests.models:Linear",
-        "dataset": {"target": "tests.test_run:Slow", "args": {"length": 300}},
-        "batch_size": 10,
-        "shards": 3,
-    }
-    result = run(**keys, workers=3, retries=9, inject=at_random(3, 3, 2, 28))
-    assert result.outputs_sha256 == run(**keys, workers=0, name="undisturbed").outputs_sha256
-    assert result.restarts in (1, 2), "two may die at once: the workers of a prediction need not meet"
-    seen = [(one.step, one.shard) for one in result.shapes]
-    assert seen == [(step, shard) for step in range(30) for shard in range(3)]
-
-
 class Passes(models.SlowPairs):
     """Sample 60 raises, or hangs, as long as the file `times` in `folder` counts above 0."""
 
@@ -118,12 +104,15 @@ def test_an_error_that_comes_back_ends_the_job_at_once(run: Run, tmp_path: Path)
     assert int((tmp_path / "times").read_text()) == 97
 
 
-def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced(
+def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_stopped_one(
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    result = run(**passing(tmp_path, 1, hangs=True, timeouts={"step": 3}, quiet=False))
-    (one,) = result.interruptions
-    assert (one["kind"], one["ranks"], one["step"]) == ("hang", [0], 6)
+    keys = passing(tmp_path, 1, hangs=True, timeouts={"step": 4}, quiet=False)
+    result = run(**keys, inject="pause worker 1 at step 8")
+    hung, stopped = result.interruptions
+    assert (hung["kind"], hung["ranks"], hung["step"]) == ("hang", [0], 6)
+    assert (stopped["kind"], stopped["ranks"], stopped["step"]) == ("hang", [1], 8)
+    assert "it does not answer: stopped, or cut off" in stopped["what"]
     said = capfd.readouterr().err
     assert "hangs, and is replaced: rank 0 on " in said
     assert "has been in step 6 for " in said
@@ -134,13 +123,6 @@ def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced(
 def test_a_worker_that_hangs_again_in_the_same_step_ends_the_job(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"(?s)hangs again: rank 0 on .* in step 6 for .*in hang_for_ever"):
         run(**passing(tmp_path, 99, hangs=True, timeouts={"step": 2}))
-
-
-def test_a_stopped_process_is_found_and_replaced(run: Run) -> None:
-    result = run(**{**SLOW, "epochs": 1}, workers=2, timeouts={"step": 5}, inject="pause worker 1 at step 4")
-    (one,) = result.interruptions
-    assert (one["kind"], one["ranks"]) == ("hang", [1])
-    assert "it does not answer: stopped, or cut off" in one["what"]
 
 
 def test_faults_that_cannot_be_are_refused_before_anything_starts(run: Run, tmp_path: Path) -> None:
@@ -234,6 +216,8 @@ def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run) -> None:
     assert len(kills) >= 2
     assert 1 <= result.restarts <= len(kills)
     assert result.outputs_sha256 == undisturbed.outputs_sha256
+    seen = [(one.step, one.shard) for one in result.iter_shapes()]
+    assert seen == [(step, shard) for step in range(800) for shard in range(4)]
     until = time.monotonic() + 30
     while (processes() or listening() - ports or shared_memory() - memory) and time.monotonic() < until:
         time.sleep(0.2)

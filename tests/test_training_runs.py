@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -127,41 +126,6 @@ def test_drivers_and_workers_killed_at_any_step_change_nothing(cluster: Cluster,
     result = run(path, workers=4, name="killed")
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert told(result) == told(undisturbed)
-
-
-def test_a_worker_killed_in_a_training_is_replaced_and_changes_nothing(run: Run, tmp_path: Path) -> None:
-    undisturbed = run(None, **SLOW, workers=0, name="undisturbed")
-    model = {"target": "tests.test_training_runs:killed_once", "args": {"folder": str(tmp_path)}}
-    result = run(None, **{**SLOW, "model": model}, workers=2)
-    assert (tmp_path / "killed").exists()
-    assert result.restarts == 1
-    assert result.world_sizes == [2, 2]
-    assert result.weights_sha256 == undisturbed.weights_sha256
-    assert told(result) == told(undisturbed)
-
-
-class KilledOnce(torch.nn.Sequential):
-    """The conv net of the tests, whose process ends without a word in its 40th forward, the first time."""
-
-    def __init__(self, folder: str, *layers: torch.nn.Module) -> None:
-        super().__init__(*layers)
-        self.killed = Path(folder) / "killed"
-        self.forwards = 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.forwards += 1
-        if self.forwards == 40 and not self.killed.exists():
-            self.killed.touch()
-            psutil.Process().kill()
-        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
-        return outputs
-
-
-def killed_once(folder: str) -> torch.nn.Module:
-    from tests.training import conv
-
-    net: Any = conv()
-    return KilledOnce(folder, *net)
 
 
 def test_verify_says_yes_and_removes_what_it_ran(cluster: Cluster, tmp_path: Path) -> None:
