@@ -147,18 +147,18 @@ def _theirs(folder: Path, kill: Kill, workers: int | tuple[int, int]) -> float:
 
 
 def _seconds_lost(folder: Path, kill: Kill, train: Callable[[Path], None]) -> float:
-    """From the kill to the first sample that a worker which was not there before reads."""
+    """From the kill until a worker that was not there before has done a step: until it reads for the next one."""
     ticks = folder / f"ticks-{time.time_ns()}"
     ticks.touch()
     found: list[float] = []
 
     def watch() -> None:
-        time.sleep(_until(lambda: len(seen(ticks)) >= 60, 2.0))
+        time.sleep(_until(lambda: len(seen(ticks)) >= 240, 2.0))
         before = {pid for _, pid in seen(ticks)}
         killed = time.time()
         kill(sorted(before))
-        _until(lambda: any(pid not in before for _, pid in seen(ticks)), 0.0)
-        found.append(min(at for at, pid in seen(ticks) if pid not in before) - killed)
+        _until(lambda: bool(stepped(ticks, before)), 0.0)
+        found.append(min(stepped(ticks, before)) - killed)
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -171,6 +171,15 @@ def seen(ticks: Path) -> list[tuple[float, int]]:
     """When which process read a sample."""
     lines = ticks.read_text().splitlines()
     return [(float(at), int(pid)) for at, pid in (line.split() for line in lines if line.count(" ") == 1)]
+
+
+def stepped(ticks: Path, before: set[int]) -> list[float]:
+    """When each new process read more samples than a worker reads for one step."""
+    read: dict[int, list[float]] = {}
+    for at, pid in seen(ticks):
+        if pid not in before:
+            read.setdefault(pid, []).append(at)
+    return [times[recovering.MOST_IN_A_STEP] for times in read.values() if len(times) > recovering.MOST_IN_A_STEP]
 
 
 def _until(holds: Callable[[], bool], then: float) -> float:
