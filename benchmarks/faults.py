@@ -22,6 +22,7 @@ from benchmarks.training import pulsed, unpulsed
 from dp_ray.runner.inbox import open_inbox
 
 REPEATS = 3
+NODE_REPEATS = 2  # each waits for a minute
 STEPS = 240
 Kill = Callable[[list[int]], None]
 
@@ -56,7 +57,7 @@ def _worker() -> list[Row]:
 
 def _node() -> Row:
     found = []
-    for _ in range(REPEATS):
+    for _ in range(NODE_REPEATS):
         with three_nodes() as (folder, kill_node):
             mine, _ = _ours(folder, kill_node, workers={"min": 1, "max": 3})
         with three_nodes() as (folder, kill_node):

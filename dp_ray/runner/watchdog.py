@@ -8,7 +8,11 @@ from dp_ray.runner.messages import Beat, Hello
 from dp_ray.runner.pulse import beat_interval
 
 SILENT_BEATS = 10
-WAITING = ("torch/distributed/", "in _backward", "in broadcast\n", "in synchronise\n")
+# Where a worker stands that waits for others: in a collective, or on a GPU that is in one.
+WAITING = (
+    *("torch/distributed/", "replica/buffers.py", "replica/reduce.py", "in _backward\n"),
+    *("in stops\n", "in _row\n", "in _read\n"),
+)
 
 
 @dataclass
