@@ -106,3 +106,16 @@ def test_a_beat_of_workers_that_are_over_is_passed_over() -> None:
     dog = watchdog(None, 0)
     dog.take(Beat("a", 3, 7, 1.0, ""))
     assert dog.hang() is None
+
+
+def test_a_worker_that_is_stopped_right_after_its_start_is_found(clock: list[float]) -> None:
+    dog = watchdog()
+    for rank in range(3):
+        dog.start(rank, 7)
+    for seconds in range(10, 120, 10):
+        clock[0] = 1000.0 + seconds
+        for rank in (0, 2):
+            dog.take(Beat("a", rank, 7, float(seconds), WAITS if seconds > LIMIT else ""))
+    hang = dog.hang()
+    assert hang is not None
+    assert hang.ranks == (1,)

@@ -82,7 +82,7 @@ class Monitor:
         self._tell_story = tell_story
         self._watchdog = Watchdog(None, ())
         self._hang: Hang | None = None
-        self._hung_steps: set[int] = set()
+        self._hung: set[tuple[int, tuple[int, ...]]] = set()
         self._hangs_left = job.retries
         self._moved = time.monotonic()
         self.failed: Failed | None = None
@@ -160,18 +160,21 @@ class Monitor:
 
     def _on_hang(self, hang: Hang) -> None:
         """Replace the workers that hang; WorkerError where that was no use, or is not wanted."""
-        if hang.step in self._hung_steps or self._hangs_left == 0:
-            again = " again" if hang.step in self._hung_steps else ""
+        what = (hang.step, hang.ranks)
+        if what in self._hung or self._hangs_left == 0:
+            again = " again" if what in self._hung else ""
             raise WorkerError(f"hangs{again}: {hang} (timeouts.step is {self._job.timeouts.step:g})")
         self._console.say(f"{self._job.run_name}: hangs, and is replaced: {hang}")
-        self._hung_steps.add(hang.step)
+        self._hung.add(what)
         self._hangs_left -= 1
         self._hang = hang
         for hello in hang.hellos:
             self.reach.kill(hello)
 
     def _started(self, message: Started) -> None:
-        """The first worker of an attempt is about to run its first step."""
+        """A worker of an attempt is about to run its first step; the first to do so ends an interruption."""
+        if message.attempt == self._current:
+            self._watchdog.start(message.rank, message.step)
         if message.attempt in self._begun:
             return
         self._begun.add(message.attempt)

@@ -11,7 +11,7 @@ SILENT_BEATS = 10
 # Where a worker stands that waits for others: in a collective, or on a GPU that is in one.
 WAITING = (
     *("torch/distributed/", "replica/buffers.py", "replica/reduce.py", "in _backward\n"),
-    *("in stops\n", "in _row\n", "in _read\n"),
+    *("in stops\n", "results/history.py", "replica/state.py"),
 )
 
 
@@ -54,6 +54,13 @@ class Watchdog:
         self._seen = {hello.world.rank: _Seen(hello, now, now) for hello in hellos}
         self._found = False
 
+    def start(self, rank: int, step: int) -> None:
+        """A worker is about to run its first step; it may be stopped before it beats again."""
+        if rank in self._seen:
+            now = time.monotonic()
+            seen = self._seen[rank]
+            seen.heard, seen.moved, seen.step = now, now, step
+
     def take(self, beat: Beat) -> None:
         now = time.monotonic()
         seen = self._seen.get(beat.rank)
@@ -87,6 +94,6 @@ class Watchdog:
             return silent
         last = min(seen.step or 0 for seen in late)
         behind = [seen for seen in late if seen.step == last]
-        hung = [seen for seen in behind if not any(sign in seen.stack for sign in WAITING)]
+        hung = [seen for seen in behind if seen.stack and not any(sign in seen.stack for sign in WAITING)]
         all_late = len(late) == sum(seen.step is not None for seen in self._seen.values())
         return hung or (behind if all_late else [])
