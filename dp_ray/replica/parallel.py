@@ -139,14 +139,10 @@ def spread(job: Job, model: nn.Module, given: Sequence[torch.device]) -> nn.Modu
     """
     blocks = blocks_of(job, model, len(given))
     place_of = {block.name: given[block.device] for block in blocks}
-    chained = job.blocks is None  # a Sequential: only where the device changes is there anything to move
-    before: torch.device | None = None
     for name, module in list(model.named_modules()):
         if name in place_of:
             module.to(place_of[name])
-            if not chained or place_of[name] != before:
-                _move_inputs(module, place_of[name])
-            before = place_of[name]
+            _move_inputs(module, place_of[name])
         elif not any(name.startswith(f"{block}.") for block in place_of) and _has_own(module):
             for own in [*module._parameters.values(), *module._buffers.values()]:
                 if own is not None:

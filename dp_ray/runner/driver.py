@@ -30,7 +30,7 @@ from dp_ray.results.outputs import MERGED, Merged, merge
 from dp_ray.results.parts import reading
 from dp_ray.results.recorder import Run
 from dp_ray.results.reports import ReportFile, read_runs
-from dp_ray.results.result import SHAPES, Result, load
+from dp_ray.results.result import RESULT, SHAPES, Result, load
 from dp_ray.results.shapes import Seen
 from dp_ray.results.story import STORY, Interruption, Story, read_story
 from dp_ray.runner.board import Board
@@ -200,6 +200,7 @@ def _of_the_last_driver(job: Job, run: Storage) -> Interruption:
     with contextlib.suppress(StorageError):
         last = load(run.location)
         what = last.error or last.status
+        run.delete(RESULT)  # it was the last driver's, and would be taken for that of one which ends without a word
     steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
     return Interruption("driver", what.splitlines()[0], steps[-1] if steps else 0)
 
