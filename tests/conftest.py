@@ -39,6 +39,15 @@ def nothing_left_behind() -> Iterator[None]:
     assert not torch.distributed.is_initialized(), "the test left a process group"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_worker_left_behind() -> Iterator[None]:
+    """The processes in which groups run end with the session."""
+    yield
+    from tests.group import end_idle
+
+    end_idle()
+
+
 @pytest.fixture
 def in_project(monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand in the project's root, where `jobs` imports from."""

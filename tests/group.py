@@ -1,7 +1,11 @@
-"""A job's workers as real processes in a gloo group, without Ray."""
+"""A job's workers as real processes in a gloo group, without Ray.
+
+The processes stay from one group to the next, since most of a small group's time would be their start.
+"""
 
 import multiprocessing
 import traceback
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from dp_ray.border import Border
 from dp_ray.job import Job
 from dp_ray.replica.world import World
 from dp_ray.results.ledger import PARTS
@@ -19,45 +24,50 @@ from tests.conftest import free_port
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.group", "tests.models", "tests.training"])
+_idle: list[tuple[Any, Connection]] = []  # processes and the pipes to them
 
 
 class Ended(Exception):
     """A worker ended otherwise than well; holds what it raised."""
 
 
-def run_group(job: Job, folder: Path) -> list[Any]:
-    """Run the job on its workers, to its end or until they die; what rank 0 told. Ended holds what one raised."""
+def run_group(job: Job, folder: Path, border: Border | None = None) -> list[Any]:
+    """Run the job on its workers, to its end or until they die; what rank 0 told. Ended holds what one raised.
+
+    Each worker has a copy of `border`, if there is one.
+    """
     run = Storage(str(folder))
     run.child(PARTS).create()
-    world_size = job.max_workers
-    told: Any = _context.SimpleQueue()
-    port = free_port()
-    processes = [
-        _context.Process(target=_worker, args=(rank, world_size, job, str(folder), port, told))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    messages, errors, open_ends = [], [], world_size
-    while open_ends:
-        if told._reader.poll(0.05):
-            kind, what = told.get()
-            messages += [what] if kind == "told" else []
-            errors += [what] if kind == "raised" else []
-            open_ends -= kind in ("done", "raised")
-            if kind == "raised":
-                break
-        elif not any(process.is_alive() for process in processes):
-            break
-    for process in processes:
-        if errors:
-            process.kill()
-        process.join(120)
-        process.close()
-    told.close()
-    if errors:
-        raise Ended(errors[0])
+    port, size = free_port(), job.max_workers
+    group = [_idle.pop() if _idle else _started() for _ in range(size)]
+    messages: list[Any] = []
+    dead: list[Connection] = []
+    try:
+        for rank, (_, pipe) in enumerate(group):
+            pipe.send((rank, size, job, str(folder), port, border))
+        busy = [pipe for _, pipe in group]
+        while busy:
+            for pipe in wait(busy):
+                assert isinstance(pipe, Connection)
+                kind, what = _received(pipe)
+                if kind == "raised":
+                    raise Ended(what)
+                messages += [what] if kind == "told" else []
+                dead += [pipe] if kind == "died" else []
+                if kind in ("done", "died"):
+                    busy.remove(pipe)
+    except BaseException:
+        _end(group)
+        raise
+    _end([one for one in group if one[1] in dead])
+    _idle.extend(one for one in group if one[1] not in dead)
     return messages
+
+
+def end_idle() -> None:
+    """End the processes that wait for a group."""
+    _end(_idle)
+    _idle.clear()
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -78,21 +88,54 @@ def measured(messages: list[Any]) -> dict[str, float]:
     return dict(found)
 
 
-def _worker(rank: int, world_size: int, job: Job, folder: str, port: int, told: Any) -> None:
-    torch.set_num_threads(1)
+def _started() -> tuple[Any, Connection]:
+    here, there = _context.Pipe()
+    process = _context.Process(target=_serve, args=(there,))
+    process.start()
+    there.close()
+    return process, here
 
+
+def _end(group: list[tuple[Any, Connection]]) -> None:
+    for process, pipe in group:
+        pipe.close()
+        process.kill()
+        process.join(120)
+        process.close()
+
+
+def _received(pipe: Connection) -> tuple[str, Any]:
+    try:
+        kind, what = pipe.recv()
+        return kind, what
+    except (EOFError, ConnectionResetError):
+        return "died", None
+
+
+def _serve(pipe: Connection) -> None:
+    """Be a worker of one group after the other."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            given = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        _work(pipe, *given)
+
+
+def _work(pipe: Connection, rank: int, size: int, job: Job, folder: str, port: int, border: Border | None) -> None:
     def send(what: Any) -> None:
         if rank == 0 and "Report" not in type(what).__name__:
-            told.put(("told", what))
+            pipe.send(("told", what))
 
     try:
-        if world_size > 1:
-            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        if size > 1:
+            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
         devices = tuple(torch.device(name) for name in job.devices or ["cpu"])
-        run_task(job, World(rank, world_size, all_devices=devices), Storage(folder), send)
-        if world_size > 1:
+        run_task(job, World(rank, size, all_devices=devices), Storage(folder), send, border)
+        if size > 1:
             dist.barrier()
             dist.destroy_process_group()
-        told.put(("done", None))
+        pipe.send(("done", None))
     except BaseException:
-        told.put(("raised", traceback.format_exc()))
+        pipe.send(("raised", traceback.format_exc()))
