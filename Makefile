@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick check bench clean
+.PHONY: demo test quick fuzz check bench clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -20,6 +20,9 @@ test: .venv/installed
 
 quick: .venv/installed
 	$(BIN)/python -m pytest -m 'not ray'
+
+fuzz: .venv/installed
+	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

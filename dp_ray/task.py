@@ -13,14 +13,13 @@ from dp_ray.errors import ModelError, WorkerError
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Work
-from dp_ray.replica.data import Indices, load_shards
+from dp_ray.replica.data import Indices, load_shards, seeded_dataset
 from dp_ray.replica.evaluate import Evaluation, build_measures
 from dp_ray.replica.loop import predict
 from dp_ray.replica.model import build_model, compiled, replicate, synchronise
 from dp_ray.replica.parallel import input_device
 from dp_ray.replica.randomness import preserved
 from dp_ray.replica.step import Stepped, build_step
-from dp_ray.replica.targets import build_dataset
 from dp_ray.replica.weights import load_weights, read_start
 from dp_ray.replica.world import World, is_lost_peer
 from dp_ray.results import ledger
@@ -30,6 +29,8 @@ from dp_ray.results.recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.storage import Storage
 from dp_ray.training import Send, begin_attempt, seen, split_of, train
+
+KERNELS = 256  # of one piece of code; a split has up to four sizes of shards, an evaluation as many
 
 
 class Measured(NamedTuple):
@@ -44,7 +45,7 @@ def run_task(job: Job, world: World, run: Storage, send: Send, border: Border | 
     Raises Yielded where it stopped between two steps, as `border` asked.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
-    with preserved(world.device), deterministic(job, world.device):
+    with preserved(world.device), deterministic(job, world.device), compiling(job):
         try:
             tasks[job.task](job, world, run, send, border or Border())
         except RuntimeError as error:
@@ -76,9 +77,23 @@ def deterministic(job: Job, device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.benchmark = tries
 
 
+@contextmanager
+def compiling(job: Job) -> Iterator[None]:
+    """Where a job is compiled and bitwise: a kernel for every shape of a shard, or an error.
+
+    By default torch stops compiling after a few shapes, and a worker that met more of them computes otherwise.
+    """
+    if not job.compile or not job.bitwise:
+        yield
+        return
+    limits = {"recompile_limit": KERNELS, "accumulated_recompile_limit": 16 * KERNELS}
+    with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True}):
+        yield
+
+
 def evaluate(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
     """Run this worker's shards of every step and tell the means over the whole dataset."""
-    dataset = build_dataset(job)
+    dataset = seeded_dataset(job)
     model = started(job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     called = compiled(model, job)
@@ -113,7 +128,7 @@ def started(job: Job, world: World) -> nn.Module:
 
 def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
     """Run this worker's shards of every step, but those that a part which counts holds."""
-    dataset = build_dataset(job)
+    dataset = seeded_dataset(job)
     bare = started(job, world)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dp_ray.errors import StorageError
+from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
 
 TEXT, DIGEST = "state", "sha256"
@@ -40,13 +40,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def write_tensors(storage: Storage, name: str, tensors: Mapping[str, torch.Tensor], text: str = "") -> None:
     """Write CPU tensors, and a text that `read_tensors` gives back, to the file `name`, whole or not at all.
 
-    Raises StorageError where it cannot be written, ValueError for a dtype that the format does not know.
+    Raises StorageError where it cannot be written, ModelError for a dtype or layout that the format does not know.
     """
     table: dict[str, Any] = {}
     end = 0
     for key, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise ValueError(f"{key} is of {tensor.dtype}, which safetensors does not know")
+        check_dtype(key, tensor)
         table[key] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -64,6 +63,14 @@ def write_tensors(storage: Storage, name: str, tensors: Mapping[str, torch.Tenso
         for tensor in tensors.values():
             for piece in _pieces(tensor):
                 stream.write(piece)
+
+
+def check_dtype(key: str, tensor: torch.Tensor) -> None:
+    """Raise ModelError where a safetensors file cannot hold the tensor."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ModelError(f"{key} is a tensor of layout {tensor.layout}, {tensor.dtype}: only dense ones can be kept")
+    if tensor.dtype not in _NAMES:
+        raise ModelError(f"{key} is of {tensor.dtype}, which a safetensors file cannot hold")
 
 
 def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], str]:

@@ -17,13 +17,12 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards
+from dp_ray.replica.data import load_shards, seeded_dataset
 from dp_ray.replica.evaluate import Evaluation, build_measures
 from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.parallel import input_device
-from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest
+from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest, pack
 from dp_ray.replica.step import Stepped, build_step
-from dp_ray.replica.targets import build_dataset
 from dp_ray.replica.train import Trainer, Update
 from dp_ray.replica.weights import WEIGHTS, load_weights, read_start
 from dp_ray.replica.world import World, broadcast, is_rank_0
@@ -56,7 +55,7 @@ def train(job: Job, world: World, run: Storage, send: Send, border: Border) -> N
 
     Where any worker is asked to stop, all of them do, after the same step, which is kept.
     """
-    dataset = build_dataset(job)
+    dataset = seeded_dataset(job)
     split = split_of(job, dataset)
     model = with_synced_batchnorm(build_model(job, world.devices), job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
@@ -154,7 +153,7 @@ class Evaluator:
             size = job.eval.batch_size or job.batch_size
             changed = {"dataset": job.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
             self._job = job.model_copy(update=changed)
-            self._dataset = build_dataset(self._job, "eval.dataset")
+            self._dataset = seeded_dataset(self._job, "eval.dataset")
             self._split = Split(len(self._dataset), size, job.num_shards)
 
     def is_due(self, split: Split, step: int) -> bool:
@@ -195,10 +194,14 @@ class Keeper:
         names = ["loss", *trainer.measure_names]
         self._history = History(run.child(HISTORY), split, names, ["epoch_loss", *job.eval_names], running.step, send)
         self._saver = Saver(run.child(CHECKPOINTS), job.checkpoint.keep)
+        pack(trainer.state_dict())  # what cannot be kept is said now, and not when hours of training are to be
+        self._first = running.step
         self._saved = running.step
         self._saved_at = time.monotonic()
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
+        if step == self._first:  # optimizers make their state in the first step
+            pack(self._trainer.state_dict())
         self._history.add(step, update, measured)
         is_best = self._note_best(measured)
         if measured:

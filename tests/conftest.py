@@ -21,7 +21,9 @@ import dp_ray.runner.driver
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("dp_ray", deadline=None)  # the machine may be busy
+# No deadline, for the machine may be busy; the same examples each time, for a failure should be of the change.
+hypothesis.settings.register_profile("dp_ray", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile("dp_ray")
 
 

@@ -5,6 +5,7 @@ The processes stay from one group to the next, since most of a small group's tim
 
 import multiprocessing
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,21 @@ class Ended(Exception):
     """A worker ended otherwise than well; holds what it raised."""
 
 
+class StopsBefore(Border):
+    """Ends every worker before a step: what it had not kept by then is lost."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def before(self, step: int) -> None:
+        if step == self._step:
+            raise Stopped
+
+
+class Stopped(Exception):
+    """The worker was ended as it was meant to be."""
+
+
 def run_group(job: Job, folder: Path, border: Border | None = None) -> list[Any]:
     """Run the job on its workers, to its end or until they die; what rank 0 told. Ended holds what one raised.
 
@@ -47,8 +63,8 @@ def run_group(job: Job, folder: Path, border: Border | None = None) -> list[Any]
             pipe.send((rank, size, job, str(folder), port, border))
         busy = [pipe for _, pipe in group]
         while busy:
-            for pipe in wait(busy):
-                assert isinstance(pipe, Connection)
+            ready: list[Any] = wait(busy)
+            for pipe in ready:
                 kind, what = _received(pipe)
                 if kind == "raised":
                     raise Ended(what)
@@ -132,7 +148,8 @@ def _work(pipe: Connection, rank: int, size: int, job: Job, folder: str, port: i
         if size > 1:
             dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
         devices = tuple(torch.device(name) for name in job.devices or ["cpu"])
-        run_task(job, World(rank, size, all_devices=devices), Storage(folder), send, border)
+        with suppress(Stopped):
+            run_task(job, World(rank, size, all_devices=devices), Storage(folder), send, border)
         if size > 1:
             dist.barrier()
             dist.destroy_process_group()

@@ -93,7 +93,7 @@ def test_nesting_numbers_and_dotted_keys_come_back() -> None:
 
 
 def test_what_cannot_be_kept_is_named() -> None:
-    with pytest.raises(ModelError, match=r"the state's 'scheduler.anneal' is a function"):
+    with pytest.raises(ModelError, match=r"the state's 'scheduler.anneal' is of type function"):
         pack({"scheduler": {"anneal": lambda step: step}})
 
 

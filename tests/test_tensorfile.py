@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from dp_ray.errors import StorageError
+from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
 from dp_ray.tensorfile import DTYPES, read_tensors, sha256_of, write_tensors
 
@@ -83,6 +83,6 @@ def test_every_changed_byte_and_every_cut_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_the_format_does_not_know_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a is of torch.complex128"):
+    with pytest.raises(ModelError, match=r"a is of torch.complex128"):
         write_tensors(Storage(str(tmp_path)), "file", {"a": torch.zeros(2, dtype=torch.complex128)})
     assert not list(tmp_path.iterdir())

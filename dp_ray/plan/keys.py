@@ -4,7 +4,7 @@ import hashlib
 import struct
 from typing import Literal
 
-Purpose = Literal["sample", "collate", "forward"]
+Purpose = Literal["dataset", "sample", "collate", "forward", "update", "generator"]
 
 
 def key(seed: int, purpose: Purpose, *parts: int) -> int:

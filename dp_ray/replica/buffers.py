@@ -14,13 +14,7 @@ class Buffers:
     """The buffers of a module, in the course of a step."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = {
-            id(buffer): (module, name)
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.layout is torch.strided and not buffer.is_quantized
-        }
-        self._places = list(found.values())
+        self._places = _places(model)
         self._start: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] | None = None
         self._flat: torch.Tensor | None = None
@@ -65,6 +59,43 @@ class Buffers:
 
     def _tensors(self) -> list[torch.Tensor]:
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
+
+
+class UnchangedBuffers:
+    """Buffers that a shard's forward in eval mode may change (observers), and that the next shard shall not see."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, name, buffer, buffer.detach().clone(), _version(buffer))
+            for module, name in _places(model)
+            if (buffer := module._buffers[name]) is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back those that changed since this was made."""
+        for at, (module, name, buffer, value, version) in enumerate(self._kept):
+            if module._buffers[name] is not buffer:
+                module._buffers[name] = buffer
+            if version is None or _version(buffer) != version:
+                buffer.copy_(value)
+                self._kept[at] = (module, name, buffer, value, _version(buffer))
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the module's buffers are, each tensor once."""
+    found = {
+        id(buffer): (module, name)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.layout is torch.strided and not buffer.is_quantized
+    }
+    return list(found.values())
+
+
+def _version(buffer: torch.Tensor) -> int | None:
+    """How often the tensor was written to; None where torch does not count."""
+    return None if buffer.is_inference() else buffer._version
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

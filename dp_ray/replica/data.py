@@ -10,15 +10,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_ray.errors import DataError, Error
-from dp_ray.job import Job, Loader
+from dp_ray.job import Job, Loader, Target
 from dp_ray.plan.keys import key
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
-from dp_ray.replica.randomness import Quiet, seed_all
-from dp_ray.replica.targets import bound
+from dp_ray.replica.randomness import Quiet, own_generators, preserved, seed_all, seed_own
+from dp_ray.replica.targets import bound, build_dataset, resolve
 from dp_ray.replica.tree import flatten, map_leaves, num_rows, scatter, sizes
 
+CPU = torch.device("cpu")
 ORDER_BLOCK = 4096  # positions computed at once: a shard is often far smaller than numpy's overhead
 
 
@@ -36,13 +37,15 @@ class Samples(Dataset[Any]):
 
     Samples are read a shard at a time, as long as none draws a random number. Once one does, that shard is read
     anew and every sample from then on by itself, after seeding: the same as if it had been so from the start.
+    A dataset with generators of its own is read so from the start.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
+        self._own = own_generators(dataset)
         self._quiet = Quiet()
-        self._draws = False
+        self._draws = bool(self._own)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -58,7 +61,9 @@ class Samples(Dataset[Any]):
         return wanted, [item for index in wanted.indices for item in self._read_seeded(wanted.epoch, index)]
 
     def _read_seeded(self, epoch: int, index: int) -> Any:
-        seed_all(key(self.seed, "sample", epoch, index))
+        number = key(self.seed, "sample", epoch, index)
+        seed_all(number)
+        seed_own(self._own, number)
         return self._read([index])
 
     def _read(self, indices: list[int]) -> Any:
@@ -113,6 +118,18 @@ class IndexLists:
                 positions = Positions(dataclasses.replace(self.order, epoch=piece.epoch))
             indices = positions.indices(piece.start, piece.stop).tolist()
             yield Wanted(piece.epoch, piece.step, piece.shard, indices)
+
+
+def seeded_dataset(job: Job, name: str = "dataset") -> Any:
+    """The job's dataset, built after seeding, so that random data is the same on every worker and in every run.
+
+    Raises what `build_dataset` raises.
+    """
+    if isinstance(job.dataset, Target):
+        resolve(name, job.dataset)  # only a module's first import draws what it draws then
+    with preserved(CPU):
+        seed_all(key(job.seed, "dataset", name != "dataset"))
+        return build_dataset(job, name)
 
 
 def load_shards(

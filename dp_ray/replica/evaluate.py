@@ -10,14 +10,14 @@ from torch import nn
 
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job import Job, Target
-from dp_ray.plan.keys import key
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
+from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.data import Indices
 from dp_ray.replica.loss import weigh
-from dp_ray.replica.model import autocast
+from dp_ray.replica.model import autocast, evaluating
 from dp_ray.replica.parallel import mixed_devices
-from dp_ray.replica.randomness import seed_all
+from dp_ray.replica.randomness import ForwardSeeds
 from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
 from dp_ray.replica.targets import bound, build, resolve
 
@@ -71,13 +71,27 @@ class Evaluation:
         on_step: Callable[[int], None] = lambda _: None,
     ) -> dict[str, float]:
         """The mean of the loss and of each metric over all samples, on every rank; every rank calls this."""
-        model.eval()
+        with evaluating(model) as buffers:
+            return self._run(model, work, batches, on_shard, on_step, buffers)
+
+    def _run(
+        self,
+        model: nn.Module,
+        work: Work,
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: Callable[[Shard, Any, Stepped], None],
+        on_step: Callable[[int], None],
+        buffers: UnchangedBuffers,
+    ) -> dict[str, float]:
+        seeds = ForwardSeeds(self.job.seed, model, self._device)
         sums = torch.zeros(work.split.shards, 2 * len(self._names), dtype=torch.float64, device=self._device)
         kept: dict[int, dict[str, Any]] = {}
         for step, shards in work:
             for shard in shards:
                 _, batch = next(batches)
+                seeds.begin(shard)
                 stepped, row = self._shard(model, shard, batch)
+                buffers.restore()
                 if row is not None:
                     sums[shard.shard] += row
                 for name, metric in self._states.items():
@@ -92,7 +106,6 @@ class Evaluation:
         return {**means, **self._computed(kept)}
 
     def _shard(self, model: nn.Module, shard: Shard, batch: Any) -> tuple[Stepped, torch.Tensor | None]:
-        seed_all(key(self.job.seed, "forward", shard.epoch, shard.step, shard.shard), self._device)
         where = f"step {shard.step}, shard {shard.shard}"
         try:
             with autocast(self.job.precision, self._device):

@@ -8,13 +8,12 @@ from torch import nn
 
 from dp_ray.errors import Error, ModelError
 from dp_ray.job import Job
-from dp_ray.plan.keys import key
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.data import Indices
-from dp_ray.replica.model import autocast, bare, call_model
+from dp_ray.replica.model import autocast, bare, call_model, evaluating
 from dp_ray.replica.parallel import mixed_devices
-from dp_ray.replica.randomness import seed_all
+from dp_ray.replica.randomness import ForwardSeeds
 
 
 def predict(
@@ -33,15 +32,16 @@ def predict(
     its indices and outputs, `on_step` each step that is through, also one in which this worker has no rows.
     Raises ModelError, naming step and shard, where the model raises.
     """
-    model.eval()
-    with torch.inference_mode(), autocast(job.precision, device):
+    seeds = ForwardSeeds(job.seed, model, device)
+    with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
         for step, shards in work:
             if shards and not goes_on(step):
                 return
             for shard in shards:
                 indices, inputs = next(batches)
-                seed_all(key(job.seed, "forward", shard.epoch, shard.step, shard.shard), device)
+                seeds.begin(shard)
                 on_shard(shard, indices, _forward(model, inputs, job.call, shard))
+                buffers.restore()
             on_step(step)
 
 

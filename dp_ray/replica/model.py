@@ -1,8 +1,11 @@
 """The model of one worker: built from its target, moved to its device, wrapped by DDP."""
 
+import hashlib
+import itertools
+import json
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,10 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job, Target
+from dp_ray.replica.buffers import UnchangedBuffers
+from dp_ray.replica.layout import overlaps
 from dp_ray.replica.parallel import building_on, spread, with_devices
 from dp_ray.replica.randomness import seed_all
-from dp_ray.replica.targets import build
-from dp_ray.replica.world import World
+from dp_ray.replica.targets import build, resolve
+from dp_ray.replica.world import World, broadcast, gathered
 
 
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
@@ -24,6 +29,8 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
 
     On several devices it places its parts itself, or is split as the job says.
     """
+    if isinstance(job.model, Target):
+        resolve("model", job.model)  # only a module's first import draws what it draws then
     seed_all(job.seed, devices[0])
     with building_on(devices):
         model = build("model", with_devices(job.model, devices))
@@ -34,6 +41,7 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
             f"model: an object that is made already cannot place its parts on {len(devices)} devices; "
             "give a target, or set split: auto"
         )
+    _give_each_element_memory(model)
     try:
         if len(devices) == 1:
             return model.to(devices[0])
@@ -41,6 +49,22 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     except (RuntimeError, AssertionError) as error:
         names = ", ".join(map(str, devices))
         raise JobError(f"devices: the model cannot be moved to {names}: {error}") from error
+
+
+def _give_each_element_memory(model: nn.Module) -> None:
+    """Copy what is expanded, since it cannot be written to: buffers and frozen parameters come from rank 0."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+        for parameter in module._parameters.values():
+            if (
+                parameter is not None
+                and not is_lazy(parameter)
+                and not parameter.requires_grad
+                and overlaps(parameter)
+            ):
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 def compiled(model: nn.Module, job: Job) -> nn.Module:
@@ -53,8 +77,9 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
 
 
 def synchronise(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers."""
-    if dist.is_initialized():
+    """Give every rank rank 0's parameters and buffers; ModelError on all where their names, sizes or order differ."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _check_alike(model)
         _broadcast_state(model)
 
 
@@ -80,6 +105,24 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[UnchangedBuffers]:
+    """The model in eval mode, as long as the block lasts; then each module is in its own mode again.
+
+    The buffers are as before, too: after the block, and within it whenever they are restored.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = UnchangedBuffers(model)
+    model.eval()
+    try:
+        yield buffers
+    finally:
+        buffers.restore()
+        model.train(modes[0][1])
+        for module, mode in modes:
+            module.training = mode
+
+
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """The context in which a model runs in the job's precision; its parameters stay as they are."""
     if precision == "fp32":
@@ -96,11 +139,33 @@ def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
     return model(inputs)
 
 
-def _broadcast_state(model: nn.Module) -> None:
-    """Rank 0's parameters and buffers on every rank, as bytes: gloo and NCCL do not know every dtype."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+def _state_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _check_alike(model: nn.Module) -> None:
+    """Raise ModelError, on every rank, unless all have the same tensors in the same order: they are sent by place."""
+    for name, tensor in _state_of(model):
         if is_lazy(tensor):
             raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
+    mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in _state_of(model)]
+    digests = gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    first = json.loads(broadcast(json.dumps(mine)))
+    pairs = itertools.zip_longest(first, mine, fillvalue="nothing")
+    found = next(((there, here) for there, here in pairs if there != here), None)
+    for rank, one in enumerate(gathered(found)):
+        if one is not None:
+            raise ModelError(
+                f"the models of the workers differ: where rank 0 has {one[0]}, rank {rank} has {one[1]}; build the "
+                "same modules in the same order everywhere (a set of names has another order in each process)"
+            )
+
+
+def _broadcast_state(model: nn.Module) -> None:
+    """Rank 0's parameters and buffers on every rank, as bytes: gloo and NCCL do not know every dtype."""
+    for name, tensor in _state_of(model):
         if tensor.layout is not torch.strided or tensor.is_quantized:
             continue  # built from the same seed or file on every worker
         data = tensor.detach()

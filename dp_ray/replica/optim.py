@@ -1,15 +1,19 @@
 """Optimizer, scheduler and scaler of a training."""
 
+import inspect
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job import Job, Optimizer, Scheduler
+from dp_ray.replica.layout import is_dense, laid_out, overlaps
 from dp_ray.replica.targets import bind
 
 
@@ -21,6 +25,8 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
     for name, parameter in named.items():
         if is_lazy(parameter):
             raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
+        if overlaps(parameter):
+            raise ModelError(f"{name} is an expanded tensor, whose elements no optimizer can update: clone() it")
     if isinstance(given, torch.optim.Optimizer):
         raise JobError(
             "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
@@ -32,7 +38,20 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
         made = _called("optimizer", given, list(named.values()))
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(made).__qualname__}")
+    check_optimizer(type(made))
     return made
+
+
+def check_optimizer(found: Any) -> None:
+    """Raise JobError where a class of optimizers computes the loss several times in a step, as LBFGS does."""
+    if not inspect.isclass(found) or not issubclass(found, torch.optim.Optimizer):
+        return
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise JobError(
+            f"optimizer: {found.__qualname__} computes the loss several times in a step, by a closure; "
+            "take an optimizer whose step() needs none"
+        )
 
 
 def _groups(given: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
@@ -51,6 +70,30 @@ def _groups(given: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
             )
     groups = [{"params": mine, **group.args} for group, mine in zip(given.groups, found, strict=True)]
     return [*groups, *([{"params": rest}] if rest else [])]
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state_dict so that each tensor has the dtype that it was kept with, and lies as its parameter does.
+
+    torch casts them to the parameter's dtype, and leaves the strides that they were read with: kernels that take a
+    parameter and its state together (`fused`) would pair wrong elements.
+    """
+    optimizer.load_state_dict(state)
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    for number, kept in (state.get("state") or {}).items():
+        loaded = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
+        if loaded is None or not isinstance(kept, dict):
+            continue
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor) and isinstance(loaded.get(name), torch.Tensor):
+                loaded[name] = _as_kept(value, loaded[name].device, parameters[number])
+
+
+def _as_kept(value: torch.Tensor, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
+    moved = value.to(device)
+    if value.layout is torch.strided and value.shape == parameter.shape and is_dense(parameter):
+        return laid_out(moved, parameter.stride())
+    return moved
 
 
 class Schedule:
@@ -89,6 +132,26 @@ class Schedule:
             )
         else:
             self.scheduler.step(measured[self.metric])
+
+
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients together, taken in fp32 or wider."""
+    if any(one.dtype in (torch.float16, torch.bfloat16) for one in gradients):
+        first = gradients[0].device
+        norms = [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)).to(first) for one in gradients]
+        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.double() for one in norms])).float()
+        return whole
+    return get_total_norm(gradients)
+
+
+def scale_by(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply the gradients by a number that may still be on its way on a device."""
+    for device in {one.device for one in gradients}:
+        torch._foreach_mul_([one for one in gradients if one.device == device], factor.to(device))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def build_scaler(job: Job, device: torch.device) -> torch.amp.GradScaler | None:

@@ -1,17 +1,23 @@
 """Random numbers keyed by what they are drawn for: a sample's augmentations, a shard's dropout.
 
-All three global generators count: Python's, numpy's and torch's. A generator that a user makes and never seeds
-cannot be known here.
+Three global generators count, Python's, numpy's and torch's, and those that a dataset or a module of the model holds
+as an attribute. A generator that is kept elsewhere cannot be known here.
 """
 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
+
+from dp_ray.plan.keys import key
+from dp_ray.plan.split import Shard
 
 Draws = tuple[float, float, float]
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 def seed_all(number: int, device: torch.device | None = None) -> None:
@@ -22,6 +28,48 @@ def seed_all(number: int, device: torch.device | None = None) -> None:
     if device is not None and (device.type == "cuda" or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(number)
+
+
+def own_generators(owner: Any) -> list[Generator]:
+    """The generators that are attributes of an object, of a module's parts, or of the dataset that one wraps."""
+    owners = list(owner.modules()) if isinstance(owner, nn.Module) else _wrapped(owner)
+    values = (value for one in owners for value in getattr(one, "__dict__", {}).values())
+    return list({id(value): value for value in values if isinstance(value, Generator)}.values())
+
+
+def _wrapped(dataset: Any) -> list[Any]:
+    found: list[Any] = []
+    while dataset is not None and all(dataset is not one for one in found):
+        found.append(dataset)
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")
+    return found
+
+
+def seed_own(generators: list[Generator], number: int) -> None:
+    """Seed each generator for itself, so that no two draw the same numbers."""
+    for place, one in enumerate(generators):
+        seed = key(number, "generator", place)
+        if isinstance(one, torch.Generator):
+            one.manual_seed(seed)
+        elif isinstance(one, np.random.Generator):
+            fresh: Any = type(one.bit_generator)
+            one.bit_generator.state = fresh(seed).state
+        else:
+            one.seed(seed % 2**32)
+
+
+class ForwardSeeds:
+    """Seeds all that a shard's forward may draw from, with a number for (seed, epoch, step, shard)."""
+
+    def __init__(self, seed: int, model: nn.Module, device: torch.device) -> None:
+        self._seed = seed
+        self._device = device
+        self._own = own_generators(model)
+
+    def begin(self, shard: Shard) -> None:
+        number = key(self._seed, "forward", shard.epoch, shard.step, shard.shard)
+        seed_all(number, self._device)
+        seed_own(self._own, number)
 
 
 class Quiet:

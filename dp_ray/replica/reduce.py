@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from dp_ray.plan.split import worker_shards
 from dp_ray.plan.tree import Node, fold, leaf_pairs, nodes, parents
+from dp_ray.replica.layout import is_dense
 
 Gradients = list[torch.Tensor | None]
 
@@ -46,7 +47,6 @@ class ShardSums:
         self.parameters = parameters
         self.root: Node = (0, shards)
         self.held: dict[Node, Gradients] = {}
-        self.has_unused = False
         self._parents = parents(self.root)
         self._pairs = leaf_pairs(self.root)
 
@@ -63,7 +63,6 @@ class ShardSums:
     def take(self, node: Node) -> None:
         """Move the parameters' gradients, those of a node's shards, into the sums."""
         sums = [parameter.grad for parameter in self.parameters]
-        self.has_unused = self.has_unused or any(gradient is None for gradient in sums)
         for parameter in self.parameters:
             parameter.grad = None
         while node in self._parents:
@@ -73,6 +72,15 @@ class ShardSums:
                 break
             node, sums = above, add(self.held.pop(left), sums)
         self.held[node] = sums
+
+    def stand_in(self) -> None:
+        """Give parameters that only earlier shards used a gradient that adds nothing.
+
+        DDP remembers that they were used, and fails if it finds no gradient in the last shard's backward.
+        """
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is None and any(sums[number] is not None for sums in self.held.values()):
+                parameter.grad = zeros_that_add_nothing(parameter.detach())
 
     def finish(self) -> None:
         """The sum over all shards becomes the parameters' gradients: where one worker has them all."""
@@ -92,6 +100,7 @@ class TreeReducer:
         self._world_size = world_size
         self._rank = rank
         self._number = {id(parameter): number for number, parameter in enumerate(sums.parameters)}
+        self._strides = {id(one): one.stride() for one in sums.parameters if is_dense(one)}
         self._nodes: list[list[Node]] = []
         self._plans: dict[int, list[list[Node]]] = {}
         self._last: Node | None = None
@@ -127,7 +136,10 @@ class TreeReducer:
 
     def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self.saw_last = self.saw_last or bucket.is_last()
-        flat, views = bucket.buffer(), bucket.gradients()
+        flat, views = bucket.buffer(), self._views(bucket)
+        for view, parameter in zip(views, bucket.parameters(), strict=True):
+            if parameter.grad is None:  # not used, for which DDP leaves a zero
+                view.zero_().neg_()
         held = self._held(bucket, views)
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
         if self._world_size == 2:
@@ -148,11 +160,26 @@ class TreeReducer:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
+    def _views(self, bucket: GradBucket) -> list[torch.Tensor]:
+        """The bucket's gradients as DDP lays them out: with the parameter's strides, where these leave no gaps.
+
+        `bucket.gradients()` shows the same memory as if all of it were contiguous, and real.
+        """
+        views, offset = [], 0
+        numbers = _numbers(bucket.buffer(), bucket.parameters()[0])
+        for parameter in bucket.parameters():
+            view = numbers[offset : offset + parameter.numel()].view(parameter.size())
+            strides = self._strides.get(id(parameter), view.stride())
+            views.append(view.as_strided(view.size(), strides, view.storage_offset()))
+            offset += parameter.numel()
+        return views
+
     def _held(self, bucket: GradBucket, views: list[torch.Tensor]) -> dict[Node, Gradients]:
         """This worker's sums of the bucket's parameters; those of the last shard are the bucket itself."""
-        numbers = [self._number[id(parameter)] for parameter in bucket.parameters()]
+        numbers = [self._number.get(id(parameter)) for parameter in bucket.parameters()]
         held: dict[Node, Gradients] = {
-            node: [sums[number] for number in numbers] for node, sums in self._sums.held.items()
+            node: [None if number is None else sums[number] for number in numbers]
+            for node, sums in self._sums.held.items()
         }
         if self._last is not None:
             held[self._last] = list(views)
@@ -202,12 +229,17 @@ def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
 
 def _laid_out(flat: torch.Tensor, views: list[torch.Tensor], gradients: Gradients) -> torch.Tensor:
     """Gradients in a buffer of their own, each where its parameter has its place in the bucket."""
-    made = torch.zeros_like(flat)
+    made = zeros_that_add_nothing(flat)
+    numbers, start = _numbers(made, views[0]), views[0].storage_offset()
     for view, gradient in zip(views, gradients, strict=True):
         if gradient is not None:
-            offset = view.storage_offset() - flat.storage_offset()
-            made.as_strided(view.size(), view.stride(), offset).copy_(gradient)
+            numbers.as_strided(view.size(), view.stride(), view.storage_offset() - start).copy_(gradient)
     return made
+
+
+def _numbers(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A bucket's memory as the numbers that it holds: DDP shows complex ones as pairs of real ones."""
+    return torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat
 
 
 class SumReducer:
@@ -232,14 +264,6 @@ Reducer = TreeReducer | SumReducer
 Hook = Callable[[object, Any], torch.futures.Future[torch.Tensor]]
 
 
-class Nothing(torch.autograd.Function):
-    """Zero, whose gradient is a zero for every parameter: the backward of a worker that has no rows."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:
+    """Zeros with a minus sign: x + -0 is x to the bit, but -0 + 0 is 0."""
+    return torch.zeros_like(like).neg_()

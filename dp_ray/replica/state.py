@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from dp_ray.errors import ModelError, StorageError
+from dp_ray.replica.layout import is_dense, laid_out
 from dp_ray.storage import Storage
-from dp_ray.tensorfile import read_tensors, write_tensors
+from dp_ray.tensorfile import check_dtype, read_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-(\d+)\.safetensors")
@@ -67,7 +68,8 @@ def steps_of(checkpoints: Storage) -> list[int]:
 def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """A state_dict, of any nesting, as plain JSON and the tensors that it refers to by their paths.
 
-    Raises ModelError, naming the path, for what is neither a tensor nor a plain value. `unpack` is the inverse.
+    Raises ModelError, naming the path, for what is neither a tensor that can be written nor a plain value.
+    `unpack` is the inverse; tensors keep their strides.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _pack(state, "", tensors), tensors
@@ -77,9 +79,12 @@ def unpack(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """What `pack` took apart."""
     if not isinstance(plain, dict):
         return plain
-    (kind, value), *_ = plain.items()
+    (kind, value), *more = plain.items()
     if kind == "tensor":
-        return tensors[value]
+        return laid_out(tensors[value], more[0][1]) if more else tensors[value]
+    if kind == "sparse":
+        indices, values, shape, is_coalesced = (unpack(inner, tensors) for inner in value)
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
     if kind == "dict":
         return {key: unpack(inner, tensors) for key, inner in value}
     items = [unpack(inner, tensors) for inner in value]
@@ -87,11 +92,16 @@ def unpack(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:  # momentum of sparse gradients
+        inner = [value._indices(), value._values(), list(value.shape), value.is_coalesced()]
+        return {"sparse": [_pack(one, f"{path}.{number}", tensors) for number, one in enumerate(inner)]}
     if isinstance(value, torch.Tensor):
         while path in tensors:  # keys with dots in them may look like a nesting
             path += "'"
+        check_dtype(path, value)
         tensors[path] = value
-        return {"tensor": path}
+        strides = {} if value.is_contiguous() or not is_dense(value) else {"strides": list(value.stride())}
+        return {"tensor": path, **strides}
     if isinstance(value, dict):
         return {
             "dict": [
@@ -111,7 +121,7 @@ def _plain(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ModelError(
-        f"the state's {path!r} is a {type(value).__qualname__}: only tensors and plain values can be kept"
+        f"the state's {path!r} is of type {type(value).__qualname__}: only tensors and plain values can be kept"
     )
 
 

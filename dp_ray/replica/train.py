@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dp_ray.errors import Error, JobError, ModelError
 from dp_ray.job import Job
@@ -19,13 +18,13 @@ from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.plan.tree import Node
 from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.data import Indices
-from dp_ray.replica.loss import weigh
-from dp_ray.replica.model import autocast
-from dp_ray.replica.optim import Schedule, build_optimizer, build_scaler
+from dp_ray.replica.optim import Schedule, build_optimizer, build_scaler, load_optimizer, scale_by, total_norm
 from dp_ray.replica.parallel import mixed_devices
-from dp_ray.replica.randomness import seed_all
-from dp_ray.replica.reduce import Nothing, Reducer, ShardSums, SumReducer, TreeReducer
-from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
+from dp_ray.replica.randomness import ForwardSeeds, seed_all
+from dp_ray.replica.reduce import Reducer, ShardSums, SumReducer, TreeReducer
+from dp_ray.replica.shard_loss import ShardLoss
+from dp_ray.replica.sparse import make_gradients_dense, numbers_of, sparse_parameters, sum_over_workers
+from dp_ray.replica.step import Measures, Step, Stepped
 from dp_ray.replica.world import World, is_lost_peer
 
 OnShard = Callable[[Shard, Any, Stepped], None]
@@ -74,34 +73,6 @@ class Consent:
         return bool(told.item())
 
 
-class ShardLoss(nn.Module):
-    """The module that DDP wraps: a shard in, its loss out. None in its place is a worker without rows."""
-
-    def __init__(self, model: nn.Module, step: Step, measures: Measures, job: Job, device: torch.device) -> None:
-        super().__init__()
-        self.model = model
-        self._step = step
-        self._measures = measures
-        self._precision = job.precision
-        self._device = device
-        self.stepped = Stepped()
-        self.row: torch.Tensor | None = None
-
-    def forward(self, batch: Any, rows: int) -> torch.Tensor:
-        """The sum of the shard's losses; what else it gave is left in `stepped` and `row`."""
-        if rows == 0:
-            return Nothing.apply(*(one for one in self.model.parameters() if one.requires_grad))  # type: ignore[no-any-return, no-untyped-call]
-        with autocast(self._precision, self._device):
-            stepped = run_step(self._step, self.model, batch)
-            loss = weigh(stepped.loss, rows, "the loss")
-        with torch.no_grad():
-            self.row = as_row([loss, *self._measures(stepped, rows)], self._device)
-        self.stepped = stepped
-        if not loss.sum.requires_grad:
-            raise ModelError("the loss does not depend on any parameter that is trained")
-        return loss.sum
-
-
 class Trainer:
     """The model's training state on one worker, and the step that changes it: the same on all workers."""
 
@@ -111,12 +82,18 @@ class Trainer:
         self.job = job
         self.model = model
         self.world = world
+        if job.bitwise:
+            make_gradients_dense(model)  # the fixed tree adds dense ones
         self.optimizer = build_optimizer(job.optimizer, model)
         self.schedule = Schedule(job.scheduler, self.optimizer)
         self.scaler = build_scaler(job, world.device)
+        if not model.training:  # as a model comes that was loaded; parts that are left in eval mode alone stay so
+            model.train()
         self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._sparse = sparse_parameters(model)
         self._names = {id(one): name for name, one in model.named_parameters()}
         self._buffers = Buffers(model)
+        self._seeds = ForwardSeeds(job.seed, model, world.device)
         self._sums = ShardSums(self._parameters, job.num_shards) if job.bitwise else None
         self._loss = ShardLoss(called, step, measures, job, world.device)
         self._measure_names = list(measures.functions)
@@ -144,7 +121,9 @@ class Trainer:
             if (part is None) != (state.get(name) is None):
                 raise ModelError(f"the checkpoint has {'no' if part is not None else 'a'} {name}, unlike this job")
             try:
-                if part is not None:
+                if isinstance(part, torch.optim.Optimizer):
+                    load_optimizer(part, state[name])
+                elif part is not None:
                     part.load_state_dict(state[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise ModelError(f"the checkpoint's {name} does not fit this job's: {error}") from None
@@ -167,8 +146,6 @@ class Trainer:
         wants_stop: bool = False,
     ) -> Update:
         """Train on one global batch, of which this worker runs `shards`, maybe none."""
-        if not self.model.training:
-            self.model.train()
         start, stop = split.batch(step)
         filled = num_filled(stop - start, split.shards)
         pending = [next(batches)[1] for _ in shards[:1]]
@@ -192,8 +169,8 @@ class Trainer:
         if not shards:
             self._backward(self._run(None, 0), stats)
         self._check_all_reduced(step)
-        self._finish_reduction(filled < split.shards)
-        return self._update(stats, stop - start)
+        self._finish_reduction()
+        return self._update(stats, stop - start, key(self.job.seed, "update", step // split.steps, step))
 
     def _wrap(self, shards: Sequence[Shard], batches: Sequence[Any]) -> nn.Module:
         """DDP around the shard's loss; what the first shard uses tells whether it must look for unused parameters."""
@@ -204,6 +181,8 @@ class Trainer:
         unused = self.job.find_unused_parameters
         if unused == "auto":
             unused = self._finds_unused(shards, batches)
+        ignored = self._loss.prepare(self._sparse, looks_for_unused=bool(unused))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._loss, ignored)  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             # torch 2.13 has a new name for the option, whose meaning differs: it syncs at the start, as was done.
             warnings.simplefilter("ignore", FutureWarning)
@@ -226,7 +205,8 @@ class Trainer:
         self._buffers.begin(2)
         for shard, batch in zip(shards, batches, strict=True):
             self._forward(self._loss, shard, batch).backward()  # type: ignore[no-untyped-call]
-            found += any(parameter.grad is None for parameter in self._parameters)
+            sparse = {id(one) for one in self._sparse}
+            found += any(one.grad is None for one in self._parameters if id(one) not in sparse)
         self._buffers.restore()
         self.optimizer.zero_grad()
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -246,6 +226,8 @@ class Trainer:
             if shard.shard == 0:
                 self._buffers.keep()
             if is_last:
+                if self._sums is not None and self._loss.anchor is not None:
+                    self._sums.stand_in()
                 self._backward(loss / rows, stats)
             else:
                 self._scaled(loss / rows).backward()  # type: ignore[no-untyped-call]
@@ -258,7 +240,7 @@ class Trainer:
                 self._sums.take(node)
 
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
-        seed_all(key(self.job.seed, "forward", shard.epoch, shard.step, shard.shard), self.world.device)
+        self._seeds.begin(shard)
         try:
             loss: torch.Tensor = replica(batch, shard.rows)
         except JobError:
@@ -296,23 +278,14 @@ class Trainer:
                 f"{', '.join(unused[:8])}; set find_unused_parameters: true"
             )
 
-    def _finish_reduction(self, has_empty: bool) -> None:
+    def _finish_reduction(self) -> None:
         self._buffers.finish()
+        sum_over_workers(self._sparse)
         if self._sums is None:
             return
         if self._reducer is None:
             self._sums.finish()
         self._sums.held = {}
-        if has_empty or self._looks_for_unused:
-            # Whether a -0 met the 0 of a worker that had nothing to add depends on the workers; -0 + 0 is 0.
-            torch._foreach_add_([one.grad for one in self._parameters if one.grad is not None], 0.0)
-
-    @property
-    def _looks_for_unused(self) -> bool:
-        replica = self._replica
-        if isinstance(replica, DistributedDataParallel):
-            return bool(replica.find_unused_parameters)
-        return self._sums is not None and self._sums.has_unused
 
     def _weigh(self, gradients: list[torch.Tensor], weight: torch.Tensor, rows: int) -> None:
         """Each loss counted 1 / rows so far; a batch whose weights sum to 0 has no gradient."""
@@ -321,22 +294,23 @@ class Trainer:
             if known != rows:
                 torch._foreach_mul_(gradients, rows / known if known > 0 else 0.0)
         else:  # without waiting for the device
-            factor = torch.where(weight > 0, rows / weight, 0.0)
-            for device in {one.device for one in gradients}:
-                here = [one for one in gradients if one.device == device]
-                torch._foreach_mul_(here, factor.to(device, here[0].dtype))
+            scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0).float())
 
-    def _update(self, stats: torch.Tensor, rows: int) -> Update:
-        """Clip the whole batch's gradient and step; the loss's weights count now that all are known."""
+    def _update(self, stats: torch.Tensor, rows: int, seed: int) -> Update:
+        """Clip the whole batch's gradient and step; the loss's weights count now that all are known.
+
+        What the optimizer draws, it draws after `seed`, the same on all workers.
+        """
         totals = stats[:-1].sum(0)
         rate = float(self.optimizer.param_groups[0]["lr"])
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        gradients = [one.grad for one in self._parameters if one.grad is not None]
+        gradients = [numbers_of(one.grad) for one in self._parameters if one.grad is not None]
         self._weigh(gradients, totals[1], rows)
-        norm = get_total_norm(gradients)
+        norm = total_norm(gradients)
         if self.job.grad_clip is not None:
-            clip_grads_with_norm_(self._parameters, self.job.grad_clip, norm)
+            scale_by(gradients, (self.job.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+        seed_all(seed, self.world.device)
         if self.scaler is None:
             self.optimizer.step()
             self.schedule.after_step()

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,3 +58,12 @@ def broadcast(text: str) -> str:
     texts = [text]
     dist.broadcast_object_list(texts, src=0)
     return texts[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's value on every rank, in the order of ranks; the value alone where there is no process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -18,9 +18,11 @@ from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.plan.work import Done, Range
+from dp_ray.replica.data import seeded_dataset
+from dp_ray.replica.optim import check_optimizer
 from dp_ray.replica.parallel import with_devices
 from dp_ray.replica.state import CHECKPOINTS, steps_of
-from dp_ray.replica.targets import bind, build_dataset, resolve
+from dp_ray.replica.targets import bind, resolve
 from dp_ray.replica.weights import WEIGHTS, find_start
 from dp_ray.replica.world import World
 from dp_ray.results import ledger
@@ -144,6 +146,8 @@ def check_targets(job: Job) -> Split:
             bind(key, with_devices(target, ()) if key == "model" else target)
         elif isinstance(target, Target) and key in ("optimizer", "scheduler"):
             bind(key, target, leading=1)
+            if key == "optimizer":
+                check_optimizer(resolve(key, target))
         elif isinstance(target, Target):
             resolve(key, target)
     for name in (*(job.devices or ()), *([job.input_device] if job.input_device else ())):
@@ -151,7 +155,7 @@ def check_targets(job: Job) -> Split:
             torch.device(name)
         except RuntimeError as error:
             raise JobError(f"devices: {name!r} is no device of torch: {error}") from None
-    split = split_of(job, build_dataset(job))
+    split = split_of(job, seeded_dataset(job))
     if split.steps == 0:
         raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")
     if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.kinds()):

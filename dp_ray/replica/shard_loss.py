@@ -1,0 +1,88 @@
+"""The module that DDP wraps: a shard's loss, also where a worker has no shard."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.errors import ModelError
+from dp_ray.job import Job
+from dp_ray.replica.loss import weigh
+from dp_ray.replica.model import autocast
+from dp_ray.replica.reduce import zeros_that_add_nothing
+from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
+
+ANCHOR_SIZE = 16  # so that what lies behind it in a bucket stays aligned
+
+
+class ShardLoss(nn.Module):
+    """The module that DDP wraps: a shard in, its loss out. None in its place is a worker without rows."""
+
+    def __init__(self, model: nn.Module, step: Step, measures: Measures, job: Job, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self._step = step
+        self._measures = measures
+        self._precision = job.precision
+        self._device = device
+        self.anchor: nn.Parameter | None = None
+        self._reduced: list[nn.Parameter] = []
+        self.stepped = Stepped()
+        self.row: torch.Tensor | None = None
+
+    def prepare(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool) -> list[str]:
+        """Get ready to be wrapped by DDP, which is not to see the parameters `ignored`; their names here.
+
+        DDP tells which parameters no worker used. A worker without rows uses none, and yet must use one for its
+        backward to reach DDP: it takes the anchor, which every worker uses in every step.
+        """
+        names = {id(one) for one in ignored}
+        reduced = [one for one in self.model.parameters() if one.requires_grad and id(one) not in names]
+        if looks_for_unused or not reduced:
+            first = next(one for one in self.model.parameters() if one.requires_grad)
+            self.anchor = nn.Parameter(torch.zeros(ANCHOR_SIZE, dtype=first.dtype, device=first.device))
+            reduced = [self.anchor]
+        self._reduced = reduced
+        return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
+
+    def forward(self, batch: Any, rows: int) -> torch.Tensor:
+        """The sum of the shard's losses; what else it gave is left in `stepped` and `row`."""
+        if rows == 0:
+            return Nothing.apply(*self._reduced)  # type: ignore[no-untyped-call,no-any-return]
+        with autocast(self._precision, self._device):
+            stepped = run_step(self._step, self.model, batch)
+            loss = weigh(stepped.loss, rows, "the loss")
+        with torch.no_grad():
+            self.row = as_row([loss, *self._measures(stepped, rows)], self._device)
+        self.stepped = stepped
+        if not loss.sum.requires_grad:
+            raise ModelError("the loss does not depend on any parameter that is trained")
+        return loss.sum if self.anchor is None else Anchored.apply(loss.sum, self.anchor)  # type: ignore[no-untyped-call]
+
+
+class Nothing(torch.autograd.Function):
+    """Zero, whose gradient is a zero for each of `parameters`: the backward of a worker that has no rows."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(zeros_that_add_nothing(parameter) for parameter in ctx.saved_tensors)
+
+
+class Anchored(torch.autograd.Function):
+    """The loss as it is, whose backward also reaches `anchor`, with a zero."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(anchor)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (anchor,) = ctx.saved_tensors
+        return gradients[0], torch.zeros_like(anchor)

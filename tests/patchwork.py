@@ -1,0 +1,219 @@
+"""A model pieced together of what real ones have and toy ones lack, and one plain process that trains it."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dp_ray.plan.keys import key
+from dp_ray.plan.order import Order
+
+CLASSES = 3
+
+
+class Statistics(nn.Module):
+    """Takes the running mean away; it runs on one row too, unlike BatchNorm."""
+
+    mean: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(inputs.detach().float().mean(0), 0.3)
+            self.count.add_(1)
+        return inputs - self.mean.to(inputs.dtype)
+
+
+class Observer(nn.Module):
+    """Updates its buffers whenever it runs, as torch.ao's observers do, and goes by them."""
+
+    largest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.largest.mul_(0.9).add_(inputs.detach().float().abs().max(), alpha=0.1)
+        return inputs / self.largest.to(inputs.dtype).sqrt()
+
+
+class Noise(nn.Module):
+    """Noise from generators of its own, each of another library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch, self.numpy, self.python = (
+            torch.Generator().manual_seed(3),
+            np.random.default_rng(3),
+            random.Random(3),
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return inputs
+        drawn = torch.randn(inputs.shape[1], generator=self.torch) + self.numpy.normal() + self.python.random()
+        return inputs + 0.1 * drawn.to(inputs.dtype)
+
+
+class Patchwork(nn.Module):
+    """6 numbers a row to 3 classes, by way of what `has` names.
+
+    channels_last: a convolution laid out so. transposed: a weight that is a transposed view. scalar: a parameter
+    without dimensions. double: a head in float64. wide: more than one bucket of DDP. unused, sometimes: a layer that
+    never runs, and one that runs for shards with a row of a large first number. frozen, still: a layer without
+    gradients, statistics left in eval mode. statistics, observer, dropout, noise: see there. expanded: a buffer whose
+    rows are one. sparse: an embedding with sparse gradients. complex: the first parameter is complex. half: its body.
+    """
+
+    sometimes: nn.Module
+    frozen: nn.Module
+    offsets: torch.Tensor
+
+    def __init__(self, has: list[str]) -> None:
+        super().__init__()
+        self.has = set(has)
+        if "complex" in has:
+            self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.conv = nn.Conv2d(2, 4, 2)
+        if "channels_last" in has:
+            self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.body = nn.Linear(8, 8)
+        if "transposed" in has:
+            self.body.weight = nn.Parameter(torch.randn(8, 8).div(3).t())
+        if "scalar" in has:
+            self.scale = nn.Parameter(torch.tensor(1.5))
+        if "wide" in has:
+            self.wide = nn.Sequential(nn.Linear(8, 30_000), nn.Tanh(), nn.Linear(30_000, 8))
+        if "sparse" in has:
+            self.words = nn.Embedding(5, 8, sparse=True)
+        for name in ("unused", "sometimes", "frozen"):
+            if name in has:
+                self.add_module(name, nn.Linear(8, 8).requires_grad_(name != "frozen"))
+        if "expanded" in has:
+            self.register_buffer("offsets", torch.randn(1, 8).expand(4, 8))
+        self.statistics = Statistics(8) if {"statistics", "still"} & self.has else nn.Identity()
+        self.observer = Observer() if "observer" in has else nn.Identity()
+        self.dropout = nn.Dropout(0.3 if "dropout" in has else 0.0)
+        self.noise = Noise() if "noise" in has else nn.Identity()
+        self.head = nn.Linear(8, CLASSES)
+        if "double" in has:
+            self.head.double()
+        if "half" in has:
+            self.body.bfloat16()
+        if "still" in has:
+            self.statistics.eval()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        image = functional.pad(inputs, (0, 6)).reshape(-1, 2, 2, 3)
+        hidden = torch.tanh(self.conv(image)).flatten(1)
+        hidden = self.noise(torch.tanh(self.body(hidden.to(self.body.weight.dtype)).float()))
+        if "complex" in self.has:
+            hidden = hidden * (hidden * self.phase).abs()
+        if "wide" in self.has:
+            hidden = hidden + self.wide(hidden) / 100
+        if "sparse" in self.has:
+            hidden = hidden + self.words(inputs[:, 1].abs().mul(2).long().clamp(max=4))
+        if "sometimes" in self.has and bool((inputs[:, 0] > 1).any()):
+            hidden = hidden + self.sometimes(hidden)
+        if "frozen" in self.has:
+            hidden = hidden + self.frozen(hidden)
+        if "expanded" in self.has:
+            hidden = hidden + self.offsets[2]
+        hidden = self.dropout(self.observer(self.statistics(hidden)))
+        if "scalar" in self.has:
+            hidden = hidden * self.scale
+        outputs: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
+        return outputs
+
+
+class Noisy(torch.optim.SGD):
+    """SGD with noise in each update (Langevin dynamics)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype), alpha=0.01)
+
+
+def seed_all(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def seed_own(model: nn.Module, number: int) -> None:
+    """The generators of the model's own parts, as README says."""
+    for module in model.modules():
+        if isinstance(module, Noise):
+            module.torch.manual_seed(key(number, "generator", 0))
+            module.numpy.bit_generator.state = np.random.default_rng(key(number, "generator", 1)).bit_generator.state
+            module.python.seed(key(number, "generator", 2) % 2**32)
+
+
+def train_plainly(
+    model: nn.Module,
+    dataset: Any,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    batch_size: int,
+    shards: int,
+    epochs: int,
+    grad_clip: float | None = None,
+) -> list[float]:
+    """The oracle: nn.DataParallel's training in one process, chunk after chunk; the losses of its steps."""
+    losses, step = [], 0
+    for epoch in range(epochs):
+        order = Order(len(dataset), 0, epoch, shuffle=True)
+        for start in range(0, len(dataset), batch_size):
+            picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
+            inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))
+            before = copy.deepcopy(dict(model.named_buffers()))
+            total: Any = 0.0
+            for shard, (x, y) in enumerate(zip(inputs.chunk(shards), targets.chunk(shards), strict=True)):
+                after = copy.deepcopy(dict(model.named_buffers()))
+                put(model, before)
+                number = key(0, "forward", epoch, step, shard)
+                seed_all(number)
+                seed_own(model, number)
+                total = total + functional.cross_entropy(model(x), y, reduction="sum")
+                if shard:
+                    put(model, after)
+            optimizer.zero_grad()
+            (total / len(targets)).backward()
+            if grad_clip is not None:
+                clip(model, grad_clip)
+            seed_all(key(0, "update", epoch, step))
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            losses.append(total.item() / len(targets))
+            step += 1
+    return losses
+
+
+def clip(model: nn.Module, largest: float) -> None:
+    """torch's clip_grad_norm_, which does not know sparse gradients."""
+    given = [one for one in model.parameters() if one.grad is not None]
+    norms = [one.grad.to_dense().abs().double().square().sum() for one in given if one.grad is not None]
+    factor = min(1.0, largest / (torch.stack(norms).sum().sqrt().item() + 1e-6))
+    for one in given:
+        assert one.grad is not None
+        one.grad = one.grad * factor
+
+
+def put(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name].clone()

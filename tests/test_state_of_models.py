@@ -1,0 +1,162 @@
+"""A model's tensors, modes, buffers and generators: alike on all workers, and as its user left them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dp_ray.border import Border
+from dp_ray.errors import Error, JobError
+from dp_ray.job import Job
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Work
+from dp_ray.replica.loop import predict
+from dp_ray.replica.model import build_model, evaluating
+from dp_ray.replica.world import World
+from dp_ray.runner.driver import check_targets
+from dp_ray.storage import Storage
+from dp_ray.task import compiling, run_task
+from tests.group import Ended, measured, run_group
+from tests.odd import Observed
+from tests.test_train import job_of
+from tests.training import Pairs, mlp
+
+CPU = torch.device("cpu")
+
+
+def odd(name: str) -> dict[str, str]:
+    return {"target": f"tests.odd:{name}"}
+
+
+class Listens(Border):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def before(self, step: int) -> None:
+        self.steps.append(step)
+
+
+def test_models_with_another_order_of_tensors_are_told(tmp_path: Path) -> None:
+    """They are sent by their place: a worker's alpha would become another's beta."""
+    says = r"where rank 0 has alpha.weight \[3, 6\] torch.float32, rank 1 has beta.weight"
+    for keys in ({"task": "train"}, {"task": "evaluate"}):
+        with pytest.raises(Ended, match=says):
+            run_group(job_of(odd("Unordered"), workers=2, **keys), tmp_path / keys["task"])
+
+
+def test_random_data_is_the_same_on_every_worker(tmp_path: Path) -> None:
+    for data in ("RandomPairs", "OwnNoise"):
+        keys = {"task": "evaluate", "shards": 3, "eval": None}
+        found = [
+            measured(run_group(job_of("mlp", odd(data), workers=workers, **keys), tmp_path / f"{data}{workers}"))
+            for workers in (1, 2, 3)
+        ]
+        assert found[0] == found[1] == found[2]
+
+
+def test_what_a_module_draws_when_it_is_imported_changes_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import torch\nDRAWN = torch.rand(7)\ndef net():\n    return torch.nn.Linear(4, 4)\n"
+    (tmp_path / "draws_when_imported.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    job = Job.make({"model": "draws_when_imported:net", "dataset": [1], "batch_size": 1}, "job")
+    first, second = (build_model(job, [CPU]).state_dict() for _ in range(2))
+    assert torch.equal(first["weight"], second["weight"])
+
+
+def test_a_shard_of_a_prediction_leaves_no_trace_in_buffers() -> None:
+    job = Job.make({"model": Observed, "dataset": [1], "batch_size": 4, "shards": 2}, "job")
+    inputs, split = Pairs(12).inputs, Split(12, 4, 2)
+    model = Observed()
+    found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def run(work: Work) -> dict[tuple[int, int], torch.Tensor]:
+        found.clear()
+        shards = [shard for _, shards in work for shard in shards]
+        batches = ((None, inputs[shard.start : shard.stop]) for shard in shards)
+
+        def keep(shard: Any, indices: Any, outputs: torch.Tensor) -> None:
+            found[shard.step, shard.shard] = outputs.clone()
+
+        predict(model, job, CPU, work, batches, keep, lambda step: None)  # type: ignore[arg-type]
+        return dict(found)
+
+    whole = run(Work(split))
+    halves = {**run(Work(split, 2, 0)), **run(Work(split, 2, 1))}
+    assert whole.keys() == halves.keys()
+    assert all(torch.equal(whole[at], halves[at]) for at in whole)
+    assert dict(model.named_buffers())["0.largest"].item() == 1.0
+
+
+class Merges(nn.Linear):
+    """As adapters do, it changes its weight when it is set to eval mode, and back."""
+
+    def train(self, mode: bool = True) -> "Merges":
+        if mode != self.training:
+            self.weight.data += -1 if mode else 1
+        super().train(mode)
+        return self
+
+
+def test_each_module_has_its_own_mode_again_after_an_evaluation() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3)), Merges(3, 3))
+    model[1].eval()
+    weight = model.state_dict()["2.weight"].clone()
+    modes = [module.training for module in model.modules()]
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
+    torch.testing.assert_close(model.state_dict()["2.weight"], weight)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says", "steps"),
+    [
+        ({"model": odd("Extra")}, r"model._extra_state.* is of type object", []),
+        ({"model": odd("Double")}, r"model.phase is of torch.complex128", []),
+        ({"scheduler": odd("FunctionScheduler")}, r"scheduler.function.* is of type function", []),
+        ({"optimizer": odd("ObjectSGD")}, r"optimizer.state.0.kept.* is of type object", [0]),
+        ({"model": odd("Expanded")}, r"weight is an expanded tensor.*clone\(\) it", []),
+    ],
+)
+def test_what_cannot_be_kept_or_trained_is_said_at_once(
+    tmp_path: Path, keys: dict[str, Any], says: str, steps: list[int]
+) -> None:
+    border = Listens()
+    job = job_of("mlp", workers=1, **keys)
+    with pytest.raises(Error, match=says):
+        run_task(job, World(), Storage(str(tmp_path)), lambda what: None, border)
+    assert border.steps == steps
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused_before_anything_starts() -> None:
+    with pytest.raises(JobError, match=r"optimizer: LBFGS computes the loss several times"):
+        check_targets(job_of("mlp", optimizer={"target": "torch.optim:LBFGS"}))
+
+
+def test_a_bitwise_job_compiles_for_every_shape_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch stops after 8 shapes of a module, and runs it uncompiled."""
+    compiled_shapes: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled_shapes.append(1)
+        return graph.forward
+
+    job = job_of("mlp", bitwise=True, compile=True)
+    with compiling(job):
+        model = torch.compile(mlp(), dynamic=False, backend=backend)
+        for rows in range(1, 21):
+            model(torch.zeros(rows, 6))
+    torch.compiler.reset()
+    assert len(compiled_shapes) == 20
+    monkeypatch.setattr("dp_ray.task.KERNELS", 3)
+    other = torch.compile(mlp(), dynamic=False, backend=backend)
+    with compiling(job):
+        for rows in (1, 2, 3):
+            other(torch.zeros(rows, 6))
+        with pytest.raises(Exception, match="recompile_limit"):
+            other(torch.zeros(4, 6))
+    torch.compiler.reset()
