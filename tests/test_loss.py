@@ -115,3 +115,44 @@ class Margin(nn.Module):
 def test_losses_that_cannot_be_are_told(wrong: Any, says: str) -> None:
     with pytest.raises(JobError, match=says):
         build_loss(wrong, CPU)
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_losses_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    """1,000 rows of 100: fp16 ends at 65,504, and bf16 has no 1 + 1/256."""
+    losses = torch.full((1000,), 100.0, dtype=dtype, requires_grad=True)
+    weighed = weigh(losses, 1000, "the loss")
+    assert (weighed.sum.item(), weighed.sum.dtype) == (100_000.0, torch.float32)
+    (weighed.sum / weighed.weight).backward()  # type: ignore[no-untyped-call]
+    assert losses.grad is not None and losses.grad.dtype == dtype
+    assert torch.equal(losses.grad, torch.full((1000,), 1 / 1000, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_precision_sum_of_the_users_adds_up_in_fp32(dtype: torch.dtype) -> None:
+    weighed = weigh((torch.tensor(60_000.0, dtype=dtype), 4), 4, "the loss")
+    assert weighed.sum.dtype == torch.float32
+    assert float(weighed.sum * 2) == 2 * float(torch.tensor(60_000.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_weights_of_classes_in_half_precision_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    """The mean is that of torch in double precision over the same numbers."""
+    outputs, target = torch.randn(4000, 3).to(dtype), torch.randint(3, (4000,))
+    weight = torch.tensor([20.0, 40.0, 80.0], dtype=dtype)
+    total, weights = weigh(build_loss(nn.CrossEntropyLoss(weight), CPU)(outputs, target), 4000, "the loss")
+    assert (total.dtype, torch.as_tensor(weights).dtype) == (torch.float32, torch.float32)
+    assert float(weights) == weight.double()[target].sum().item()
+    expected = nn.functional.cross_entropy(outputs.double(), target, weight.double())
+    assert (total / weights).item() == pytest.approx(expected.item(), rel=2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_losses_are_summed_as_torch_does(dtype: torch.dtype) -> None:
+    losses = torch.randn(1001, dtype=dtype)
+    weighed = weigh(losses, 1001, "the loss")
+    assert torch.equal(weighed.sum, losses.sum())
+    assert weighed.sum.dtype == dtype

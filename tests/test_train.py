@@ -329,3 +329,14 @@ def test_what_cannot_be_trained_is_told(tmp_path: Path, keys: dict[str, Any], sa
 def test_sync_batchnorm_needs_a_worker_for_each_shard() -> None:
     with pytest.raises(JobError, match=r"sync_batchnorm: needs a worker for each shard.*5 shards on 3 workers"):
         job_of("conv", "Images", workers=3, shards=5, sync_batchnorm=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_in_fp16_whose_sum_fp16_cannot_hold_has_torchs_mean(tmp_path: Path, workers: int) -> None:
+    heavy = {"loss": "tests.training:heavy", "metrics": {"heavy": "tests.training:heavy"}}
+    evaluated = {"dataset": "tests.training:Pairs"}
+    keys = {"batch_size": 101, "epochs": 1, "workers": workers, "shards": 2 if workers > 1 else 1}
+    run_group(job_of("HalfMlp", **heavy, **keys, eval=evaluated), tmp_path)
+    (row,) = history_of(tmp_path)
+    assert [row[name] for name in ("loss", "heavy", "eval_loss", "eval_heavy")] == [1000.0] * 4
+    assert all(weight.isfinite().all() for weight in weights_of(tmp_path).values())

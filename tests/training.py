@@ -184,3 +184,20 @@ def constant_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def wild(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Numbers of very different sizes, with all the digits of a double."""
     return torch.exp(outputs[:, 0].double() * 60)
+
+
+class HalfMlp(nn.Module):
+    """A model whose parameters and outputs are fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3).half()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs.half())
+        return outputs
+
+
+def heavy(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """1,000 for each row, in the outputs' own precision: 66 rows are more than fp16 holds."""
+    return 1000.0 + 0.0 * outputs[:, 0]

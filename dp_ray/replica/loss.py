@@ -37,7 +37,8 @@ def weigh(value: Any, rows: int, what: str) -> Weighted:
         total, weight = value
         if _is_number(total) and _is_number(weight):
             is_tensor = isinstance(total, torch.Tensor)
-            return Weighted((total if is_tensor else torch.tensor(total, dtype=torch.float64)).reshape(()), weight)
+            number = _at_least_fp32(total) if is_tensor else torch.tensor(total, dtype=torch.float64)
+            return Weighted(number.reshape(()), weight)
         raise ModelError(
             f"{what} returned a pair of {_kind(total)} and {_kind(weight)}; (sum, weight) are two numbers"
         )
@@ -48,7 +49,20 @@ def weigh(value: Any, rows: int, what: str) -> Weighted:
             f"{what} returned {_kind(value)} for a shard of {rows} rows: a mean over a shard cannot be made one over "
             "the whole batch; return one number for each row (of torch's losses: reduction='none'), or (sum, weight)"
         )
-    return Weighted(value.sum(), value.numel())
+    return Weighted(total_of(value), value.numel())
+
+
+def total_of(values: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor; that of half-precision numbers is taken in fp32, since fp16 ends at 65,504."""
+    return values.sum(dtype=torch.float32) if _is_half(values) else values.sum()
+
+
+def _at_least_fp32(number: torch.Tensor) -> torch.Tensor:
+    return number.float() if _is_half(number) else number
+
+
+def _is_half(values: torch.Tensor) -> bool:
+    return values.is_floating_point() and values.dtype.itemsize < torch.float32.itemsize
 
 
 def build_loss(given: Any, device: torch.device) -> Compare:
@@ -109,8 +123,8 @@ def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, t
         return losses  # probabilities: each row counts 1
     counted = target != loss.ignore_index
     if loss.weight is None:
-        return losses.sum(), counted.sum()
-    return losses.sum(), (loss.weight[target.where(counted, torch.zeros_like(target))] * counted).sum()
+        return total_of(losses), counted.sum()
+    return total_of(losses), total_of(loss.weight[target.where(counted, torch.zeros_like(target))] * counted)
 
 
 def _is_number(value: Any) -> bool:
