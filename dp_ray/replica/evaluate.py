@@ -14,7 +14,6 @@ from dp_ray.plan.keys import key
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.data import Indices
-from dp_ray.replica.loss import weigh
 from dp_ray.replica.model import autocast
 from dp_ray.replica.parallel import mixed_devices
 from dp_ray.replica.randomness import seed_all
@@ -29,7 +28,7 @@ def build_measures(job: Job) -> tuple[Measures, dict[str, Any]]:
     for name, given in job.metrics.items():
         made = _make(f"metrics.{name}", given)
         (states if _keeps_state(made) else functions)[name] = made
-    return Measures(functions), states
+    return Measures(functions, job.batch_dim), states
 
 
 def _make(where: str, given: Any) -> Any:
@@ -97,7 +96,7 @@ class Evaluation:
         try:
             with autocast(self.job.precision, self._device):
                 stepped = run_step(self._step, model, batch)
-                loss = [weigh(stepped.loss, shard.rows, "the loss")] if self._has_loss else []
+                loss = [self._measures.loss(stepped, shard.rows)] if self._has_loss else []
                 measured = [*loss, *self._measures(stepped, shard.rows)]
         except Error as error:
             raise type(error)(f"{where}: {error}") from error

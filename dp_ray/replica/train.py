@@ -19,7 +19,6 @@ from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.plan.tree import Node
 from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.data import Indices
-from dp_ray.replica.loss import weigh
 from dp_ray.replica.model import autocast
 from dp_ray.replica.optim import Schedule, build_optimizer, build_scaler
 from dp_ray.replica.parallel import mixed_devices
@@ -93,7 +92,7 @@ class ShardLoss(nn.Module):
             return Nothing.apply(*(one for one in self.model.parameters() if one.requires_grad))  # type: ignore[no-any-return, no-untyped-call]
         with autocast(self._precision, self._device):
             stepped = run_step(self._step, self.model, batch)
-            loss = weigh(stepped.loss, rows, "the loss")
+            loss = self._measures.loss(stepped, rows)
         with torch.no_grad():
             self.row = as_row([loss, *self._measures(stepped, rows)], self._device)
         self.stepped = stepped
