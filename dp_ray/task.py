@@ -29,7 +29,7 @@ from dp_ray.results.outputs import PartWriter
 from dp_ray.results.recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.storage import Storage
-from dp_ray.training import Send, begin_attempt, seen, split_of, train
+from dp_ray.training import Note, Send, begin_attempt, seen, split_of, train
 
 
 class Measured(NamedTuple):
@@ -122,10 +122,15 @@ def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Bo
     attempt, counted = begin_attempt(run)
     work = Work(split_of(job, dataset), world.world_size, world.rank, Done(ledger.done_ranges(counted)))
     stopped: list[int] = []
+
+    def tell(text: str) -> None:
+        if world.rank == 0:  # every batch has a shard there, so the others would only say the same
+            send(Note(text))
+
     with (
         Recorder(world, send) as recorder,
         Probe(model, job.batch_dim) as probe,
-        PartWriter(parts, work.shards, job.batch_dim, before_commit=recorder.flush, attempt=attempt) as writer,
+        PartWriter(parts, work.shards, job.batch_dim, recorder.flush, attempt, tell) as writer,
     ):
 
         def goes_on(step: int) -> bool:
