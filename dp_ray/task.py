@@ -16,7 +16,7 @@ from dp_ray.plan.work import Done, Work
 from dp_ray.replica.data import Indices, load_shards
 from dp_ray.replica.evaluate import Evaluation, build_measures
 from dp_ray.replica.loop import predict
-from dp_ray.replica.model import build_model, compiled, replicate, synchronise
+from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.parallel import input_device
 from dp_ray.replica.randomness import preserved
 from dp_ray.replica.step import Stepped, build_step
@@ -117,7 +117,6 @@ def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Bo
     bare = started(job, world)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
-    replica = replicate(model, world)
     parts = run.child(PARTS)
     attempt, counted = begin_attempt(run)
     work = Work(split_of(job, dataset), world.world_size, world.rank, Done(ledger.done_ranges(counted)))
@@ -156,7 +155,7 @@ def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Bo
             writer.on_step(step)
 
         batches = load_shards(job, dataset, work, world.device)
-        predict(replica, job, world.device, work, batches, on_shard, on_step, goes_on)
+        predict(model, job, world.device, work, batches, on_shard, on_step, goes_on)
         border.through()
     if stopped:
         border.leave()

@@ -243,6 +243,19 @@ class Caching(nn.Module):
         return {"logits": self.layer(inputs), "cache": cache, "of": (np.float32(1.5), inputs.dtype), "n": 7}
 
 
+class OnTwoTypes(nn.Module):
+    """A part that runs on the first device, and one on the last that is there only."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2, device=devices[0])
+        self.spare = nn.Linear(5, 2, device=devices[-1])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
+
+
 class OnCaches(nn.Module):
     """A model whose inputs are a cache."""
 

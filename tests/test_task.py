@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job import Job
@@ -24,6 +25,7 @@ from dp_ray.task import run_task
 from dp_ray.training import Note, split_of
 from tests import models
 from tests.conftest import free_port
+from tests.group import run_group
 
 
 def job_of(model: Any, dataset: Any, **keys: Any) -> Job:
@@ -270,3 +272,34 @@ def test_inputs_in_a_registered_class_are_cut_by_rows(tmp_path: Path) -> None:
     )
     merged, _ = run_alone(job, tmp_path)
     assert torch.equal(merged.read(), models.Rows(20).data * 4)
+
+
+@pytest.mark.parametrize("task", ["predict", "evaluate"])
+def test_where_nothing_is_trained_no_ddp_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    """Its gradient buckets would take as much memory as the model."""
+    made: list[Any] = []
+    before = nn.parallel.DistributedDataParallel.__init__
+    monkeypatch.setattr(
+        nn.parallel.DistributedDataParallel, "__init__", lambda *args, **keys: made.append(before(*args, **keys))
+    )
+    data = TensorDataset(models.Rows(20).data, torch.zeros(20, 2)) if task == "evaluate" else models.Rows(20)
+    job = job_of(models.Linear(), data, task=task, loss="torch.nn:MSELoss")
+    Storage(str(tmp_path)).child(PARTS).create()
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        run_task(job, World(), Storage(str(tmp_path)), lambda _: None)
+    finally:
+        dist.destroy_process_group()
+    assert made == []
+
+
+def test_predict_takes_devices_of_two_types_on_several_workers(tmp_path: Path) -> None:
+    job = job_of(
+        {"target": "tests.models:OnTwoTypes"}, {"target": "tests.models:Rows"}, devices=["cpu", "meta"], workers=2
+    )
+    run_group(job, tmp_path)
+    run = Storage(str(tmp_path))
+    merge(run.child(PARTS), run, Order(100, 0, 0, False), 100)
+    torch.manual_seed(0)
+    layer = models.OnTwoTypes([torch.device("cpu")]).layer
+    assert torch.allclose(Merged(run).read(), layer(models.Rows().data), atol=1e-6)

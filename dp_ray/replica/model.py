@@ -1,6 +1,5 @@
-"""The model of one worker: built from its target, moved to its device, wrapped by DDP."""
+"""The model of one worker: built from its target, moved to its device, with the weights of rank 0."""
 
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dp_ray.errors import JobError, ModelError
@@ -16,7 +14,6 @@ from dp_ray.job import Job, Target
 from dp_ray.replica.parallel import building_on, spread, with_devices
 from dp_ray.replica.randomness import seed_all
 from dp_ray.replica.targets import build
-from dp_ray.replica.world import World
 
 
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
@@ -56,28 +53,6 @@ def synchronise(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers."""
     if dist.is_initialized():
         _broadcast_state(model)
-
-
-def replicate(model: nn.Module, world: World) -> nn.Module:
-    """The module as one replica among `world_size`, whose weights are the same on all ranks.
-
-    DDP, as long as there is something to train; a module without trainable parameters runs unwrapped.
-    Buffers are not broadcast in each forward: a worker without rows runs none, and must not be waited for.
-    """
-    if not dist.is_initialized():
-        return model
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        return model
-    device_ids = [world.device] if world.device.type == "cuda" and len(world.devices) == 1 else None
-    with warnings.catch_warnings():
-        # torch 2.13 has a new name for the option, whose meaning differs: it syncs at the start, as was done above.
-        warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False, init_sync=False)
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The user's own module, whether or not DDP wraps it."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

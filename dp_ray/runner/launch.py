@@ -92,7 +92,7 @@ def run_on_ray(
         trainer = PolicyTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
-            torch_config=BoundTorchConfig(backend="gloo" if set(job.devices or ()) == {"cpu"} else None),
+            torch_config=BoundTorchConfig(backend=_backend(job)),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, verbose),
             wanted=_wanted(job, each),
@@ -105,6 +105,14 @@ def run_on_ray(
                 trainer.fit()
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             raise _cause(error, monitor) from None
+
+
+def _backend(job: Job) -> str | None:
+    """What the workers' process group is made of; None: as Ray Train chooses, by whether they have GPUs."""
+    types = {name.partition(":")[0] for name in job.devices or ()}
+    if types == {"cpu", "cuda"}:
+        return "cpu:gloo,cuda:nccl"
+    return "gloo" if types == {"cpu"} else None
 
 
 def check_can_be_shipped(job: Job) -> None:
