@@ -351,7 +351,7 @@ class Job(Strict):
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
         """The job that these keys and values describe; JobError lists every one that is wrong."""
-        named = {"name": default_name, **values}
+        named = {**values, "name": default_name if values.get("name") is None else values["name"]}
         try:
             return cls.model_validate(named)
         except ValidationError as error:

@@ -9,6 +9,7 @@ import yaml
 from dp_ray.errors import JobError
 from dp_ray.job import COLUMNS, Job, Target, load_job, parse_setting, parse_workers
 from dp_ray.results.history import schema
+from dp_ray.runner.driver import _job_of
 
 GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}
 
@@ -162,6 +163,20 @@ def test_a_key_given_twice_is_told(tmp_path: Path) -> None:
     path.write_text("model: a:b\ndataset: a:b\nbatch_size: 2\nmodel: c:d")
     with pytest.raises(JobError, match=r"'model' is given twice.*line 4"):
         load_job(path)
+
+
+@pytest.mark.parametrize("keys", [{}, {"batch_size": 7}])
+def test_a_job_without_a_name_is_named_by_its_time(keys: dict[str, Any]) -> None:
+    nameless = Job.model_validate(GOOD)
+    job = _job_of(nameless, keys)
+    assert job.run_name.startswith("run-20")
+    assert dict(job) == {**dict(nameless), **keys, "name": job.run_name}
+    assert _job_of(make(name="mine"), keys).run_name == "mine"
+
+
+def test_a_name_that_is_null_is_none() -> None:
+    assert make(name=None).run_name == "job"
+    assert _job_of(None, {**GOOD, "name": None}).run_name.startswith("run-20")
 
 
 def test_a_job_from_python_takes_objects() -> None:

@@ -303,3 +303,15 @@ def test_predict_takes_devices_of_two_types_on_several_workers(tmp_path: Path) -
     torch.manual_seed(0)
     layer = models.OnTwoTypes([torch.device("cpu")]).layer
     assert torch.allclose(Merged(run).read(), layer(models.Rows().data), atol=1e-6)
+
+
+def test_a_torchscript_module_predicts_what_its_module_does(tmp_path: Path) -> None:
+    keys = {"dataset": {"target": "tests.training:Images"}, "inputs": "first", "workers": 2, "shards": 3}
+    outputs = []
+    for name in ("conv", "scripted"):
+        job = job_of({"target": f"tests.training:{name}"}, **keys)
+        run_group(job, tmp_path / name)
+        run = Storage(str(tmp_path / name))
+        merge(run.child(PARTS), run, Order(101, 0, 0, False), 101)
+        outputs.append(Merged(run).read())
+    assert torch.equal(*outputs)

@@ -340,3 +340,17 @@ def test_a_loss_in_fp16_whose_sum_fp16_cannot_hold_has_torchs_mean(tmp_path: Pat
     (row,) = history_of(tmp_path)
     assert [row[name] for name in ("loss", "heavy", "eval_loss", "eval_heavy")] == [1000.0] * 4
     assert all(weight.isfinite().all() for weight in weights_of(tmp_path).values())
+
+
+def test_a_torchscript_module_trains_as_the_module_that_it_was_made_of(tmp_path: Path) -> None:
+    keys = {"batch_size": 22, "shards": 4, "bitwise": True, "epochs": 2, "metrics": {"right": "tests.training:right"}}
+    keys |= {"eval": {"dataset": "tests.training:Images"}, "workers": 1}
+    first = ends(job_of("conv", "Images", **keys), tmp_path / "eager")
+    for workers in (1, 3):
+        job = job_of("scripted", "Images", **{**keys, "workers": workers})
+        assert ends(job, tmp_path / str(workers)) == first, f"{workers} workers"
+
+
+def test_a_torchscript_module_is_not_compiled(tmp_path: Path) -> None:
+    with pytest.raises(Ended, match="JobError: compile: the model is a TorchScript module"):
+        run_group(job_of("scripted", "Images", compile=True), tmp_path)

@@ -229,3 +229,9 @@ class Scores:
 
     def cpu(self) -> "Scores":
         return self
+
+
+def scripted() -> nn.Module:
+    """The conv net as a TorchScript module."""
+    made: nn.Module = torch.jit.script(conv())
+    return made

@@ -40,8 +40,37 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
         raise JobError(f"devices: the model cannot be moved to {names}: {error}") from error
 
 
+class Scripted(nn.Module):
+    """A TorchScript module in one of Python's: it takes no hooks itself.
+
+    Where it `is_exact` it runs op by op: TorchScript rewrites a graph after its first runs, so what it gives would
+    depend on how often this worker has called it.
+    """
+
+    def __init__(self, scripted: nn.Module, is_exact: bool) -> None:
+        super().__init__()
+        self.scripted = scripted
+        self._is_exact = is_exact
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.jit.optimized_execution(not self._is_exact):  # type: ignore[attr-defined]
+            return self.scripted(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("scripted"), name)
+
+
 def compiled(model: nn.Module, job: Job) -> nn.Module:
     """The module as it is called: itself, or compiled; its parameters and their names stay its own."""
+    if isinstance(model, torch.jit.ScriptModule):
+        if job.compile:
+            raise JobError(
+                "compile: the model is a TorchScript module, which torch.compile does not take; leave it out"
+            )
+        return Scripted(model, is_exact=job.bitwise or job.task != "train")
     if not job.compile:
         return model
     # A kernel for changing shapes depends on which shapes a worker has met; one for each shape does not.

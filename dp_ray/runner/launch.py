@@ -122,7 +122,9 @@ def check_can_be_shipped(job: Job) -> None:
             with open(os.devnull, "wb") as nowhere:
                 ray.cloudpickle.dump(given, nowhere)
         except Exception as error:
-            raise JobError(f"{key}: cannot be pickled for the workers: {type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            advice = "name a target in its place, which each worker calls for itself"
+            raise JobError(f"{key}: cannot be pickled for the workers: {why}; {advice}") from error
 
 
 def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
