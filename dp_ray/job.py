@@ -25,6 +25,8 @@ from pydantic import (
 from dp_ray.errors import JobError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# The history's own columns: a metric of a training has a column of its own.
+COLUMNS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "epoch_loss")
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -275,13 +277,12 @@ class Job(Strict):
         for name in self.metrics:
             if not NAME.fullmatch(name) or name == "loss":
                 yield f"metrics.{name}: must be a name of letters, digits, '.', '_' and '-' other than 'loss'"
-        best = self.checkpoint.best
-        if self.task == "train" and best is not None and best.metric not in self.eval_names:
-            measured = _listed(self.eval_names)
-            yield f"checkpoint.best.metric: must be one that eval measures ({measured}), got {best.metric!r}"
-        metric = getattr(self.scheduler, "metric", None)
-        if self.task == "train" and metric is not None and metric not in ("loss", *self.eval_names):
-            yield f"scheduler.metric: must be one of {_listed(('loss', *self.eval_names))}, got {metric!r}"
+            elif self.task == "train" and (name in COLUMNS or name.startswith("eval_")):
+                yield f"metrics.{name}: is a column of the history, like {', '.join(COLUMNS)} and eval_...; rename it"
+        for key, name in self.watched.items():
+            if name not in self.eval_names and not self.owners(name):
+                or_loss = "loss or " * (key == "scheduler.metric")
+                yield f"{key}: must be {or_loss}one that eval measures ({_listed(self.eval_names)}), got {name!r}"
 
     @property
     def eval_names(self) -> tuple[str, ...]:
@@ -290,6 +291,20 @@ class Job(Strict):
             return ()
         has_loss = self.loss is not None or self.step is not None
         return tuple(f"eval_{name}" for name in [*["loss"] * has_loss, *self.metrics])
+
+    @property
+    def watched(self) -> dict[str, str]:
+        """The evaluated metrics that a training looks at, by the keys that name them."""
+        best, metric = self.checkpoint.best, getattr(self.scheduler, "metric", None)
+        named = {"checkpoint.best.metric": best and best.metric, "scheduler.metric": metric}
+        is_train = self.task == "train"
+        return {key: name for key, name in named.items() if is_train and name and (key, name) != _EPOCHS_LOSS}
+
+    def owners(self, name: str) -> list[str]:
+        """The metrics of which `name` may be an element: `eval_recall_0` of recall, if that gives a vector."""
+        if self.eval is None:
+            return []
+        return [metric for metric in self.metrics if name.startswith(f"eval_{metric}_")]
 
     @property
     def gives_first(self) -> bool:
@@ -336,7 +351,7 @@ class Job(Strict):
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
         """The job that these keys and values describe; JobError lists every one that is wrong."""
-        named = {"name": default_name, **values}
+        named = {**values, "name": default_name if values.get("name") is None else values["name"]}
         try:
             return cls.model_validate(named)
         except ValidationError as error:
@@ -450,6 +465,9 @@ def _describe_target(value: Any) -> Any:
         return value and value.model_dump()
     kind = value if hasattr(value, "__qualname__") else type(value)
     return f"<{kind.__module__}:{kind.__qualname__}>"
+
+
+_EPOCHS_LOSS = ("scheduler.metric", "loss")  # the epoch's mean, which no evaluation measures
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from dp_ray.plan.work import Done, Work
 from dp_ray.replica.data import Indices, load_shards, seeded_dataset
 from dp_ray.replica.evaluate import Evaluation, build_measures
 from dp_ray.replica.loop import predict
-from dp_ray.replica.model import build_model, compiled, replicate, synchronise
+from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.parallel import input_device
 from dp_ray.replica.randomness import preserved
 from dp_ray.replica.step import Stepped, build_step
@@ -28,7 +28,7 @@ from dp_ray.results.outputs import PartWriter
 from dp_ray.results.recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.storage import Storage
-from dp_ray.training import Send, begin_attempt, seen, split_of, train
+from dp_ray.training import Note, Send, begin_attempt, seen, split_of, train
 
 KERNELS = 256  # of one piece of code; a split has up to four sizes of shards, an evaluation as many
 
@@ -132,15 +132,19 @@ def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Bo
     bare = started(job, world)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
-    replica = replicate(model, world)
     parts = run.child(PARTS)
     attempt, counted = begin_attempt(run)
     work = Work(split_of(job, dataset), world.world_size, world.rank, Done(ledger.done_ranges(counted)))
     stopped: list[int] = []
+
+    def tell(text: str) -> None:
+        if world.rank == 0:  # every batch has a shard there, so the others would only say the same
+            send(Note(text))
+
     with (
         Recorder(world, send) as recorder,
         Probe(model, job.batch_dim) as probe,
-        PartWriter(parts, work.shards, job.batch_dim, before_commit=recorder.flush, attempt=attempt) as writer,
+        PartWriter(parts, work.shards, job.batch_dim, recorder.flush, attempt, tell) as writer,
     ):
 
         def goes_on(step: int) -> bool:
@@ -166,7 +170,7 @@ def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Bo
             writer.on_step(step)
 
         batches = load_shards(job, dataset, work, world.device)
-        predict(replica, job, world.device, work, batches, on_shard, on_step, goes_on)
+        predict(model, job, world.device, work, batches, on_shard, on_step, goes_on)
         border.through()
     if stopped:
         border.leave()

@@ -18,7 +18,7 @@ from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.data import load_shards, seeded_dataset
-from dp_ray.replica.evaluate import Evaluation, build_measures
+from dp_ray.replica.evaluate import Evaluation, build_measures, check_measured, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.parallel import input_device
 from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest, pack
@@ -60,6 +60,7 @@ def train(job: Job, world: World, run: Storage, send: Send, border: Border) -> N
     model = with_synced_batchnorm(build_model(job, world.devices), job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     measures, states = build_measures(job)
+    check_watched(job, states)
     step = build_step(job, world)
     called = compiled(model, job)
     with closing(Trainer(job, model, called, step, measures, world)) as trainer:
@@ -172,8 +173,10 @@ class Evaluator:
             return {}
         work = Work(self._split, self._world.world_size, self._world.rank)
         batches = load_shards(self._job, self._dataset, work, self._world.device, inputs_only=False)
-        measured = self._evaluation.run(self._model, work, batches, on_step=lambda _: self._border.touch())
-        return {f"eval_{name}": value for name, value in measured.items()}
+        found = self._evaluation.run(self._model, work, batches, on_step=lambda _: self._border.touch())
+        measured = {f"eval_{name}": value for name, value in found.items()}
+        check_measured(self._job, measured)
+        return measured
 
 
 class Keeper:

@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -210,3 +211,58 @@ class KnowsItsRank(nn.Module):
 def mean_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A loss as it is mostly written, and wrongly for a part of a batch."""
     return nn.functional.cross_entropy(outputs, target)
+
+
+class Cache:
+    """Like Hugging Face's DynamicCache: no mapping or dataclass, with a tensor for each layer, rows first."""
+
+    def __init__(self, layers: list[torch.Tensor], name: str = "cache") -> None:
+        self.layers = layers
+        self.name = name
+
+
+class PlainCache(Cache):
+    """One that nobody registered."""
+
+
+torch.utils._pytree.register_pytree_node(
+    Cache, lambda one: ([one.layers], one.name), lambda values, name: Cache(next(iter(values)), name)
+)
+
+
+class Caching(nn.Module):
+    """Outputs with a cache of the class, beside a number of numpy's and a type."""
+
+    def __init__(self, kind: type[Cache] = Cache) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+        self.kind = kind
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, Any]:
+        cache = self.kind([inputs * 2, inputs[:, None] + 1])
+        return {"logits": self.layer(inputs), "cache": cache, "of": (np.float32(1.5), inputs.dtype), "n": 7}
+
+
+class OnTwoTypes(nn.Module):
+    """A part that runs on the first device, and one on the last that is there only."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2, device=devices[0])
+        self.spare = nn.Linear(5, 2, device=devices[-1])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
+
+
+class OnCaches(nn.Module):
+    """A model whose inputs are a cache."""
+
+    def forward(self, cache: Cache) -> torch.Tensor:
+        return cache.layers[0] + cache.layers[1][:, 0]
+
+
+def cached(items: list[torch.Tensor]) -> Cache:
+    rows = torch.stack(items)
+    return Cache([rows, rows[:, None] * 3], "collated")

@@ -9,8 +9,10 @@ import torchmetrics
 from torch import nn
 
 from dp_ray.job import Job
+from dp_ray.results.history import best_of, merge_history, read_history, summary
+from dp_ray.storage import Storage
 from tests import training
-from tests.group import Ended, measured, run_group
+from tests.group import Ended, history_of, measured, run_group, weights_of
 
 METRICS = {
     "right": "tests.training:right",
@@ -79,3 +81,70 @@ def test_a_metric_that_raises_is_named(tmp_path: Path) -> None:
     wrong = {"f1": {"target": "torchmetrics.classification:MulticlassF1Score", "args": {"num_classes": 7}}}
     with pytest.raises(Ended, match=r"metrics\.f1: "):
         run_group(job_of(workers=2, metrics=wrong), tmp_path)
+
+
+ELEMENTS = {
+    "right": "tests.training:right",
+    "recall": METRICS["recall"],
+    "scores": "tests.training:Scores",
+}
+
+
+def training_of(**keys: Any) -> Job:
+    """21 steps, evaluated after 10, 20 and 21 of them, kept after each fourth."""
+    given = {
+        "task": "train",
+        "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
+        "metrics": ELEMENTS,
+        "dataset": {"target": "tests.training:Pairs", "args": {"length": 21}},
+        "batch_size": 1,
+        "shards": 1,
+        "eval": {"dataset": "tests.training:Pairs", "every_steps": 10, "batch_size": 40},
+        "checkpoint": {"every_steps": 4, "keep": 9, "best": {"metric": "eval_recall_1", "mode": "max"}},
+        **keys,
+    }
+    return job_of(**given)
+
+
+def test_elements_of_metrics_are_columns_of_the_history(tmp_path: Path) -> None:
+    """The first pieces of the history were written before anything was evaluated."""
+    run = Storage(str(tmp_path))
+    run_group(training_of(), tmp_path)
+    merge_history(run.child("history"), run, 21)
+    rows = list(read_history(run))
+    elements = ["eval_recall_0", "eval_recall_1", "eval_recall_2", "eval_scores_right", "eval_scores_rows_1"]
+    assert "eval_recall" not in rows[0]
+    for name in elements:
+        assert [row["step"] for row in rows if row[name] is not None] == [9, 19, 20]
+    model, data = training.mlp(), training.Pairs()
+    model.load_state_dict(weights_of(tmp_path))
+    outputs = model.eval()(data.inputs)
+    recall = torchmetrics.classification.MulticlassRecall(num_classes=3, average=None)(outputs, data.targets)
+    right = (outputs.argmax(1) == data.targets).sum().item()
+    assert [rows[-1][name] for name in elements] == [*recall.tolist(), right, 101]
+    assert [summary(run)[name] for name in elements] == [*recall.tolist(), right, 101]
+    best = best_of(run, "eval_recall_1", "max")
+    assert best is not None
+    assert best["value"] == max(row["eval_recall_1"] or 0.0 for row in rows)
+    assert (tmp_path / "checkpoints" / f"step-{best['step']}.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("eval_recall_7", r"checkpoint\.best\.metric: eval measures eval_loss, .*eval_recall_2.*got 'eval_recall_7'"),
+        ("eval_recall", r"checkpoint\.best\.metric: eval measures .*eval_scores_rows_0.*got 'eval_recall'"),
+        ("eval_right_0", r"checkpoint\.best\.metric: .*of a metric with a state each element.*got 'eval_right_0'"),
+    ],
+)
+def test_a_watched_element_that_is_none_is_told(tmp_path: Path, name: str, says: str) -> None:
+    with pytest.raises(Ended, match=says):
+        run_group(training_of(checkpoint={"best": name}), tmp_path)
+    steps = history_of(tmp_path) if (tmp_path / "history").exists() else []
+    assert len(steps) <= 10
+
+
+def test_two_metrics_of_one_name_are_told(tmp_path: Path) -> None:
+    metrics = {"recall_0": "tests.training:right", "recall": METRICS["recall"]}
+    with pytest.raises(Ended, match="metrics: two give recall_0; rename one"):
+        run_group(job_of(metrics=metrics), tmp_path)

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job, Target, load_job, parse_setting, parse_workers
+from dp_ray.job import COLUMNS, Job, Target, load_job, parse_setting, parse_workers
+from dp_ray.results.history import schema
+from dp_ray.runner.driver import _job_of
 
 GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}
 
@@ -163,6 +165,20 @@ def test_a_key_given_twice_is_told(tmp_path: Path) -> None:
         load_job(path)
 
 
+@pytest.mark.parametrize("keys", [{}, {"batch_size": 7}])
+def test_a_job_without_a_name_is_named_by_its_time(keys: dict[str, Any]) -> None:
+    nameless = Job.model_validate(GOOD)
+    job = _job_of(nameless, keys)
+    assert job.run_name.startswith("run-20")
+    assert dict(job) == {**dict(nameless), **keys, "name": job.run_name}
+    assert _job_of(make(name="mine"), keys).run_name == "mine"
+
+
+def test_a_name_that_is_null_is_none() -> None:
+    assert make(name=None).run_name == "job"
+    assert _job_of(None, {**GOOD, "name": None}).run_name.startswith("run-20")
+
+
 def test_a_job_from_python_takes_objects() -> None:
     data = [1, 2, 3]
     job = Job.make({"model": len, "dataset": data, "batch_size": 2}, "x")
@@ -179,3 +195,27 @@ def test_secrets_are_not_shown() -> None:
 def test_a_name_cannot_leave_the_storage(name: str) -> None:
     with pytest.raises(JobError, match="name"):
         Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1, "name": name}, "job")
+
+
+TRAIN = {"task": "train", "loss": "a:l", "optimizer": "a:o", "eval": {"dataset": "a:e"}}
+
+
+@pytest.mark.parametrize("name", ["step", "rows", "gradient_norm", "epoch_loss", "eval_loss", "eval_right"])
+def test_a_metric_that_has_the_name_of_a_column_is_refused(name: str) -> None:
+    with pytest.raises(JobError, match=rf"metrics\.{name}: .*learning_rate, gradient_norm, rows, rows_per_second"):
+        make(**TRAIN, metrics={name: "a:m"})
+    assert make(**{**TRAIN, "task": "evaluate"}, metrics={name: "a:m"}).metrics
+
+
+def test_the_names_that_are_refused_are_the_historys() -> None:
+    assert set(schema(["loss"], ["epoch_loss"]).names) == set(COLUMNS)
+
+
+def test_a_watched_metric_is_measured_or_an_element_of_one() -> None:
+    metrics = {"recall": "a:m"}
+    for name in ("eval_loss", "eval_recall", "eval_recall_0", "eval_recall_x_y"):
+        job = make(**TRAIN, metrics=metrics, checkpoint={"best": name}, scheduler={"target": "a:s", "metric": name})
+        assert set(job.watched.values()) == {name}
+    for name in ("eval_f1", "recall_0", "eval_loss_0", "loss"):
+        with pytest.raises(JobError, match=r"checkpoint\.best\.metric: must be one that eval measures \(eval_loss"):
+            make(**TRAIN, metrics=metrics, checkpoint={"best": name})

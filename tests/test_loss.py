@@ -10,7 +10,8 @@ from torch import nn
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Target
-from dp_ray.replica.loss import build_loss, weigh
+from dp_ray.replica.loss import Weighted, build_loss, weigh
+from dp_ray.replica.step import Measures, Stepped
 
 CPU = torch.device("cpu")
 OUTPUTS, TARGET = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 2, 1, 0, 1])
@@ -115,3 +116,168 @@ class Margin(nn.Module):
 def test_losses_that_cannot_be_are_told(wrong: Any, says: str) -> None:
     with pytest.raises(JobError, match=says):
         build_loss(wrong, CPU)
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_losses_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    """1,000 rows of 100: fp16 ends at 65,504, and bf16 has no 1 + 1/256."""
+    losses = torch.full((1000,), 100.0, dtype=dtype, requires_grad=True)
+    weighed = weigh(losses, 1000, "the loss")
+    assert (weighed.sum.item(), weighed.sum.dtype) == (100_000.0, torch.float32)
+    (weighed.sum / weighed.weight).backward()  # type: ignore[no-untyped-call]
+    assert losses.grad is not None and losses.grad.dtype == dtype
+    assert torch.equal(losses.grad, torch.full((1000,), 1 / 1000, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_precision_sum_of_the_users_adds_up_in_fp32(dtype: torch.dtype) -> None:
+    weighed = weigh((torch.tensor(60_000.0, dtype=dtype), 4), 4, "the loss")
+    assert weighed.sum.dtype == torch.float32
+    assert float(weighed.sum * 2) == 2 * float(torch.tensor(60_000.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_weights_of_classes_in_half_precision_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    """The mean is that of torch in double precision over the same numbers."""
+    outputs, target = torch.randn(4000, 3).to(dtype), torch.randint(3, (4000,))
+    weight = torch.tensor([20.0, 40.0, 80.0], dtype=dtype)
+    total, weights = weigh(build_loss(nn.CrossEntropyLoss(weight), CPU)(outputs, target), 4000, "the loss")
+    assert (total.dtype, torch.as_tensor(weights).dtype) == (torch.float32, torch.float32)
+    assert float(weights) == weight.double()[target].sum().item()
+    expected = nn.functional.cross_entropy(outputs.double(), target, weight.double())
+    assert (total / weights).item() == pytest.approx(expected.item(), rel=2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_losses_are_summed_as_torch_does(dtype: torch.dtype) -> None:
+    losses = torch.randn(1001, dtype=dtype)
+    weighed = weigh(losses, 1001, "the loss")
+    assert torch.equal(weighed.sum, losses.sum())
+    assert weighed.sum.dtype == dtype
+
+
+@pytest.mark.parametrize("size", [(10,), (8, 3), (3,), (0,)])
+def test_numbers_that_are_not_of_rows_are_refused(size: tuple[int, ...]) -> None:
+    """One number for each of 10 classes is at least as many as 7 rows, and 7 does not divide it."""
+    with pytest.raises(ModelError, match=r"for a shard of 7 rows.*\(sum, weight\)"):
+        weigh(torch.ones(size), 7, "the loss")
+
+
+@pytest.mark.parametrize("size", [(7,), (7, 2, 3), (21,), (14, 3), (2, 7)])
+def test_numbers_of_rows_and_of_elements_count_each(size: tuple[int, ...]) -> None:
+    weighed = weigh(torch.ones(size), 7, "the loss")
+    assert weighed.sum.item() == weighed.weight == torch.ones(size).numel()
+
+
+def per_class(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """One number for each class: how often it was right."""
+    hit = (outputs.argmax(1) == target).float()
+    return torch.stack([hit[target == label].sum() for label in range(outputs.shape[1])])
+
+
+def per_row(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, target, reduction="none")
+
+
+def per_token(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs.reshape(-1), outputs.reshape(-1) + 1, reduction="none")
+
+
+class Counts(nn.Module):
+    """A loss that counts its calls, draws, writes over its inputs, and is one for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        torch.rand(3)
+        return per_row(outputs.mul_(1.0), target)
+
+
+def measured(function: Any, rows: int, classes: int, is_loss: bool) -> Weighted:
+    """What Measures makes of a shard's loss, or metric."""
+    outputs, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
+    if is_loss:
+        return Measures({}).loss(Stepped(function(outputs, target), outputs, target, function), rows)
+    (found,) = Measures({"m": function})(Stepped(None, outputs, target), rows)
+    return found
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+@pytest.mark.parametrize(("rows", "classes"), [(10, 10), (5, 10), (1, 10)])
+def test_one_number_per_class_is_found_out_where_it_could_be_one_per_row(
+    rows: int, classes: int, is_loss: bool
+) -> None:
+    with pytest.raises(
+        ModelError, match=rf"size \[{classes}\] for a shard of {rows} rows.*as many for one row as for two"
+    ):
+        measured(per_class, rows, classes, is_loss)
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+@pytest.mark.parametrize(("function", "numbers"), [(per_row, 10), (per_token, 100), (Counts(), 10)])
+def test_as_many_rows_as_classes_are_no_mistake(function: Any, numbers: int, is_loss: bool) -> None:
+    assert measured(function, 10, 10, is_loss).weight == numbers
+
+
+def test_asking_a_function_leaves_no_trace() -> None:
+    function = Counts()
+    outputs, target = torch.randn(10, 10), torch.randint(10, (10,))
+    torch.manual_seed(1)
+    Measures({"m": function})(Stepped(None, outputs, target), 10)
+    after = torch.rand(())
+    torch.manual_seed(1)
+    torch.rand(3)
+    assert torch.equal(after, torch.rand(()))
+    assert (function.calls, outputs._version) == (1, 1)
+
+
+KL = nn.functional.kl_div
+
+
+@pytest.mark.parametrize(
+    "given_loss",
+    [
+        Target(target="torch.nn:KLDivLoss", args={"reduction": "batchmean"}),
+        Target(target="torch.nn.functional:kl_div", args={"reduction": "batchmean"}),
+        nn.KLDivLoss(reduction="batchmean"),
+    ],
+)
+def test_batchmean_is_torchs_over_the_whole_batch(given_loss: Any) -> None:
+    loss = build_loss(given_loss, CPU)
+    outputs, wanted = torch.log_softmax(OUTPUTS, 1), torch.softmax(torch.randn(7, 3), 1)
+    parts = [weigh(loss(outputs[cut], wanted[cut]), len(wanted[cut]), "") for cut in (slice(0, 3), slice(3, 7))]
+    assert sum(float(part.weight) for part in parts) == 7
+    mean = sum(part.sum.item() for part in parts) / 7
+    assert mean == pytest.approx(KL(outputs, wanted, reduction="batchmean").item(), rel=1e-5)
+
+
+def test_class_weights_of_a_module_from_python_are_torchs_mean() -> None:
+    for given_loss in (
+        nn.CrossEntropyLoss(torch.tensor([0.1, 1, 5.0])),
+        nn.MultiMarginLoss(weight=torch.ones(3) * 2),
+    ):
+        parts = [
+            weigh(build_loss(given_loss, CPU)(OUTPUTS[cut], TARGET[cut]), len(TARGET[cut]), "")
+            for cut in (slice(0, 3), slice(3, 7))
+        ]
+        mean = sum(part.sum.item() for part in parts) / sum(float(part.weight) for part in parts)
+        assert mean == pytest.approx(given_loss(OUTPUTS, TARGET).item(), rel=1e-5)
+        assert given_loss.reduction == "mean"
+
+
+def test_a_reduction_of_the_users_own_is_refused() -> None:
+    odd = nn.MSELoss()
+    odd.reduction = "rootmean"
+    with pytest.raises(JobError, match=r"reduction='rootmean'.*\(sum, weight\)"):
+        build_loss(odd, CPU)
+
+
+def test_a_scalar_of_kl_div_is_told_what_batchmean_is() -> None:
+    with pytest.raises(ModelError, match=r"'batchmean'.*\(sum, rows\)"):
+        weigh(KL(OUTPUTS, OUTPUTS, reduction="batchmean", log_target=True), 7, "the loss")

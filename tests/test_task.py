@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job import Job
@@ -21,9 +22,10 @@ from dp_ray.results.outputs import Merged, merge
 from dp_ray.results.recorder import Report
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
-from dp_ray.training import split_of
+from dp_ray.training import Note, split_of
 from tests import models
 from tests.conftest import free_port
+from tests.group import run_group
 
 
 def job_of(model: Any, dataset: Any, **keys: Any) -> Job:
@@ -228,3 +230,88 @@ def test_several_processes_run_rank_0s_weights_and_no_empty_shard_is_waited_for(
     data = torch.cat([models.Rows(32).data, torch.ones(32, 1)], 1)
     solution = torch.linalg.lstsq(data, outputs).solution
     assert torch.allclose(data @ solution, outputs, atol=1e-5), "the rows did not go through one and the same layer"
+
+
+def notes_of(job: Job, folder: Path) -> list[str]:
+    """What the workers of a job told, one after another."""
+    run = Storage(str(folder))
+    told: list[Any] = []
+    run.child(PARTS).create()
+    for rank in range(job.max_workers):
+        run_task(job, World(rank, job.max_workers), run, told.append)
+    return [one.text for one in told if isinstance(one, Note)]
+
+
+def test_a_registered_class_in_the_outputs_is_a_nesting(tmp_path: Path) -> None:
+    merged, _ = run_alone(job_of(models.Caching(), models.Rows(20), workers=3), tmp_path)
+    outputs, rows = merged.read(), models.Rows(20).data
+    assert (type(outputs["cache"]), outputs["cache"].name) == (models.Cache, "cache")
+    assert torch.equal(outputs["cache"].layers[0], rows * 2)
+    assert torch.equal(outputs["cache"].layers[1], rows[:, None] + 1)
+    assert (outputs["of"], outputs["n"]) == ((1.5, None), 7)
+    assert [column.name for column in merged.layout().columns] == ["logits", "cache.0.0", "cache.0.1"]
+
+
+def test_objects_in_the_outputs_are_left_out_and_told_once(tmp_path: Path) -> None:
+    job = job_of(models.Caching(models.PlainCache), models.Rows(20), workers=3)
+    merged, reports = run_alone(job, tmp_path / "merged")
+    assert merged.read()["cache"] is None
+    assert [column.name for column in merged.layout().columns] == ["logits"]
+    seen = {one.output_size for report in reports if isinstance(report, Report) for one in report.seen.values()}
+    assert all("<PlainCache>" in size for size in seen), seen
+    assert len(seen) <= 3, "each object looks like another in the reports"
+    assert sorted(notes_of(job, tmp_path / "notes")) == [
+        "outputs: cache is a PlainCache, no tensor, number or text: it is left out",
+        "outputs: of.1 is a dtype, no tensor, number or text: it is left out",
+    ]
+
+
+def test_inputs_in_a_registered_class_are_cut_by_rows(tmp_path: Path) -> None:
+    job = job_of(
+        models.OnCaches(), models.Rows(20), workers=3, shards=4, scatter="batch", collate=models.cached, call="one"
+    )
+    merged, _ = run_alone(job, tmp_path)
+    assert torch.equal(merged.read(), models.Rows(20).data * 4)
+
+
+@pytest.mark.parametrize("task", ["predict", "evaluate"])
+def test_where_nothing_is_trained_no_ddp_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    """Its gradient buckets would take as much memory as the model."""
+    made: list[Any] = []
+    before = nn.parallel.DistributedDataParallel.__init__
+    monkeypatch.setattr(
+        nn.parallel.DistributedDataParallel, "__init__", lambda *args, **keys: made.append(before(*args, **keys))
+    )
+    data = TensorDataset(models.Rows(20).data, torch.zeros(20, 2)) if task == "evaluate" else models.Rows(20)
+    job = job_of(models.Linear(), data, task=task, loss="torch.nn:MSELoss")
+    Storage(str(tmp_path)).child(PARTS).create()
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        run_task(job, World(), Storage(str(tmp_path)), lambda _: None)
+    finally:
+        dist.destroy_process_group()
+    assert made == []
+
+
+def test_predict_takes_devices_of_two_types_on_several_workers(tmp_path: Path) -> None:
+    job = job_of(
+        {"target": "tests.models:OnTwoTypes"}, {"target": "tests.models:Rows"}, devices=["cpu", "meta"], workers=2
+    )
+    run_group(job, tmp_path)
+    run = Storage(str(tmp_path))
+    merge(run.child(PARTS), run, Order(100, 0, 0, False), 100)
+    torch.manual_seed(0)
+    layer = models.OnTwoTypes([torch.device("cpu")]).layer
+    assert torch.allclose(Merged(run).read(), layer(models.Rows().data), atol=1e-6)
+
+
+def test_a_torchscript_module_predicts_what_its_module_does(tmp_path: Path) -> None:
+    keys = {"dataset": {"target": "tests.training:Images"}, "inputs": "first", "workers": 2, "shards": 3}
+    outputs = []
+    for name in ("conv", "scripted"):
+        job = job_of({"target": f"tests.training:{name}"}, **keys)
+        run_group(job, tmp_path / name)
+        run = Storage(str(tmp_path / name))
+        merge(run.child(PARTS), run, Order(101, 0, 0, False), 101)
+        outputs.append(Merged(run).read())
+    assert torch.equal(*outputs)

@@ -329,3 +329,28 @@ def test_what_cannot_be_trained_is_told(tmp_path: Path, keys: dict[str, Any], sa
 def test_sync_batchnorm_needs_a_worker_for_each_shard() -> None:
     with pytest.raises(JobError, match=r"sync_batchnorm: needs a worker for each shard.*5 shards on 3 workers"):
         job_of("conv", "Images", workers=3, shards=5, sync_batchnorm=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_in_fp16_whose_sum_fp16_cannot_hold_has_torchs_mean(tmp_path: Path, workers: int) -> None:
+    heavy = {"loss": "tests.training:heavy", "metrics": {"heavy": "tests.training:heavy"}}
+    evaluated = {"dataset": "tests.training:Pairs"}
+    keys = {"batch_size": 101, "epochs": 1, "workers": workers, "shards": 2 if workers > 1 else 1}
+    run_group(job_of("HalfMlp", **heavy, **keys, eval=evaluated), tmp_path)
+    (row,) = history_of(tmp_path)
+    assert [row[name] for name in ("loss", "heavy", "eval_loss", "eval_heavy")] == [1000.0] * 4
+    assert all(weight.isfinite().all() for weight in weights_of(tmp_path).values())
+
+
+def test_a_torchscript_module_trains_as_the_module_that_it_was_made_of(tmp_path: Path) -> None:
+    keys = {"batch_size": 22, "shards": 4, "bitwise": True, "epochs": 2, "metrics": {"right": "tests.training:right"}}
+    keys |= {"eval": {"dataset": "tests.training:Images"}, "workers": 1}
+    first = ends(job_of("conv", "Images", **keys), tmp_path / "eager")
+    for workers in (1, 3):
+        job = job_of("scripted", "Images", **{**keys, "workers": workers})
+        assert ends(job, tmp_path / str(workers)) == first, f"{workers} workers"
+
+
+def test_a_torchscript_module_is_not_compiled(tmp_path: Path) -> None:
+    with pytest.raises(Ended, match="JobError: compile: the model is a TorchScript module"):
+        run_group(job_of("scripted", "Images", compile=True), tmp_path)

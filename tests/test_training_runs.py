@@ -16,6 +16,9 @@ from safetensors.torch import load_file
 
 import dp_ray
 from dp_ray.errors import JobError, ModelError
+from dp_ray.job import Job
+from dp_ray.runner.driver import Options
+from dp_ray.runner.verify import verify
 from jobs.digits import Digits, Net
 from tests import models
 from tests.conftest import ROOT, Cluster, Run
@@ -137,6 +140,12 @@ def test_verify_says_yes_and_removes_what_it_ran(cluster: Cluster, tmp_path: Pat
     assert process.returncode == 0, errors
     assert said.endswith("the same, bit for bit\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_metric_of_the_name_that_verify_uses_is_told() -> None:
+    metrics = {"outputs_digest": "tests.training:right"}
+    with pytest.raises(JobError, match=r"metrics\.outputs_digest: is what verify compares the outputs by"):
+        verify(Job.make({**SLOW, "metrics": metrics}, "job"), [1, 2], Options())
 
 
 def test_verify_names_the_first_step_and_parameter_that_differ(cluster: Cluster, tmp_path: Path) -> None:

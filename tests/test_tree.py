@@ -21,6 +21,7 @@ from torch.nn.parallel import scatter_gather
 from dp_ray.errors import DataError, Error, ModelError
 from dp_ray.replica import tree
 from dp_ray.replica.tree import Spec, flatten, gather, map_leaves, num_rows, rows_dim, scatter, sizes, unflatten
+from tests import models
 
 
 class Named(NamedTuple):
@@ -347,3 +348,24 @@ def test_json_takes_no_class_of_other_fields_but_makes_named_tuples() -> None:
 
 def test_docstrings() -> None:
     assert doctest.testmod(tree) == (0, 3)
+
+
+def test_a_registered_class_is_a_nesting() -> None:
+    whole = {"cache": models.Cache([A, t(2, 1)], "mine"), "n": 3}
+    first, second = scatter(whole, 2)
+    assert (type(first["cache"]), first["cache"].name) == (models.Cache, "mine")
+    assert torch.equal(second["cache"].layers[0], A[1:])
+    merged = gather([first, second], rows=[1, 1])
+    assert torch.equal(merged["cache"].layers[0], A) and torch.equal(merged["cache"].layers[1], t(2, 1))
+    assert sizes(whole) == {"cache": {0: [A.shape, torch.Size([2, 1])]}, "n": "3"}
+    found, spec = flatten(whole)
+    assert spec.paths == ["cache.0.0", "cache.0.1"]
+    again = unflatten(Spec.from_json(json.loads(json.dumps(spec.to_json()))), found)
+    assert (type(again["cache"]), again["cache"].name) == (models.Cache, "mine")
+
+
+def test_a_registered_class_that_json_cannot_make_again_becomes_a_dict() -> None:
+    found, spec = flatten(models.Cache([A], name=("no", "json")))  # type: ignore[arg-type]
+    assert_same(unflatten(Spec.from_json(spec.to_json()), found), {0: [A]})
+    known = flatten(models.Cache([A]))[1].to_json()
+    assert_same(unflatten(Spec.from_json(known | {"type": "subprocess:Popen"}), found), {0: [A]})

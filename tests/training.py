@@ -184,3 +184,54 @@ def constant_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def wild(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Numbers of very different sizes, with all the digits of a double."""
     return torch.exp(outputs[:, 0].double() * 60)
+
+
+class HalfMlp(nn.Module):
+    """A model whose parameters and outputs are fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3).half()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs.half())
+        return outputs
+
+
+def heavy(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """1,000 for each row, in the outputs' own precision: 66 rows are more than fp16 holds."""
+    return 1000.0 + 0.0 * outputs[:, 0]
+
+
+class Scores:
+    """A metric with a state, as torchmetrics has it, whose value is a mapping."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.right = self.rows = 0
+
+    def update(self, outputs: torch.Tensor, target: torch.Tensor) -> None:
+        self.right += int((outputs.argmax(1) == target).sum())
+        self.rows += len(target)
+
+    __call__ = update
+
+    def merge_state(self, other: "Scores") -> None:
+        self.right, self.rows = self.right + other.right, self.rows + other.rows
+
+    def compute(self) -> dict[str, Any]:
+        return {"right": self.right, "rows": (torch.tensor(self.rows), self.rows)}
+
+    def to(self, device: torch.device) -> "Scores":
+        return self
+
+    def cpu(self) -> "Scores":
+        return self
+
+
+def scripted() -> nn.Module:
+    """The conv net as a TorchScript module."""
+    made: nn.Module = torch.jit.script(conv())
+    return made

@@ -14,7 +14,6 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.data import Indices
-from dp_ray.replica.loss import weigh
 from dp_ray.replica.model import autocast, evaluating
 from dp_ray.replica.parallel import mixed_devices
 from dp_ray.replica.randomness import ForwardSeeds
@@ -29,7 +28,7 @@ def build_measures(job: Job) -> tuple[Measures, dict[str, Any]]:
     for name, given in job.metrics.items():
         made = _make(f"metrics.{name}", given)
         (states if _keeps_state(made) else functions)[name] = made
-    return Measures(functions), states
+    return Measures(functions, job.batch_dim), states
 
 
 def _make(where: str, given: Any) -> Any:
@@ -40,6 +39,23 @@ def _make(where: str, given: Any) -> Any:
     if not callable(made):
         raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
     return made
+
+
+def check_watched(job: Job, states: Mapping[str, Any]) -> None:
+    """JobError where the job watches an element of a metric that is a function, and so one number."""
+    for where, name in job.watched.items():
+        if name not in job.eval_names and not set(job.owners(name)) & states.keys():
+            raise JobError(
+                f"{where}: eval measures {', '.join(job.eval_names)}, and of a metric with a state each element by "
+                f"its name, like eval_recall_0; got {name!r}"
+            )
+
+
+def check_measured(job: Job, measured: Mapping[str, float]) -> None:
+    """JobError where the job watches what an evaluation has not measured."""
+    for where, name in job.watched.items():
+        if name not in measured:
+            raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
 
 
 def _keeps_state(made: Any) -> bool:
@@ -103,14 +119,17 @@ class Evaluation:
             dist.all_reduce(sums)
         totals = sums.sum(0).tolist()
         means = {name: _mean(*totals[2 * at : 2 * at + 2]) for at, name in enumerate(self._names)}
-        return {**means, **self._computed(kept)}
+        computed = self._computed(kept)
+        if twice := means.keys() & computed.keys():
+            raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
+        return {**means, **computed}
 
     def _shard(self, model: nn.Module, shard: Shard, batch: Any) -> tuple[Stepped, torch.Tensor | None]:
         where = f"step {shard.step}, shard {shard.shard}"
         try:
             with autocast(self.job.precision, self._device):
                 stepped = run_step(self._step, model, batch)
-                loss = [weigh(stepped.loss, shard.rows, "the loss")] if self._has_loss else []
+                loss = [self._measures.loss(stepped, shard.rows)] if self._has_loss else []
                 measured = [*loss, *self._measures(stepped, shard.rows)]
         except Error as error:
             raise type(error)(f"{where}: {error}") from error
@@ -141,8 +160,17 @@ class Evaluation:
             first, *others = [by_shard[shard][name] for shard in sorted(by_shard)]
             for other in others:
                 first.merge_state(other)
-            measured.update(_numbers(name, first.compute()))
+            found = self._numbers_of(name, first)
+            if twice := measured.keys() & found.keys():
+                raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")
+            measured.update(found)
         return measured
+
+    def _numbers_of(self, name: str, metric: Any) -> dict[str, float]:
+        try:
+            return _numbers(name, metric.compute())
+        except Exception as error:
+            raise ModelError(f"metrics.{name}: compute: {type(error).__name__}: {error}") from error
 
 
 def _on_cpu(own: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +182,9 @@ def _mean(total: float, weight: float) -> float:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """A metric's value as numbers: a mapping's by its keys, a vector's by their places."""
+    """A metric's value as numbers: a mapping's by its keys, a vector's and a tuple's by their places."""
+    if isinstance(value, tuple | list):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
         return {
             inner: number for key, one in value.items() for inner, number in _numbers(f"{name}_{key}", one).items()

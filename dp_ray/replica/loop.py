@@ -11,7 +11,7 @@ from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.data import Indices
-from dp_ray.replica.model import autocast, bare, call_model, evaluating
+from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.parallel import mixed_devices
 from dp_ray.replica.randomness import ForwardSeeds
 
@@ -54,4 +54,4 @@ def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
         mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
         hint = "; the model got one dict: to pass its keys as keywords, set call: kwargs" if mistaken else ""
         what = f"the model raised {type(error).__name__} in step {shard.step}, shard {shard.shard}: {error}{hint}"
-        raise ModelError(f"{mixed_devices(bare(model), error) or ''}{what}") from error
+        raise ModelError(f"{mixed_devices(model, error) or ''}{what}") from error

@@ -1,6 +1,7 @@
 """The loss contract: what a shard's loss is, so that the whole batch's is a sum of sums over a sum of weights.
 
 A loss, and each metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`.
+One number for each class is neither, though it may be as many: `has_fixed_size` finds it out.
 """
 
 import copy
@@ -16,7 +17,9 @@ from torch.nn.modules.loss import _Loss
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Target
+from dp_ray.replica.randomness import preserved
 from dp_ray.replica.targets import bind, bound, resolve
+from dp_ray.replica.tree import flatten, gather, map_leaves, num_rows, rows_dim, scatter
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
 
@@ -31,29 +34,94 @@ class Weighted(NamedTuple):
 def weigh(value: Any, rows: int, what: str) -> Weighted:
     """What a loss or metric returned for a shard of `rows` rows, as its sum and weight.
 
-    ModelError where it is one number for the whole shard, whose part in the batch nobody could tell.
+    ModelError where it is one number for the whole shard, whose part in the batch nobody could tell, or where its
+    size is that of no rows: neither does a dimension hold them, nor is it flat with some numbers for each.
     """
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value
         if _is_number(total) and _is_number(weight):
             is_tensor = isinstance(total, torch.Tensor)
-            return Weighted((total if is_tensor else torch.tensor(total, dtype=torch.float64)).reshape(()), weight)
+            number = _at_least_fp32(total) if is_tensor else torch.tensor(total, dtype=torch.float64)
+            return Weighted(number.reshape(()), weight)
         raise ModelError(
             f"{what} returned a pair of {_kind(total)} and {_kind(weight)}; (sum, weight) are two numbers"
         )
     if not isinstance(value, torch.Tensor):
         raise ModelError(f"{what} returned {_kind(value)}; it must return one number for each row, or (sum, weight)")
-    if value.ndim == 0 or value.numel() < rows:
+    if value.ndim == 0 or value.numel() < min(rows, 2):
         raise ModelError(
             f"{what} returned {_kind(value)} for a shard of {rows} rows: a mean over a shard cannot be made one over "
-            "the whole batch; return one number for each row (of torch's losses: reduction='none'), or (sum, weight)"
+            "the whole batch; return one number for each row (of torch's losses: reduction='none'), or (sum, weight);"
+            " what reduction='batchmean' gives is (sum, rows)"
         )
-    return Weighted(value.sum(), value.numel())
+    if value.numel() < rows or not (rows in value.shape or value.shape[0] % rows == 0):
+        raise ModelError(
+            f"{what} returned {_kind(value)} for a shard of {rows} rows: one number for each row or element has the "
+            f"size [{rows}], [{rows}, ...] or [{rows} * n]; of one number for each class, or of what is left by a "
+            "mask, return (sum, weight)"
+        )
+    return Weighted(total_of(value), value.numel())
 
 
-def build_loss(given: Any, device: torch.device) -> Compare:
+def total_of(values: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor; that of half-precision numbers is taken in fp32, since fp16 ends at 65,504."""
+    return values.sum(dtype=torch.float32) if _is_half(values) else values.sum()
+
+
+def may_have_fixed_size(value: Any, rows: int, outputs: Any, target: Any, batch_dim: int) -> bool:
+    """Whether a value's size, though that of rows, may come from elsewhere: another dimension is as long."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    if rows not in value.shape:
+        return True
+    others = (
+        length
+        for leaf in flatten((outputs, target))[0]
+        for place, length in enumerate(leaf.shape)
+        if leaf.ndim > 1 and place != rows_dim(leaf, min(batch_dim, leaf.ndim - 1))
+    )
+    return rows in others
+
+
+@torch.no_grad()
+def has_fixed_size(function: Compare, outputs: Any, target: Any, batch_dim: int) -> bool:
+    """Whether a function returns as many numbers for one row as for two, so none for each row.
+
+    A copy of it is asked, over the first row and over the same row twice; False where it cannot be asked so.
+    """
+    try:
+        row = map_leaves(
+            _copied, scatter((outputs, target), num_rows((outputs, target), batch_dim) or 1, batch_dim)[0]
+        )
+        asked = copy.deepcopy(function)
+        with preserved(_device_of(row)):
+            two = asked(*gather([row, row], [1, 1], batch_dim))
+            one = asked(*row)
+    except Exception:  # it may need more rows, or outputs and targets be of another kind than rows
+        return False
+    return isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and 0 < one.numel() == two.numel()
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
+
+
+def _device_of(tree: Any) -> torch.device:
+    devices = (leaf.device for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor))
+    return next(devices, torch.device("cpu"))
+
+
+def _at_least_fp32(number: torch.Tensor) -> torch.Tensor:
+    return number.float() if _is_half(number) else number
+
+
+def _is_half(values: torch.Tensor) -> bool:
+    return values.is_floating_point() and values.dtype.itemsize < torch.float32.itemsize
+
+
+def build_loss(given: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     """The job's loss as a function of (outputs, target); torch's own losses are built unreduced."""
-    made = _named_loss(given) if isinstance(given, Target) else _given_loss(given)
+    made = _named_loss(given, batch_dim) if isinstance(given, Target) else _given_loss(given, batch_dim)
     if isinstance(made, nn.Module):
         if any(parameter.requires_grad for parameter in made.parameters()):
             raise JobError("loss: has parameters of its own to train; make it a part of the model, and use step")
@@ -66,40 +134,62 @@ def build_loss(given: Any, device: torch.device) -> Compare:
     return compare
 
 
-def _named_loss(target: Target) -> Any:
+def _named_loss(target: Target, batch_dim: int) -> Any:
     found = resolve("loss", target)
-    if found in _CLASSES:  # their mean is over the weights of the classes, as that of the module is
-        return _named_loss(Target(target=f"torch.nn:{_CLASSES[found]}", args=target.args))
+    if found in _AS_MODULES:
+        return _named_loss(Target(target=f"torch.nn:{_AS_MODULES[found]}", args=target.args), batch_dim)
     is_torchs = getattr(found, "__module__", "").startswith("torch.nn.")
-    if is_torchs and "reduction" in inspect.signature(found).parameters:
-        target = _unreduced(target)
-    return bind("loss", target)() if inspect.isclass(found) else bound("loss", target)
+    if not is_torchs or "reduction" not in inspect.signature(found).parameters:
+        return bind("loss", target)() if inspect.isclass(found) else bound("loss", target)
+    reduction = target.args.get("reduction", "none")
+    if reduction not in ("none", "mean") and (found, reduction) != (nn.KLDivLoss, "batchmean"):
+        raise JobError(f"loss.args.reduction: {_means(reduction)}")
+    target = _unreduced(target)
+    made = bind("loss", target)() if inspect.isclass(found) else bound("loss", target)
+    return functools.partial(_per_row, made, batch_dim) if reduction == "batchmean" else made
 
 
-_CLASSES: Mapping[Any, str] = {functional.cross_entropy: "CrossEntropyLoss", functional.nll_loss: "NLLLoss"}
+# Their means are over the weights of the classes, and batchmean's over rows, as those of the modules are.
+_AS_MODULES: Mapping[Any, str] = {
+    functional.cross_entropy: "CrossEntropyLoss",
+    functional.nll_loss: "NLLLoss",
+    functional.kl_div: "KLDivLoss",
+}
+
+
+def _means(reduction: Any) -> str:
+    return (
+        f"the loss is the mean over the whole global batch, whatever the split, so it cannot be {reduction!r}; leave "
+        "it out for the mean over all elements, or write a function that returns (sum, rows) for the sum of each row "
+        "on average; either is a sum divided by a number, so the learning rate may have to be another"
+    )
 
 
 def _unreduced(target: Target) -> Target:
-    reduction = target.args.get("reduction", "none")
-    if reduction not in ("none", "mean"):
-        raise JobError(
-            f"loss.args.reduction: is the mean over the whole global batch, whatever the split; got {reduction!r}: "
-            "leave it out"
-        )
     tensors = {name: torch.tensor(value) for name, value in target.args.items() if isinstance(value, list)}
     return target.model_copy(update={"args": {**target.args, **tensors, "reduction": "none"}})
 
 
-def _given_loss(given: Any) -> Any:
+def _given_loss(given: Any, batch_dim: int) -> Any:
     if inspect.isclass(given) and issubclass(given, _Loss):
         return given(reduction="none")
     if not isinstance(given, _Loss):
         return given
     if given.reduction == "sum":
-        raise JobError("loss: was made with reduction='sum'; the loss is the mean over the whole global batch")
+        raise JobError(f"loss: was made with reduction='sum'; {_means('sum')}")
+    if given.reduction not in ("none", "mean", "batchmean"):
+        raise JobError(
+            f"loss: was made with reduction={given.reduction!r}, which is not known; write a function that returns "
+            "(sum, weight)"
+        )
     unreduced = copy.copy(given)
     unreduced.reduction = "none"
-    return unreduced
+    return functools.partial(_per_row, unreduced, batch_dim) if given.reduction == "batchmean" else unreduced
+
+
+def _per_row(loss: Compare, batch_dim: int, outputs: torch.Tensor, target: torch.Tensor) -> Any:
+    """What torch calls batchmean: the sum of all elements, divided by the rows."""
+    return total_of(loss(outputs, target)), outputs.shape[rows_dim(outputs, batch_dim)]
 
 
 def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, target: torch.Tensor) -> Any:
@@ -109,8 +199,8 @@ def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, t
         return losses  # probabilities: each row counts 1
     counted = target != loss.ignore_index
     if loss.weight is None:
-        return losses.sum(), counted.sum()
-    return losses.sum(), (loss.weight[target.where(counted, torch.zeros_like(target))] * counted).sum()
+        return total_of(losses), counted.sum()
+    return total_of(losses), total_of(loss.weight[target.where(counted, torch.zeros_like(target))] * counted)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,9 +1,8 @@
-"""The model of one worker: built from its target, moved to its device, wrapped by DDP."""
+"""The model of one worker: built from its target, moved to its device, with the weights of rank 0."""
 
 import hashlib
 import itertools
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dp_ray.errors import JobError, ModelError
@@ -21,7 +19,7 @@ from dp_ray.replica.layout import overlaps
 from dp_ray.replica.parallel import building_on, spread, with_devices
 from dp_ray.replica.randomness import seed_all
 from dp_ray.replica.targets import build, resolve
-from dp_ray.replica.world import World, broadcast, gathered
+from dp_ray.replica.world import broadcast, gathered
 
 
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
@@ -67,8 +65,37 @@ def _give_each_element_memory(model: nn.Module) -> None:
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
+class Scripted(nn.Module):
+    """A TorchScript module in one of Python's: it takes no hooks itself.
+
+    Where it `is_exact` it runs op by op: TorchScript rewrites a graph after its first runs, so what it gives would
+    depend on how often this worker has called it.
+    """
+
+    def __init__(self, scripted: nn.Module, is_exact: bool) -> None:
+        super().__init__()
+        self.scripted = scripted
+        self._is_exact = is_exact
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.jit.optimized_execution(not self._is_exact):  # type: ignore[attr-defined]
+            return self.scripted(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("scripted"), name)
+
+
 def compiled(model: nn.Module, job: Job) -> nn.Module:
     """The module as it is called: itself, or compiled; its parameters and their names stay its own."""
+    if isinstance(model, torch.jit.ScriptModule):
+        if job.compile:
+            raise JobError(
+                "compile: the model is a TorchScript module, which torch.compile does not take; leave it out"
+            )
+        return Scripted(model, is_exact=job.bitwise or job.task != "train")
     if not job.compile:
         return model
     # A kernel for changing shapes depends on which shapes a worker has met; one for each shape does not.
@@ -81,28 +108,6 @@ def synchronise(model: nn.Module) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         _check_alike(model)
         _broadcast_state(model)
-
-
-def replicate(model: nn.Module, world: World) -> nn.Module:
-    """The module as one replica among `world_size`, whose weights are the same on all ranks.
-
-    DDP, as long as there is something to train; a module without trainable parameters runs unwrapped.
-    Buffers are not broadcast in each forward: a worker without rows runs none, and must not be waited for.
-    """
-    if not dist.is_initialized():
-        return model
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        return model
-    device_ids = [world.device] if world.device.type == "cuda" and len(world.devices) == 1 else None
-    with warnings.catch_warnings():
-        # torch 2.13 has a new name for the option, whose meaning differs: it syncs at the start, as was done above.
-        warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False, init_sync=False)
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The user's own module, whether or not DDP wraps it."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 @contextmanager

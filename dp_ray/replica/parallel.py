@@ -140,6 +140,10 @@ def spread(job: Job, model: nn.Module, given: Sequence[torch.device]) -> nn.Modu
     blocks = blocks_of(job, model, len(given))
     place_of = {block.name: given[block.device] for block in blocks}
     for name, module in list(model.named_modules()):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise JobError(
+                f"split: {name or 'the model'} is a TorchScript module, which takes no hooks to be split by"
+            )
         if name in place_of:
             module.to(place_of[name])
             _move_inputs(module, place_of[name])

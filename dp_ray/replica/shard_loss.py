@@ -8,7 +8,6 @@ from torch import nn
 
 from dp_ray.errors import ModelError
 from dp_ray.job import Job
-from dp_ray.replica.loss import weigh
 from dp_ray.replica.model import autocast
 from dp_ray.replica.reduce import zeros_that_add_nothing
 from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
@@ -52,7 +51,7 @@ class ShardLoss(nn.Module):
             return Nothing.apply(*self._reduced)  # type: ignore[no-untyped-call,no-any-return]
         with autocast(self._precision, self._device):
             stepped = run_step(self._step, self.model, batch)
-            loss = weigh(stepped.loss, rows, "the loss")
+            loss = self._measures.loss(stepped, rows)
         with torch.no_grad():
             self.row = as_row([loss, *self._measures(stepped, rows)], self._device)
         self.stepped = stepped

@@ -9,7 +9,7 @@ from torch import nn
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job import Job
 from dp_ray.replica.data import model_inputs
-from dp_ray.replica.loss import Compare, Weighted, build_loss, weigh
+from dp_ray.replica.loss import Compare, Weighted, build_loss, has_fixed_size, may_have_fixed_size, weigh
 from dp_ray.replica.model import call_model
 from dp_ray.replica.targets import bound
 from dp_ray.replica.tree import flatten, map_leaves
@@ -19,11 +19,18 @@ Step: TypeAlias = Callable[[nn.Module, Any], Any]
 
 
 class Stepped(NamedTuple):
-    """What a shard's step gave; a step of the user's may leave out all but the loss."""
+    """What a shard's step gave; a step of the user's may leave out all but the loss.
+
+    `compare` is the function that made the loss of the other two, None where that is in a step of the user's.
+    """
 
     loss: Any = None
     outputs: Any = None
     target: Any = None
+    compare: Compare | None = None
+
+
+NAMED = ("loss", "outputs", "target")
 
 
 def build_step(job: Job, world: World) -> Step:
@@ -34,7 +41,7 @@ def build_step(job: Job, world: World) -> Step:
     if job.step is not None:
         step: Step = bound("step", job.step)
         return step
-    loss = None if job.loss is None else build_loss(job.loss, world.devices[-1])
+    loss = None if job.loss is None else build_loss(job.loss, world.devices[-1], job.batch_dim)
     has_several = len(world.devices) > 1
 
     def plain_step(model: nn.Module, batch: Any) -> Stepped:
@@ -46,7 +53,7 @@ def build_step(job: Job, world: World) -> Step:
         outputs, target = call_model(model, model_inputs(job, batch), job.call), batch[1]
         if has_several:
             target = beside(outputs, target)
-        return Stepped(None if loss is None else loss(outputs, target), outputs, target)
+        return Stepped(None if loss is None else loss(outputs, target), outputs, target, loss)
 
     return plain_step
 
@@ -68,31 +75,55 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> Stepped:
         return given
     if not isinstance(given, Mapping):
         return Stepped(given)
-    if unknown := [name for name in given if name not in Stepped._fields] or "loss" not in given:
+    if "loss" not in given or not given.keys() <= set(NAMED):
         raise ModelError(
-            f"step returned a mapping with the keys {list(given)}: {unknown}; it may hold {Stepped._fields}"
+            f"step returned a mapping with the keys {list(given)}; it must hold 'loss', and may hold 'outputs' and "
+            "'target'"
         )
     return Stepped(**given)
 
 
 class Measures:
-    """The job's metrics that are functions of (outputs, target), by name; each keeps the loss contract."""
+    """The loss and the job's metrics that are functions of (outputs, target), weighed by the loss contract."""
 
-    def __init__(self, functions: Mapping[str, Compare]) -> None:
+    def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0) -> None:
         self.functions = dict(functions)
+        self._batch_dim = batch_dim
+        self._asked: set[str] = set()
 
     def names(self, has_loss: bool) -> list[str]:
         return [*["loss"] * has_loss, *self.functions]
 
+    def loss(self, stepped: Stepped, rows: int) -> Weighted:
+        return self._weigh("the loss", stepped.compare, stepped.loss, stepped, rows)
+
     def __call__(self, stepped: Stepped, rows: int) -> list[Weighted]:
+        """The metrics of a shard."""
         measured = []
         for name, function in self.functions.items():
             if stepped.outputs is None:
                 raise ModelError(
                     f"metrics.{name}: the step gave no outputs; return them: {{'loss': ..., 'outputs': ...}}"
                 )
-            measured.append(weigh(function(stepped.outputs, stepped.target), rows, f"metrics.{name}"))
+            value = function(stepped.outputs, stepped.target)
+            measured.append(self._weigh(f"metrics.{name}", function, value, stepped, rows))
         return measured
+
+    def _weigh(self, what: str, function: Compare | None, value: Any, stepped: Stepped, rows: int) -> Weighted:
+        """A value's sum and weight; where its size may not be that of rows, the function is asked once."""
+        weighed = weigh(value, rows, what)
+        if function is None or what in self._asked:
+            return weighed
+        seen = stepped.outputs, stepped.target
+        if may_have_fixed_size(value, rows, *seen, self._batch_dim):
+            self._asked.add(what)
+            if has_fixed_size(function, *seen, self._batch_dim):
+                raise ModelError(
+                    f"{what} returned a tensor of size {list(value.shape)} for a shard of {rows} rows, and "
+                    "returns as many for one row as for two: these are numbers of classes, say, and not of rows; "
+                    "return one number for each row, or (sum, weight)"
+                )
+        return weighed
 
 
 def as_row(measured: list[Weighted], device: torch.device) -> torch.Tensor:

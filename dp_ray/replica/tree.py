@@ -1,7 +1,8 @@
 """Cut any nesting of tensors into shards along the batch dimension, and put the shards together again.
 
-A LEAF is a tensor or a numpy array not of objects. Tuples, named tuples, lists, mappings and dataclasses hold
-leaves; whatever else stands in them (strings, numbers, None, objects) is a CONSTANT.
+A LEAF is a tensor or a numpy array not of objects. Tuples, named tuples, lists, mappings, dataclasses and classes
+registered with torch's pytree hold leaves; whatever else stands in them (strings, numbers, None, objects) is a
+CONSTANT.
 
 >>> batch = {"x": torch.arange(5), "name": "odd"}
 >>> scatter(batch, shards=2)
@@ -12,6 +13,7 @@ leaves; whatever else stands in them (strings, numbers, None, objects) is a CONS
 
 import dataclasses
 import functools
+import json
 import sys
 from collections import defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +24,10 @@ import torch
 
 from dp_ray.errors import DataError, Error, ModelError
 from dp_ray.plan.split import chunk_bounds
+from dp_ray.replica import pytree
 
 Leaf: TypeAlias = torch.Tensor | np.typing.NDArray[Any]
-Kind: TypeAlias = Literal["leaf", "constant", "tuple", "list", "namedtuple", "mapping", "dataclass"]
+Kind: TypeAlias = Literal["leaf", "constant", "tuple", "list", "namedtuple", "mapping", "dataclass", "pytree"]
 Keys: TypeAlias = tuple[Any, ...]
 
 
@@ -36,7 +39,8 @@ class Spec:
     container: type[Any] | None = None
     keys: Keys = ()
     children: tuple["Spec", ...] = ()
-    value: Any = None  # the constant; for a defaultdict its default_factory, which no comparison looks at
+    # The constant; what a defaultdict or a pytree is made with besides, which no comparison looks at.
+    value: Any = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Spec):
@@ -53,7 +57,9 @@ class Spec:
         if self.container is None:
             return {"kind": self.kind, "value": _plain(self.value, above)}
         below = zip(self.keys, self.children, strict=True)
+        context = {"context": self.value} if self.kind == "pytree" and _is_json(self.value) else {}
         return {
+            **context,
             "kind": self.kind,
             "type": f"{self.container.__module__}:{self.container.__qualname__}",
             "keys": [_plain(key, (*above, key)) for key in self.keys],
@@ -65,11 +71,15 @@ class Spec:
         """Read what `to_json` gave, without importing or unpickling anything.
 
         A class counts only if it is loaded already and fits the keys; without it a named tuple is made on the
-        fly, and a dataclass or mapping becomes a dict. Other tuples and lists become plain ones.
+        fly, and a dataclass, mapping or pytree becomes a dict. Other tuples and lists become plain ones.
         """
         if value["kind"] in ("leaf", "constant"):
             return cls(value["kind"], value=value["value"])
         keys, children = tuple(value["keys"]), tuple(map(cls.from_json, value["children"]))
+        if value["kind"] == "pytree":
+            found = _loaded_class(value["type"])
+            if pytree.is_registered(found) and "context" in value:
+                return cls("pytree", found, keys, children, value["context"])
         return cls(*_container(value["kind"], value["type"], keys), keys, children)
 
 
@@ -93,12 +103,20 @@ def map_leaves(fn: Callable[[Leaf], Any], tree: Any) -> Any:
 
 
 def sizes(tree: Any) -> Any:
-    """The torch.Size of every leaf, in lists, (named) tuples and dicts; 40 characters of a constant's repr."""
+    """The torch.Size of every leaf, in lists, (named) tuples and dicts; 40 characters of a constant's repr.
+
+    An object is shown as its class alone: it may look different in every step.
+    """
     kind, keys, values = _children(tree)
     if kind == "leaf":
         return torch.Size(tree.shape)
     if kind == "constant":
-        return None if tree is None else repr(tree)[:40]
+        shown = (
+            repr(tree)
+            if is_plain(tree) or isinstance(tree, np.ndarray | np.generic)
+            else f"<{type(tree).__qualname__}>"
+        )
+        return None if tree is None else shown[:40]
     inner = [sizes(value) for value in values]
     if kind in ("tuple", "list"):
         return tuple(inner) if kind == "tuple" else inner
@@ -171,6 +189,11 @@ def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0
     return unflatten(spec, [_join(_quoted(keys), column, counts, dim) for keys, column in columns.items()])
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a constant is a number, text or nothing, so that it can be kept."""
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
     """Open one node: its kind, and the keys and values it holds."""
     if isinstance(node, torch.Tensor) or (isinstance(node, np.ndarray) and node.dtype.kind != "O"):
@@ -186,6 +209,8 @@ def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
     if dataclasses.is_dataclass(type(node)):
         names = tuple(field.name for field in dataclasses.fields(node) if hasattr(node, field.name))
         return "dataclass", names, tuple(getattr(node, name) for name in names)
+    if pytree.is_registered(type(node)):
+        return "pytree", *pytree.take_apart(node)[:2]
     return "constant", (), ()
 
 
@@ -201,8 +226,10 @@ def _describe(node: Any, leaves: list[Leaf]) -> Spec:
         return Spec("leaf")
     if kind == "constant":
         return Spec("constant", value=node)
-    factory = node.default_factory if isinstance(node, defaultdict) else None
-    return Spec(kind, type(node), keys, tuple(_describe(value, leaves) for value in values), factory)
+    besides = node.default_factory if isinstance(node, defaultdict) else None
+    if kind == "pytree":
+        besides = pytree.take_apart(node)[2]
+    return Spec(kind, type(node), keys, tuple(_describe(value, leaves) for value in values), besides)
 
 
 def _build(spec: Spec, leaves: Iterator[Any]) -> Any:
@@ -212,12 +239,14 @@ def _build(spec: Spec, leaves: Iterator[Any]) -> Any:
     cls: Any = spec.container
     held = {key: _build(child, leaves) for key, child in zip(spec.keys, spec.children, strict=True)}
     try:
+        if spec.kind == "pytree":
+            return pytree.make(cls, list(held.values()), spec.value)
         if spec.kind == "mapping":
             return cls(spec.value, held) if issubclass(cls, defaultdict) else cls(held)
         if spec.kind == "dataclass":
             return _make_dataclass(cls, held)
         return cls._make(held.values()) if spec.kind == "namedtuple" else cls(list(held.values()))
-    except TypeError as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise Error(f"a {cls.__qualname__} cannot be made again from what it holds: {error}") from error
 
 
@@ -277,8 +306,16 @@ def _noun(spec: Spec | None) -> str:
     return "a tensor or array" if spec.kind == "leaf" else repr(spec.value)[:40]
 
 
+def _is_json(value: Any) -> bool:
+    """Whether a value is the same after it was written as JSON and read again."""
+    try:
+        return repr(json.loads(json.dumps(value))) == repr(value)
+    except (TypeError, ValueError):
+        return False
+
+
 def _plain(value: Any, keys: Keys) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if is_plain(value):
         return value
     advice = "return tensors, arrays, strings, numbers or None"
     raise ModelError(f"output{_quoted(keys)} holds a {type(value).__qualname__}, not for JSON: {advice}")

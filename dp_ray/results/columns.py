@@ -7,7 +7,7 @@ exactly, and complex numbers as pairs; the schema's metadata says what each colu
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.replica.tree import Spec, difference, flatten, gather, rows_dim, unflatten
+from dp_ray.replica.tree import Keys, Spec, difference, flatten, gather, is_plain, rows_dim, unflatten
 
 METADATA = b"dp_ray"
 SAMPLE_INDEX = "sample_index"
@@ -107,6 +107,32 @@ class Layout:
 
 Rows = list[torch.Tensor]  # the leaves of some rows' outputs, each with its rows in dimension 0
 Ragged = list[Rows]
+
+
+def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:
+    """The outputs with None for what is no tensor, number or text; the paths of what was left out, and its class.
+
+    A numpy number is kept as a plain one.
+    """
+    leaves, spec = flatten(outputs)
+    left_out: dict[str, str] = {}
+    kept = _without_objects(spec, (), left_out)
+    return (outputs if kept is spec else unflatten(kept, leaves)), left_out
+
+
+def _without_objects(spec: Spec, above: Keys, left_out: dict[str, str]) -> Spec:
+    """The spec itself where nothing in it changes."""
+    if spec.kind == "constant":
+        if is_plain(spec.value):
+            return spec
+        if isinstance(spec.value, np.generic) and is_plain(spec.value.item()):
+            return replace(spec, value=spec.value.item())
+        left_out[".".join(map(str, above))] = type(spec.value).__qualname__
+        return replace(spec, value=None)
+    below = zip(spec.keys, spec.children, strict=True)
+    children = tuple(_without_objects(child, (*above, key), left_out) for key, child in below)
+    changed = any(one is not other for one, other in zip(children, spec.children, strict=True))
+    return replace(spec, children=children) if changed else spec
 
 
 def rows_of(outputs: Any, rows: int, batch_dim: int) -> tuple[Layout, Rows]:

@@ -40,7 +40,7 @@ class History:
         self._folder = folder
         self._split = split
         self._names = names
-        self._schema = schema(names, extra)
+        self._extra = dict.fromkeys(extra)  # in the order in which they were first measured
         self._send = send
         self._pending: list[tuple[int, Update, int, float, dict[str, float]]] = []
         self._rows: list[dict[str, Any]] = []
@@ -53,6 +53,7 @@ class History:
         start, stop = self._split.batch(step)
         now = time.perf_counter()
         self._pending.append((step, update, stop - start, now - self._ended, measured))
+        self._extra.update(dict.fromkeys(measured))
         self._ended = now
         if now - self._sent > SEND_SECONDS:
             self.flush()
@@ -76,7 +77,8 @@ class History:
         if not rows:
             return lambda: None
         name = f"steps-{rows[0]['step']}-{rows[-1]['step'] + 1}.parquet"
-        return lambda: _write(self._folder, name, pa.Table.from_pylist(rows, self._schema))
+        table = pa.Table.from_pylist(rows, schema(self._names, list(self._extra)))
+        return lambda: _write(self._folder, name, table)
 
     def _row(
         self, step: int, update: Update, rows: int, seconds: float, measured: dict[str, float]
@@ -114,7 +116,11 @@ def forget(folder: Storage, step: int) -> None:
 
 
 def merge_history(folder: Storage, run: Storage, steps: int) -> None:
-    """Merge all pieces into the run's `metrics.parquet`; StorageError unless they hold each step once."""
+    """Merge all pieces into the run's `metrics.parquet`; StorageError unless they hold each step once.
+
+    The elements of a vector are columns from the piece in which they were first measured on; the metric's own
+    name is no column then.
+    """
     tables, at = [], 0
     for name, first, end in _segments(folder):
         if first != at:
@@ -124,7 +130,10 @@ def merge_history(folder: Storage, run: Storage, steps: int) -> None:
         at = end
     if at != steps:
         raise StorageError(f"{folder}: the history ends at step {at} of {steps}; run again with --overwrite")
-    _write(run, METRICS, pa.concat_tables(tables))
+    merged = pa.concat_tables(tables, promote_options="default")
+    evaluated = [name for name in merged.column_names if name.startswith("eval_")]
+    never = [name for name in evaluated if merged.column(name).null_count == len(merged)]
+    _write(run, METRICS, merged.drop_columns(never))
 
 
 def read_history(run: Storage) -> Iterator[dict[str, Any]]:
@@ -144,7 +153,7 @@ def summary(run: Storage) -> dict[str, float]:
 
 def best_of(run: Storage, metric: str, mode: str) -> dict[str, Any] | None:
     """The first step after which an evaluated metric was at its best: metric, value, and how many steps were done."""
-    measured = [(row[metric], row["step"] + 1) for row in read_history(run) if row[metric] is not None]
+    measured = [(row[metric], row["step"] + 1) for row in read_history(run) if row.get(metric) is not None]
     measured = [(value, step) for value, step in measured if value == value]
     if not measured:
         return None

@@ -32,6 +32,7 @@ from dp_ray.results.columns import (
     rebuild,
     rows_of,
     to_arrow,
+    without_objects,
 )
 from dp_ray.results.ledger import PART_NAME, part_name
 from dp_ray.results.parts import POSITION, PartReader, in_order, proven, reading
@@ -47,7 +48,10 @@ Piece = tuple[Shard, Indices, Rows]
 
 
 class PartWriter:
-    """Streams one worker's outputs to part files; `before_commit` runs before a part gets its name."""
+    """Streams one worker's outputs to part files; `before_commit` runs before a part gets its name.
+
+    What is no tensor, number or text is left out, which `tell` says once of each path.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,12 @@ class PartWriter:
         batch_dim: int = 0,
         before_commit: Callable[[], None] = lambda: None,
         attempt: str = "",
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._storage = storage
         self._attempt = attempt
+        self._tell = tell
+        self._left_out: set[str] = set()
         self._shards = shards
         self._batch_dim = batch_dim
         self._before_commit = before_commit
@@ -76,7 +83,11 @@ class PartWriter:
 
         Raises ModelError where an output has not one entry a row, or is of another kind than before.
         """
-        layout, rows = rows_of(outputs, shard.rows, self._batch_dim)
+        kept, left_out = without_objects(outputs)
+        for path in left_out.keys() - self._left_out:
+            self._tell(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
+        self._left_out |= left_out.keys()
+        layout, rows = rows_of(kept, shard.rows, self._batch_dim)
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
             self.commit()  # what was written has fixed shapes, what follows has not

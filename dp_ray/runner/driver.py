@@ -74,10 +74,11 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
 
 def _job_of(job: Job | str | os.PathLike[str] | None, keys: dict[str, Any]) -> Job:
-    if isinstance(job, Job):
-        return Job.make({**dict(job), **keys}, job.run_name) if keys else job
+    by_time = time.strftime("run-%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06}"
     if job is None:
-        return Job.make(keys, time.strftime("run-%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06}")
+        return Job.make(keys, by_time)
+    if isinstance(job, Job):
+        return job if job.name and not keys else Job.make({**dict(job), **keys}, by_time)
     return load_job(Path(job), keys)
 
 

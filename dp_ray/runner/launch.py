@@ -92,7 +92,7 @@ def run_on_ray(
         trainer = PolicyTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
-            torch_config=BoundTorchConfig(backend="gloo" if set(job.devices or ()) == {"cpu"} else None),
+            torch_config=BoundTorchConfig(backend=_backend(job)),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, verbose),
             wanted=_wanted(job, each),
@@ -107,6 +107,14 @@ def run_on_ray(
             raise _cause(error, monitor) from None
 
 
+def _backend(job: Job) -> str | None:
+    """What the workers' process group is made of; None: as Ray Train chooses, by whether they have GPUs."""
+    types = {name.partition(":")[0] for name in job.devices or ()}
+    if types == {"cpu", "cuda"}:
+        return "cpu:gloo,cuda:nccl"
+    return "gloo" if types == {"cpu"} else None
+
+
 def check_can_be_shipped(job: Job) -> None:
     """Objects from Python travel to the workers by pickle; say which one cannot."""
     for key, given in job.targets.items():
@@ -114,7 +122,9 @@ def check_can_be_shipped(job: Job) -> None:
             with open(os.devnull, "wb") as nowhere:
                 ray.cloudpickle.dump(given, nowhere)
         except Exception as error:
-            raise JobError(f"{key}: cannot be pickled for the workers: {type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            advice = "name a target in its place, which each worker calls for itself"
+            raise JobError(f"{key}: cannot be pickled for the workers: {why}; {advice}") from error
 
 
 def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:

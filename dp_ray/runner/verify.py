@@ -112,6 +112,8 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
 def _check(job: Job, counts: Sequence[int]) -> None:
     if len(counts) < 2 or len(set(counts)) != len(counts):
         raise JobError(f"--workers: verify compares at least two different numbers of workers, got {list(counts)}")
+    if DIGEST in job.metrics:
+        raise JobError(f"metrics.{DIGEST}: is what verify compares the outputs by; rename yours")
     if job.shards and max(counts) > job.shards:
         raise JobError(f"--workers: {max(counts)} workers cannot share {job.shards} shards")
 

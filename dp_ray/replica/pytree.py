@@ -1,0 +1,37 @@
+"""Classes that are registered with torch's pytree, as nestings are.
+
+torch has no public interface to it (2.11 to 2.13), so its private one is used here, and nowhere else.
+"""
+
+from typing import Any
+
+from torch.utils import _pytree
+
+
+def is_registered(cls: type[Any]) -> bool:
+    return cls in _pytree.SUPPORTED_NODES
+
+
+def take_apart(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    """The keys and values that a node of a registered class holds, and what it is made again with besides."""
+    registered = _pytree.SUPPORTED_NODES[type(node)]
+    if registered.flatten_with_keys_fn is None:
+        values, context = registered.flatten_fn(node)
+        return tuple(range(len(values))), tuple(values), context
+    pairs, context = registered.flatten_with_keys_fn(node)
+    keys = [_plain(key) for key, _ in pairs]
+    is_unique = len(set(keys)) == len(keys)
+    return tuple(keys) if is_unique else tuple(range(len(pairs))), tuple(value for _, value in pairs), context
+
+
+def make(cls: type[Any], values: list[Any], context: Any) -> Any:
+    """The inverse of `take_apart`."""
+    return _pytree.SUPPORTED_NODES[cls].unflatten_fn(values, context)
+
+
+def _plain(key: Any) -> int | str:
+    """The key, index or name that a key of torch's stands for."""
+    for name in ("key", "idx", "name"):
+        if isinstance(found := getattr(key, name, None), int | str):
+            return found
+    return str(key)
