@@ -79,7 +79,7 @@ def deterministic(job: Job, device: torch.device) -> Iterator[None]:
 def evaluate(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
     """Run this worker's shards of every step and tell the means over the whole dataset."""
     dataset = build_dataset(job)
-    model = started(job, world)
+    model = started(job, world, run)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     called = compiled(model, job)
     work = Work(split_of(job, dataset), world.world_size, world.rank)
@@ -102,11 +102,11 @@ def evaluate(job: Job, world: World, run: Storage, send: Send, border: Border) -
     border.end()
 
 
-def started(job: Job, world: World) -> nn.Module:
+def started(job: Job, world: World, run: Storage) -> nn.Module:
     """The model with the weights to run, the same on every rank."""
     model = build_model(job, world.devices)
     if job.init_from is not None:
-        load_weights(model, read_start(job.init_from)[0], job.init_from)
+        load_weights(model, read_start(run, job.init_from)[0], job.init_from)
     synchronise(model)
     return model
 
@@ -114,7 +114,7 @@ def started(job: Job, world: World) -> nn.Module:
 def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
     """Run this worker's shards of every step, but those that a part which counts holds."""
     dataset = build_dataset(job)
-    bare = started(job, world)
+    bare = started(job, world, run)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
     replica = replicate(model, world)

@@ -275,12 +275,12 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
         found = (name, *load(checkpoints, name)) if name else None
     if found:
         return resume(trainer, found[1], found[2])
-    return Running() if job.init_from is None else start_from(job, trainer, split, job.init_from)
+    return Running() if job.init_from is None else start_from(job, trainer, split, run, job.init_from)
 
 
-def start_from(job: Job, trainer: Trainer, split: Split, location: str) -> Running:
+def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location: str) -> Running:
     """Start from a file of weights, or carry a checkpoint of another run on, from its step."""
-    weights, checkpoint = read_start(location)
+    weights, checkpoint = read_start(run, location)
     if checkpoint is None:
         load_weights(trainer.model, weights, location)
         return Running()

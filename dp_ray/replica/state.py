@@ -15,7 +15,7 @@ import torch
 
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
-from dp_ray.tensorfile import read_tensors, write_tensors
+from dp_ray.tensorfile import parse_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-(\d+)\.safetensors")
@@ -193,9 +193,14 @@ def newest(
 
 def load(storage: Storage, name: str) -> tuple[dict[str, Any], Any]:
     """What a checkpoint says about itself, and the state in it; StorageError where it is damaged or none."""
-    tensors, text = read_tensors(storage, name)
+    return parse(storage.read_bytes(name), f"{storage}/{name}")
+
+
+def parse(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
+    """What `load` gives, of a checkpoint's bytes; `where` names the file in errors."""
+    tensors, text = parse_tensors(data, where)
     try:
         about = dict(json.loads(text))
         return about, unpack(about.pop("state"), tensors)
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{storage}/{name}: is no checkpoint of dp_ray: {error!r}") from None
+        raise StorageError(f"{where}: is no checkpoint of dp_ray: {error!r}") from None

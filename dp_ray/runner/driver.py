@@ -21,7 +21,7 @@ from dp_ray.plan.work import Done, Range
 from dp_ray.replica.parallel import with_devices
 from dp_ray.replica.state import CHECKPOINTS, steps_of
 from dp_ray.replica.targets import bind, build_dataset, resolve
-from dp_ray.replica.weights import WEIGHTS, find_start
+from dp_ray.replica.weights import LINKS, WEIGHTS
 from dp_ray.replica.world import World
 from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, best_of, merge_history, summary
@@ -87,9 +87,7 @@ def execute(job: Job, options: Options) -> Result:
     if faults and job.max_workers == 0:
         raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
     if job.init_from is not None:
-        start = located(job.init_from).location
-        find_start(start)
-        job = job.model_copy(update={"init_from": start})
+        job = job.model_copy(update={"init_from": located(job.init_from).location})
     with contextlib.redirect_stdout(sys.stderr):  # what user code prints is not what was asked for
         split = check_targets(job)
     claimed = claim(job, base_storage(job), options.overwrite)
@@ -112,7 +110,7 @@ def execute(job: Job, options: Options) -> Result:
         raise
     result = _result(job, split, claimed, monitors, started, "done")
     result.save()
-    for folder in (PARTS, HISTORY):
+    for folder in (PARTS, HISTORY, LINKS):
         claimed.storage.child(folder).remove()
     for name in (ledger.LEDGER, STORY):
         claimed.storage.delete(name)

@@ -9,6 +9,8 @@ from typing import Any
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
+from dp_ray.replica.state import CHECKPOINTS, steps_of
+from dp_ray.replica.weights import check_start, find_start
 from dp_ray.results.result import RESULT
 from dp_ray.storage import Storage
 
@@ -27,7 +29,8 @@ class RunDir:
 def claim(job: Job, base: Storage, overwrite: bool = False) -> RunDir:
     """Make STORAGE/NAME this run's, or carry on the unfinished run of the same job that it holds.
 
-    Raises JobError where it holds a finished run, a run of a different job, or no run at all.
+    Raises JobError where it holds a finished run, a run of a different job, or no run at all; and where the file that
+    `init_from` names, or with which the run began, is not there.
     """
     storage = base.child(job.run_name)
     token = uuid.uuid4().hex
@@ -35,8 +38,10 @@ def claim(job: Job, base: Storage, overwrite: bool = False) -> RunDir:
     text = json.dumps(says, indent=2, default=str) + "\n"
     if overwrite:
         _check_is_run(storage)
+    carried_on = not overwrite and _check_may_carry_on(job, storage)
+    _check_start(job, storage, carried_on)
+    if overwrite:
         storage.remove()
-    carried_on = _check_may_carry_on(job, storage)
     storage.create()
     storage.write_text(RUN, text)
     storage.child("parts").create()
@@ -89,6 +94,15 @@ def _check_may_carry_on(job: Job, storage: Storage) -> bool:
     if not job.is_all_targets:
         raise JobError(f"{storage} holds a run of Python objects; whether these are the same is unknown; {advice}")
     return True
+
+
+def _check_start(job: Job, storage: Storage, carried_on: bool) -> None:
+    if job.init_from is None or (job.task == "train" and carried_on and steps_of(storage.child(CHECKPOINTS))):
+        return  # a training goes on from its own checkpoint
+    if carried_on:
+        check_start(storage, job.init_from)
+    else:
+        find_start(job.init_from)
 
 
 def _difference(claimed: dict[str, Any], job: Job) -> str:
