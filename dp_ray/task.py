@@ -1,7 +1,7 @@
 """One worker's whole task, from its dataset to its committed parts. It knows no Ray: `send` takes the reports."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from dp_ray.replica.randomness import preserved
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.targets import build_dataset
 from dp_ray.replica.weights import load_weights, read_start
-from dp_ray.replica.world import World, is_lost_peer
+from dp_ray.replica.world import World, check_rows, is_lost_peer
 from dp_ray.results import ledger
 from dp_ray.results.ledger import PARTS
 from dp_ray.results.outputs import PartWriter
@@ -38,15 +38,23 @@ class Measured(NamedTuple):
     metrics: dict[str, float]
 
 
-def run_task(job: Job, world: World, run: Storage, send: Send, border: Border | None = None) -> None:
+def run_task(
+    job: Job,
+    world: World,
+    run: Storage,
+    send: Send,
+    border: Border | None = None,
+    rows_on_driver: Mapping[str, int] | None = None,
+) -> None:
     """Run the job's task on this worker; `send` takes Reports, and what else there is to tell.
 
+    `rows_on_driver` has the lengths of the datasets, by their keys, that the driver found.
     Raises Yielded where it stopped between two steps, as `border` asked.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     with preserved(world.device), deterministic(job, world.device):
         try:
-            tasks[job.task](job, world, run, send, border or Border())
+            tasks[job.task](job, world, run, send, border or Border(), rows_on_driver or {})
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
@@ -76,9 +84,12 @@ def deterministic(job: Job, device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.benchmark = tries
 
 
-def evaluate(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
+def evaluate(
+    job: Job, world: World, run: Storage, send: Send, border: Border, rows_on_driver: Mapping[str, int]
+) -> None:
     """Run this worker's shards of every step and tell the means over the whole dataset."""
     dataset = build_dataset(job)
+    check_rows("dataset", len(dataset), rows_on_driver)
     model = started(job, world, run)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     called = compiled(model, job)
@@ -111,9 +122,12 @@ def started(job: Job, world: World, run: Storage) -> nn.Module:
     return model
 
 
-def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
+def predict_outputs(
+    job: Job, world: World, run: Storage, send: Send, border: Border, rows_on_driver: Mapping[str, int]
+) -> None:
     """Run this worker's shards of every step, but those that a part which counts holds."""
     dataset = build_dataset(job)
+    check_rows("dataset", len(dataset), rows_on_driver)
     bare = started(job, world, run)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)

@@ -89,17 +89,17 @@ def execute(job: Job, options: Options) -> Result:
     if job.init_from is not None:
         job = job.model_copy(update={"init_from": located(job.init_from).location})
     with contextlib.redirect_stdout(sys.stderr):  # what user code prints is not what was asked for
-        split = check_targets(job)
-    claimed = claim(job, base_storage(job), options.overwrite)
+        split, rows = check_targets(job)
+    claimed = claim(job, base_storage(job), options.overwrite, rows)
     console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
     monitors: list[Monitor] = []
     try:
         with _monitor(job, split, claimed, console, options) as monitor:
             monitors.append(monitor)
             if job.max_workers == 0:
-                _run_here(job, claimed, monitor)
+                _run_here(job, claimed, monitor, rows)
             else:
-                run_on_ray(job, claimed, monitor, console, options.address, options.verbose, faults)
+                run_on_ray(job, claimed, rows, monitor, console, options.address, options.verbose, faults)
         check_ours(claimed)
         _merge(job, split, claimed.storage, console)
     except BaseException as error:
@@ -135,8 +135,8 @@ def _summary(result: Result) -> str:
     return f"done, {rows} in {result.seconds:.1f} s{measured}" + (f": {where}" if where else "")
 
 
-def check_targets(job: Job) -> Split:
-    """Find the job's targets and the size of its dataset before anything is started."""
+def check_targets(job: Job) -> tuple[Split, dict[str, int]]:
+    """Find the job's targets before anything is started: how its dataset is cut, and the rows of each dataset."""
     for key, target in job.targets.items():
         if isinstance(target, Target) and key in ("model", "eval.dataset"):
             bind(key, with_devices(target, ()) if key == "model" else target)
@@ -149,12 +149,16 @@ def check_targets(job: Job) -> Split:
             torch.device(name)
         except RuntimeError as error:
             raise JobError(f"devices: {name!r} is no device of torch: {error}") from None
-    split = split_of(job, build_dataset(job))
+    dataset = build_dataset(job)
+    rows, split = {"dataset": len(dataset)}, split_of(job, dataset)
+    if job.task == "train" and job.eval is not None:
+        evaluated = job.model_copy(update={"dataset": job.eval.dataset})
+        rows["eval.dataset"] = len(build_dataset(evaluated, "eval.dataset"))
     if split.steps == 0:
         raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")
     if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.kinds()):
         raise JobError("sync_batchnorm: the last batch leaves workers without rows, who never meet; set drop_last")
-    return split
+    return split, rows
 
 
 @contextmanager
@@ -209,7 +213,7 @@ def _trained(job: Job, run: Storage) -> list[Range]:
     return [Range(0, steps[-1], 0, job.num_shards)] if steps else []
 
 
-def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
+def _run_here(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
     """`workers: 0`: the whole task in this process, where a debugger can step into it."""
     devices = _devices_here(job)
     world = World(device=devices[0], all_devices=devices)
@@ -220,7 +224,7 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
         monitor.tick()
 
     with contextlib.redirect_stdout(sys.stderr), _environment(job.env):
-        run_task(job, world, claimed.storage, send, BorderHere(monitor))
+        run_task(job, world, claimed.storage, send, BorderHere(monitor), rows)
 
 
 class BorderHere(Border):

@@ -72,6 +72,7 @@ class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
 def run_on_ray(
     job: Job,
     claimed: RunDir,
+    rows: dict[str, int],
     monitor: Monitor,
     console: Console,
     address: str | None,
@@ -88,7 +89,7 @@ def run_on_ray(
         inbox = open_inbox(job.max_workers)
         monitor.reach = RayReach()
         here = ray.get_runtime_context().get_node_id()
-        config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here)
+        config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here, rows)
         trainer = PolicyTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
