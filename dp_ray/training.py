@@ -25,7 +25,7 @@ from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.targets import build_dataset
 from dp_ray.replica.train import Trainer, Update
-from dp_ray.replica.weights import WEIGHTS, load_weights, read_start
+from dp_ray.replica.weights import WEIGHTS, first_step, load_weights, read_start
 from dp_ray.replica.world import World, broadcast, check_rows, is_rank_0
 from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, History
@@ -306,6 +306,10 @@ def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location:
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
     check_cut(f"init_from: the steps of {location}", about, job, split, advice)
     running = resume(trainer, about, checkpoint["state"])
+    if running.step != (says := first_step(run)):
+        raise JobError(
+            f"init_from: {location} is {running.step} steps on, its name says {says}: give it its own name"
+        )
     if running.step >= split.total_steps:
         raise JobError(
             f"init_from: {location} is {running.step} steps on, and this job has {split.total_steps}: "

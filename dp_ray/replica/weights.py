@@ -36,6 +36,12 @@ class Start:
     name: str
     sha256: str
 
+    @property
+    def step(self) -> int:
+        """How many steps a checkpoint is on; weights alone are on none."""
+        match = NAME.fullmatch(self.name)
+        return int(match[1]) if match else 0
+
 
 def find_start(location: str) -> tuple[Storage, str, str]:
     """What `init_from` names, and in it the folder and the name of the file: a run's last checkpoint, or weights."""
@@ -70,6 +76,12 @@ def check_start(run: Storage, location: str) -> None:
         find_start(location)
     else:
         _file_of(run, location, start)
+
+
+def first_step(run: Storage) -> int:
+    """The step from which a training starts: that of the checkpoint with which it began, else 0."""
+    start = pinned(run)
+    return start.step if start else 0
 
 
 def pin_start(run: Storage, location: str) -> Start:

@@ -113,9 +113,9 @@ def forget(folder: Storage, step: int) -> None:
             folder.delete(name)
 
 
-def merge_history(folder: Storage, run: Storage, steps: int) -> None:
-    """Merge all pieces into the run's `metrics.parquet`; StorageError unless they hold each step once."""
-    tables, at = [], 0
+def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> None:
+    """Merge all pieces to `metrics.parquet`; StorageError unless they hold each step from `start` on once."""
+    tables, at = [], start
     for name, first, end in _segments(folder):
         if first != at:
             break

@@ -21,7 +21,7 @@ from dp_ray.plan.work import Done, Range
 from dp_ray.replica.parallel import with_devices
 from dp_ray.replica.state import CHECKPOINTS, steps_of
 from dp_ray.replica.targets import bind, build_dataset, resolve
-from dp_ray.replica.weights import LINKS, WEIGHTS
+from dp_ray.replica.weights import LINKS, WEIGHTS, first_step
 from dp_ray.replica.world import World
 from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, best_of, merge_history, summary
@@ -125,7 +125,7 @@ def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
         order = Order(split.rows, job.seed, 0, job.shuffle)
         merge(run.child(PARTS), run, order, split.rows_kept, ledger.counted(run))
     elif job.task == "train":
-        merge_history(run.child(HISTORY), run, split.total_steps)
+        merge_history(run.child(HISTORY), run, split.total_steps, first_step(run))
 
 
 def _summary(result: Result) -> str:
@@ -204,7 +204,7 @@ def _of_the_last_driver(job: Job, run: Storage) -> Interruption:
         what = last.error or last.status
         run.delete(RESULT)  # it was the last driver's, and would be taken for that of one which ends without a word
     steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
-    return Interruption("driver", what.splitlines()[0], steps[-1] if steps else 0)
+    return Interruption("driver", what.splitlines()[0], steps[-1] if steps else first_step(run))
 
 
 def _trained(job: Job, run: Storage) -> list[Range]:
