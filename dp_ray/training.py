@@ -5,7 +5,7 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from dp_ray.replica.data import load_shards
 from dp_ray.replica.evaluate import Evaluation, build_measures
 from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.parallel import input_device
-from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest
+from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest, steps_of
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.targets import build_dataset
 from dp_ray.replica.train import Trainer, Update
@@ -206,7 +206,9 @@ class Keeper:
             run.child(folder).remove_unfinished()
         names = ["loss", *trainer.measure_names]
         self._history = History(run.child(HISTORY), split, names, ["epoch_loss", *job.eval_names], running.step, send)
-        self._saver = Saver(run.child(CHECKPOINTS), job.checkpoint.keep)
+        kept = steps_of(run.child(CHECKPOINTS))
+        self._saver = Saver(run.child(CHECKPOINTS), job.checkpoint.keep, [one for one in kept if one > running.step])
+        self._begin_best(kept)
         self._saved = running.step
         self._saved_at = time.monotonic()
 
@@ -242,6 +244,14 @@ class Keeper:
     def close(self) -> None:
         self._history.flush()
         self._saver.close()
+
+    def _begin_best(self, kept: Collection[int]) -> None:
+        """Go on with the best so far, if it is still asked for, by the same metric and mode, and still there."""
+        best, running = self._job.checkpoint.best, self._running
+        by = [] if best is None else [best.metric, best.mode]
+        if running.best_by != by or running.best_step not in kept:
+            running.best = running.best_step = None
+        running.best_by = by
 
     def _note_best(self, measured: dict[str, float]) -> bool:
         best = self._job.checkpoint.best

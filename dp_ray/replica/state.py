@@ -6,7 +6,7 @@ scaler, and running metrics. All workers hold the same state, so rank 0 writes i
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -31,6 +31,7 @@ class Running:
     _unread: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
     best: float | None = None
     best_step: int | None = None
+    best_by: list[str] = field(default_factory=list)  # the metric and the mode of which that is the best
 
     def add(self, totals: torch.Tensor) -> None:
         """Count a step's loss, sum and weight, without waiting for the device."""
@@ -116,9 +117,14 @@ def _plain(value: Any, path: str) -> Any:
 
 
 class Saver:
-    """Writes checkpoints in the background, keeps the newest `keep` and the best."""
+    """Writes checkpoints in the background, keeps the newest `keep` and the best.
 
-    def __init__(self, checkpoints: Storage, keep: int) -> None:
+    `passed_over` are the steps of those that could not be carried on: they do not count among the newest, and are
+    removed when a good one is written.
+    """
+
+    def __init__(self, checkpoints: Storage, keep: int, passed_over: Collection[int] = ()) -> None:
+        self._passed_over = set(passed_over)
         self._checkpoints = checkpoints
         self._keep = keep
         self._staged: dict[str, torch.Tensor] = {}
@@ -166,9 +172,10 @@ class Saver:
     def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:
         before()
         write_tensors(self._checkpoints, name_of(step), self._staged, text)
-        for older in steps_of(self._checkpoints)[: -self._keep]:
-            if older != best_step:
-                self._checkpoints.delete(name_of(older))
+        passed_over, self._passed_over = self._passed_over - {step}, set()
+        good = [one for one in steps_of(self._checkpoints) if one not in passed_over]
+        for old in {*passed_over, *good[: -self._keep]} - {best_step}:
+            self._checkpoints.delete(name_of(old))
 
 
 def newest(

@@ -275,7 +275,7 @@ def _result(
     storage = claimed.storage
     merged = status == "done" and job.task == "predict"
     trained = status == "done" and job.task == "train"
-    best = job.checkpoint.best
+    best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
     return Result(
         run_dir=str(storage),
         name=job.run_name,
@@ -297,7 +297,7 @@ def _result(
         outputs_sha256=Merged(storage).sha256() if merged else None,
         weights_path=str(storage.child(WEIGHTS)) if trained else None,
         weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
-        best=best_of(storage, best.metric, best.mode) if trained and best else None,
+        best=best_of(storage, best.metric, best.mode, kept) if trained and best else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
 
