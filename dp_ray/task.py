@@ -31,6 +31,8 @@ from dp_ray.results.shapes import Probe
 from dp_ray.storage import Storage
 from dp_ray.training import Send, begin_attempt, seen, split_of, train
 
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # of which cuBLAS is deterministic
+
 
 class Measured(NamedTuple):
     """What an evaluation measured, over the whole dataset."""
@@ -73,11 +75,14 @@ def deterministic(job: Job, device: torch.device) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    sets_workspace = device.type == "cuda" and WORKSPACE not in os.environ
+    if sets_workspace:
+        os.environ[WORKSPACE] = ":4096:8"
     try:
         yield
     finally:
+        if sets_workspace:
+            del os.environ[WORKSPACE]
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(algorithms)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

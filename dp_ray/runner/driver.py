@@ -35,6 +35,7 @@ from dp_ray.results.shapes import Seen
 from dp_ray.results.story import STORY, Interruption, Story, read_story
 from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console
+from dp_ray.runner.environment import environment
 from dp_ray.runner.launch import run_on_ray
 from dp_ray.runner.messages import Hello, Started, message_of
 from dp_ray.runner.monitor import Monitor
@@ -88,7 +89,10 @@ def execute(job: Job, options: Options) -> Result:
         raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
     if job.init_from is not None:
         job = job.model_copy(update={"init_from": located(job.init_from).location})
-    with contextlib.redirect_stdout(sys.stderr):  # what user code prints is not what was asked for
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        environment(job.env),
+    ):  # what user code prints is not what was asked for
         split, rows = check_targets(job)
     claimed = claim(job, base_storage(job), options.overwrite, rows)
     console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
@@ -223,7 +227,7 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int])
         monitor.take(message_of("here", what))
         monitor.tick()
 
-    with contextlib.redirect_stdout(sys.stderr), _environment(job.env):
+    with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         run_task(job, world, claimed.storage, send, BorderHere(monitor), rows)
 
 
@@ -248,17 +252,6 @@ def _devices_here(job: Job) -> tuple[torch.device, ...]:
     if (there := torch.cuda.device_count()) < job.num_devices:
         raise JobError(f"gpus_per_worker: this machine has {there} GPUs, {job.num_devices} are wanted")
     return tuple(torch.device("cuda", number) for number in range(job.num_devices))
-
-
-@contextmanager
-def _environment(added: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _result(

@@ -89,11 +89,16 @@ def run_on_ray(
         inbox = open_inbox(job.max_workers)
         monitor.reach = RayReach()
         here = ray.get_runtime_context().get_node_id()
-        config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here, rows)
+        shipped = job.model_copy(update={"env": {}})  # which travels by itself, and sooner
+        config = WorkerConfig(
+            shipped, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here, rows
+        )
         trainer = PolicyTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
-            torch_config=BoundTorchConfig(backend="gloo" if set(job.devices or ()) == {"cpu"} else None),
+            torch_config=BoundTorchConfig(
+                backend="gloo" if set(job.devices or ()) == {"cpu"} else None, environment=dict(job.env)
+            ),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, verbose),
             wanted=_wanted(job, each),
@@ -163,7 +168,6 @@ def _run_config(job: Job, folder: str, verbose: bool) -> RunConfig:
     return RunConfig(
         name=job.run_name,
         storage_path=folder,
-        worker_runtime_env={"env_vars": dict(job.env)},
         logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
     )
 
