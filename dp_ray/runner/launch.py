@@ -96,9 +96,7 @@ def run_on_ray(
         trainer = PolicyTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
-            torch_config=BoundTorchConfig(
-                backend="gloo" if set(job.devices or ()) == {"cpu"} else None, environment=dict(job.env)
-            ),
+            torch_config=BoundTorchConfig(backend=backend_of(job, each.get("GPU", 0)), environment=dict(job.env)),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, verbose),
             wanted=_wanted(job, each),
@@ -111,6 +109,17 @@ def run_on_ray(
                 trainer.fit()
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             raise _cause(error, monitor) from None
+
+
+def backend_of(job: Job, gpus_per_worker: float) -> str | None:
+    """The backend of the process group; None is Ray Train's own choice: NCCL on GPUs, else gloo.
+
+    Workers with a part of a GPU may share one, which NCCL refuses ("Duplicate GPU"). gloo takes CUDA tensors in all
+    that is exchanged here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory.
+    """
+    on_cpu = set(job.devices or ()) == {"cpu"}
+    may_share = 0 < gpus_per_worker < 1 and job.max_workers > 1
+    return "gloo" if on_cpu or may_share else None
 
 
 def check_can_be_shipped(job: Job) -> None:
