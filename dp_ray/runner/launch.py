@@ -10,6 +10,7 @@ import ray
 from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -17,6 +18,7 @@ from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
+from dp_ray.runner.environment import set_environment
 from dp_ray.runner.inbox import drain, open_inbox
 from dp_ray.runner.messages import Hello
 from dp_ray.runner.monitor import Monitor, Reach, error_of, listening
@@ -28,11 +30,29 @@ from dp_ray.runner.sizing import Sizing, Wanted, answers_at
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 
 
+class EnvironmentCallback(WorkerGroupCallback):  # type: ignore[misc]
+    """Sets the job's `env` in each worker's process, before anything of torch or of the user is imported there.
+
+    The values do not go into Ray's runtime_env, which its agent logs.
+    """
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._env = env
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        if self._env:
+            ray.get([worker.execute_async(set_environment, self._env) for worker in workers])
+        return {}
+
+
 class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer with dp_ray's policies; `is_own` says that its Ray, or its job there, ends with the run."""
 
-    def __init__(self, *args: Any, wanted: Wanted, retries: int, inbox: Any, is_own: bool, **keys: Any) -> None:
+    def __init__(
+        self, *args: Any, wanted: Wanted, retries: int, inbox: Any, is_own: bool, env: dict[str, str], **keys: Any
+    ) -> None:
         super().__init__(*args, **keys)
+        self._environment = EnvironmentCallback(env)
         self._unneeded = {"DatasetsCallback"}  # of Ray Data, of which there is none
         if is_own:
             self._unneeded.add("PlacementGroupCleanerCallback")  # what it would clean up goes with the job
@@ -43,9 +63,9 @@ class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
         }
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Without those that start a process for nothing: together two seconds of each run."""
+        """With ours, without those that start a process for nothing: together two seconds of each run."""
         made = super()._create_default_callbacks()
-        return [callback for callback in made if type(callback).__name__ not in self._unneeded]
+        return [self._environment, *(one for one in made if type(one).__name__ not in self._unneeded)]
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
         """Run Ray Train's controller on this node; unlike Ray's own, this can be aborted at any time.
@@ -96,13 +116,14 @@ def run_on_ray(
         trainer = PolicyTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
-            torch_config=BoundTorchConfig(backend=backend_of(job, each.get("GPU", 0)), environment=dict(job.env)),
+            torch_config=BoundTorchConfig(backend=backend_of(job, each.get("GPU", 0))),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, verbose),
             wanted=_wanted(job, each),
             retries=job.retries,
             inbox=inbox,
             is_own=is_own,
+            env=dict(job.env),
         )
         try:
             with listening(monitor, lambda: drain(inbox), trainer.abort):

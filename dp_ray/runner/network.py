@@ -1,14 +1,12 @@
-"""What each worker's process is given before its process group forms: the job's `env`, its network interface."""
+"""Bind the process group to the network interface that holds the node's Ray address."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import ray
 from ray.train.torch import TorchConfig
-
-from dp_ray.runner.environment import set_environment
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -30,24 +28,19 @@ def bind_to_ray_address() -> None:
 
 
 class _BoundBackend(TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray Train's torch backend, whose workers get the job's `env`, and choose their interface, before it forms.
+    """Ray Train's torch backend, whose workers choose their interface before they form the group.
 
-    The variables come first: what is imported later, torch and the user's modules, reads them. They do not go into
-    Ray's runtime_env, which its agent logs. A host with several addresses resolves its own name to any of them, and
-    gloo would listen there.
+    A host with several addresses resolves its own name to any of them, and gloo would listen there.
     """
 
-    def on_start(self, worker_group: Any, backend_config: "BoundTorchConfig") -> None:
-        worker_group.execute(set_environment, backend_config.environment)
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         worker_group.execute(bind_to_ray_address)
         super().on_start(worker_group, backend_config)
 
 
 @dataclass
 class BoundTorchConfig(TorchConfig):  # type: ignore[misc]
-    """TorchConfig with `_BoundBackend`, which sets `environment` on each worker and shows it nowhere."""
-
-    environment: dict[str, str] = field(default_factory=dict, repr=False)
+    """TorchConfig with `_BoundBackend`."""
 
     @property
     def backend_cls(self) -> type[Any]:
