@@ -83,7 +83,7 @@ def ours(model: str, world: World, border: Border | None = None, **keys: Any) ->
             took.extend(row["rows"] / row["rows_per_second"] for row in what.rows)
 
     with TemporaryDirectory() as folder:
-        train(job, world, Storage(folder), send, border or Border())
+        train(job, world, Storage(folder), send, border or Border(), {})
     return BATCH / median(took[WARM:]) if took else 0.0
 
 

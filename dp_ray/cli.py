@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -71,6 +70,7 @@ def cli() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 @click.option("--verbose", is_flag=True, help="With Ray's own log lines.")
+@click.option("--env-from", hidden=True, help="Where `submit` left the settings of env.")
 def run(
     job_file: str,
     workers: str | None,
@@ -78,9 +78,14 @@ def run(
     name: str | None,
     storage: str | None,
     as_json: bool,
+    env_from: str | None,
     **flags: Any,
 ) -> None:
     """Run a job to its end."""
+    if env_from is not None:
+        from dp_ray.runner.submit import take_settings
+
+        settings = (*settings, *take_settings(env_from))
     job = _load(job_file, workers, settings, name=name, storage=storage)
     from dp_ray.runner.driver import Options, execute
 
@@ -101,15 +106,15 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
     from dp_ray.plan.plan import table
     from dp_ray.plan.split import Split
     from dp_ray.replica.targets import build_dataset
+    from dp_ray.runner.environment import environment
 
-    with contextlib.redirect_stdout(sys.stderr):
-        dataset = build_dataset(job)
-    split = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
-    planned = plan_of(split, job.max_workers, job.epochs if job.task == "train" else 1)
-    if job.split is not None:
-        from dp_ray.replica.parallel import plan_blocks
+    with contextlib.redirect_stdout(sys.stderr), environment(job.env):
+        split = Split(len(build_dataset(job)), job.batch_size, job.num_shards, job.drop_last)
+        planned = plan_of(split, job.max_workers, job.epochs if job.task == "train" else 1)
+        if job.split is not None:
+            from dp_ray.replica.parallel import plan_blocks
 
-        planned["blocks"] = plan_blocks(job)
+            planned["blocks"] = plan_blocks(job)
     click.echo(json.dumps(planned) if as_json else table(planned))
 
 
@@ -160,14 +165,16 @@ def verify(
 def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it."""
     _load(job_file, workers, settings, name=options["name"], storage=options["storage"])
+    from dp_ray.runner.environment import is_env
     from dp_ray.runner.submit import submit_and_follow
 
     flags = ["--workers", workers] if workers else []
-    flags += [part for setting in settings for part in ("--set", setting)]
+    flags += [part for setting in settings if not is_env(setting) for part in ("--set", setting)]
     flags += [part for key in ("name", "storage", "inject") if options[key] for part in (f"--{key}", options[key])]
     flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
     flags += ["--json"] if options["as_json"] else []
-    sys.exit(submit_and_follow(address, shlex.join(["python", "-m", "dp_ray", "run", job_file, *flags])))
+    program = ["python", "-m", "dp_ray", "run", job_file, *flags]
+    sys.exit(submit_and_follow(address, program, [setting for setting in settings if is_env(setting)]))
 
 
 @cli.command()

@@ -1,6 +1,8 @@
 """A folder on a local disk, a shared one, or an object store, through pyarrow's file systems."""
 
 import copy
+import hashlib
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -13,6 +15,7 @@ from pyarrow import fs as pafs
 from dp_ray.errors import StorageError
 
 TEMPORARY = ".tmp-"
+PIECE = 1 << 24
 
 
 class Storage:
@@ -98,6 +101,31 @@ class Storage:
     def open(self, name: str) -> pa.NativeFile:
         with self._named(f"cannot read {name}"):
             return self.fs.open_input_file(self.file(name))
+
+    def read_bytes(self, name: str) -> bytes:
+        with self._named(f"cannot read {name}"), self.fs.open_input_stream(self.file(name)) as stream:
+            return stream.read()  # type: ignore[no-any-return]
+
+    def sha256(self, name: str) -> str:
+        """The hash of a file's bytes, read a piece at a time."""
+        digest = hashlib.sha256()
+        with self._named(f"cannot read {name}"), self.fs.open_input_stream(self.file(name)) as stream:
+            while piece := stream.read(PIECE):
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def link(self, name: str, source: "Storage") -> bool:
+        """Give a file of another folder its name here too, without a copy; False where the storage cannot.
+
+        The file stays under this name when it is removed under the other.
+        """
+        if not all(isinstance(one.fs, pafs.LocalFileSystem) for one in (self, source)):
+            return False
+        self.delete(name)
+        with suppress(OSError):
+            os.link(os.path.realpath(source.file(name)), self.file(name))
+            return True
+        return False
 
     @contextmanager
     def writing(self, name: str) -> Iterator["Unfinished"]:

@@ -1,7 +1,7 @@
 """One worker's whole task, from its dataset to its committed parts. It knows no Ray: `send` takes the reports."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from dp_ray.replica.parallel import input_device
 from dp_ray.replica.randomness import preserved
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.weights import load_weights, read_start
-from dp_ray.replica.world import World, is_lost_peer
+from dp_ray.replica.world import World, check_rows, is_lost_peer
 from dp_ray.results import ledger
 from dp_ray.results.ledger import PARTS
 from dp_ray.results.outputs import PartWriter
@@ -32,6 +32,8 @@ from dp_ray.training import Note, Send, begin_attempt, seen, split_of, train
 
 KERNELS = 256  # of one piece of code; a split has up to four sizes of shards, an evaluation as many
 
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # of which cuBLAS is deterministic
+
 
 class Measured(NamedTuple):
     """What an evaluation measured, over the whole dataset."""
@@ -39,15 +41,23 @@ class Measured(NamedTuple):
     metrics: dict[str, float]
 
 
-def run_task(job: Job, world: World, run: Storage, send: Send, border: Border | None = None) -> None:
+def run_task(
+    job: Job,
+    world: World,
+    run: Storage,
+    send: Send,
+    border: Border | None = None,
+    rows_on_driver: Mapping[str, int] | None = None,
+) -> None:
     """Run the job's task on this worker; `send` takes Reports, and what else there is to tell.
 
+    `rows_on_driver` has the lengths of the datasets, by their keys, that the driver found.
     Raises Yielded where it stopped between two steps, as `border` asked.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     with preserved(world.device), deterministic(job, world.device), compiling(job):
         try:
-            tasks[job.task](job, world, run, send, border or Border())
+            tasks[job.task](job, world, run, send, border or Border(), rows_on_driver or {})
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
@@ -66,11 +76,14 @@ def deterministic(job: Job, device: torch.device) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    sets_workspace = device.type == "cuda" and WORKSPACE not in os.environ
+    if sets_workspace:
+        os.environ[WORKSPACE] = ":4096:8"
     try:
         yield
     finally:
+        if sets_workspace:
+            del os.environ[WORKSPACE]
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(algorithms)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
@@ -91,10 +104,13 @@ def compiling(job: Job) -> Iterator[None]:
         yield
 
 
-def evaluate(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
+def evaluate(
+    job: Job, world: World, run: Storage, send: Send, border: Border, rows_on_driver: Mapping[str, int]
+) -> None:
     """Run this worker's shards of every step and tell the means over the whole dataset."""
     dataset = seeded_dataset(job)
-    model = started(job, world)
+    check_rows("dataset", len(dataset), rows_on_driver)
+    model = started(job, world, run)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     called = compiled(model, job)
     work = Work(split_of(job, dataset), world.world_size, world.rank)
@@ -117,19 +133,22 @@ def evaluate(job: Job, world: World, run: Storage, send: Send, border: Border) -
     border.end()
 
 
-def started(job: Job, world: World) -> nn.Module:
+def started(job: Job, world: World, run: Storage) -> nn.Module:
     """The model with the weights to run, the same on every rank."""
     model = build_model(job, world.devices)
     if job.init_from is not None:
-        load_weights(model, read_start(job.init_from)[0], job.init_from)
+        load_weights(model, read_start(run, job.init_from)[0], job.init_from)
     synchronise(model)
     return model
 
 
-def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
+def predict_outputs(
+    job: Job, world: World, run: Storage, send: Send, border: Border, rows_on_driver: Mapping[str, int]
+) -> None:
     """Run this worker's shards of every step, but those that a part which counts holds."""
     dataset = seeded_dataset(job)
-    bare = started(job, world)
+    check_rows("dataset", len(dataset), rows_on_driver)
+    bare = started(job, world, run)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
     parts = run.child(PARTS)

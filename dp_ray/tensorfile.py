@@ -78,8 +78,11 @@ def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], 
 
     Raises StorageError where it is none, is cut short, or is not what was written.
     """
-    with storage.open(name) as stream:
-        data = stream.read()
+    return parse_tensors(storage.read_bytes(name), f"{storage}/{name}")
+
+
+def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str]:
+    """What `read_tensors` gives, of a file's bytes; `where` names the file in errors."""
     try:
         size = int.from_bytes(data[:8], "little")
         table = json.loads(data[8 : 8 + size])
@@ -87,12 +90,12 @@ def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], 
         text, body = metadata.get(TEXT, ""), memoryview(data)[8 + size :]
         tensors = {key: _tensor(body, **entry) for key, entry in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise StorageError(f"{storage}/{name}: is damaged, or no safetensors file: {error}") from None
+        raise StorageError(f"{where}: is damaged, or no safetensors file: {error}") from None
     if TEXT in metadata or DIGEST in metadata:  # written here, so there are both
         digest = hashlib.sha256(_frame(table, text))
         digest.update(body)
         if digest.hexdigest() != metadata.get(DIGEST):
-            raise StorageError(f"{storage}/{name}: is damaged: its bytes are not those that were written")
+            raise StorageError(f"{where}: is damaged: its bytes are not those that were written")
     return tensors, text
 
 

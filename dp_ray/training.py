@@ -5,7 +5,7 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ from dp_ray.replica.data import load_shards, seeded_dataset
 from dp_ray.replica.evaluate import Evaluation, build_measures, check_measured, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.parallel import input_device
-from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest, pack
+from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest, pack, steps_of
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.train import Trainer, Update
-from dp_ray.replica.weights import WEIGHTS, load_weights, read_start
-from dp_ray.replica.world import World, broadcast, is_rank_0
+from dp_ray.replica.weights import WEIGHTS, first_step, load_weights, read_start
+from dp_ray.replica.world import World, broadcast, check_rows, is_rank_0
 from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, History
 from dp_ray.results.ledger import Ledger, check_newest
@@ -50,12 +50,15 @@ def split_of(job: Job, dataset: Any) -> Split:
     return dataclasses.replace(cut, epochs=job.epochs, max_steps=job.max_steps) if is_train else cut
 
 
-def train(job: Job, world: World, run: Storage, send: Send, border: Border) -> None:
+def train(
+    job: Job, world: World, run: Storage, send: Send, border: Border, rows_on_driver: Mapping[str, int]
+) -> None:
     """Train from the last checkpoint, or the start, to the end; rank 0 leaves the weights in the run directory.
 
     Where any worker is asked to stop, all of them do, after the same step, which is kept.
     """
     dataset = seeded_dataset(job)
+    check_rows("dataset", len(dataset), rows_on_driver)
     split = split_of(job, dataset)
     model = with_synced_batchnorm(build_model(job, world.devices), job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
@@ -68,7 +71,7 @@ def train(job: Job, world: World, run: Storage, send: Send, border: Border) -> N
         running = restore(job, trainer, split, run, send)
         synchronise(model)
         evaluation = Evaluation(job, step, measures, states, world.device)
-        evaluator = Evaluator(job, called, evaluation, world, border)
+        evaluator = Evaluator(job, called, evaluation, world, border, rows_on_driver)
         keeper = Keeper(job, trainer, split, running, run, attempt, send) if world.rank == 0 else None
         work = Work(split, world.world_size, world.rank, start=running.step)
         batches = load_shards(job, dataset, work, world.device, inputs_only=False)
@@ -144,7 +147,15 @@ def advance(
 class Evaluator:
     """The evaluations of a training, at the steps that the job says and after the last."""
 
-    def __init__(self, job: Job, model: nn.Module, evaluation: Evaluation, world: World, border: Border) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        evaluation: Evaluation,
+        world: World,
+        border: Border,
+        rows_on_driver: Mapping[str, int],
+    ) -> None:
         self._model = model
         self._border = border
         self._evaluation = evaluation
@@ -155,6 +166,7 @@ class Evaluator:
             changed = {"dataset": job.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
             self._job = job.model_copy(update=changed)
             self._dataset = seeded_dataset(self._job, "eval.dataset")
+            check_rows("eval.dataset", len(self._dataset), rows_on_driver)
             self._split = Split(len(self._dataset), size, job.num_shards)
 
     def is_due(self, split: Split, step: int) -> bool:
@@ -196,9 +208,11 @@ class Keeper:
             run.child(folder).remove_unfinished()
         names = ["loss", *trainer.measure_names]
         self._history = History(run.child(HISTORY), split, names, ["epoch_loss", *job.eval_names], running.step, send)
-        self._saver = Saver(run.child(CHECKPOINTS), job.checkpoint.keep)
         pack(trainer.state_dict())  # what cannot be kept is said now, and not when hours of training are to be
         self._first = running.step
+        kept = steps_of(run.child(CHECKPOINTS))
+        self._saver = Saver(run.child(CHECKPOINTS), job.checkpoint.keep, [one for one in kept if one > running.step])
+        self._begin_best(kept)
         self._saved = running.step
         self._saved_at = time.monotonic()
 
@@ -237,6 +251,14 @@ class Keeper:
         self._history.flush()
         self._saver.close()
 
+    def _begin_best(self, kept: Collection[int]) -> None:
+        """Go on with the best so far, if it is still asked for, by the same metric and mode, and still there."""
+        best, running = self._job.checkpoint.best, self._running
+        by = [] if best is None else [best.metric, best.mode]
+        if running.best_by != by or running.best_step not in kept:
+            running.best = running.best_step = None
+        running.best_by = by
+
     def _note_best(self, measured: dict[str, float]) -> bool:
         best = self._job.checkpoint.best
         value = None if best is None else measured.get(best.metric)
@@ -265,6 +287,12 @@ def cut_of(job: Job, split: Split) -> dict[str, Any]:
     return {**keys, "drop_last": split.drop_last}
 
 
+def check_cut(what: str, about: dict[str, Any], job: Job, split: Split, advice: str) -> None:
+    """Raise JobError where a checkpoint's steps are not those of this job."""
+    if (there := about.get("cut")) != (here := cut_of(job, split)):
+        raise JobError(f"{what} are others: {there} there, {here} here; {advice}")
+
+
 def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) -> Running:
     """Where the training stands: at its newest checkpoint, where `init_from` says, or at its start."""
     checkpoints = run.child(CHECKPOINTS)
@@ -280,20 +308,24 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
         name = broadcast("")
         found = (name, *load(checkpoints, name)) if name else None
     if found:
+        check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, "start anew with --overwrite")
         return resume(trainer, found[1], found[2])
-    return Running() if job.init_from is None else start_from(job, trainer, split, job.init_from)
+    return Running() if job.init_from is None else start_from(job, trainer, split, run, job.init_from)
 
 
-def start_from(job: Job, trainer: Trainer, split: Split, location: str) -> Running:
+def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location: str) -> Running:
     """Start from a file of weights, or carry a checkpoint of another run on, from its step."""
-    weights, checkpoint = read_start(location)
+    weights, checkpoint = read_start(run, location)
     if checkpoint is None:
         load_weights(trainer.model, weights, location)
         return Running()
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
-    if (there := about.get("cut")) != (here := cut_of(job, split)):
-        raise JobError(f"init_from: the steps of {location} are others: {there} there, {here} here; {advice}")
+    check_cut(f"init_from: the steps of {location}", about, job, split, advice)
     running = resume(trainer, about, checkpoint["state"])
+    if running.step != (says := first_step(run)):
+        raise JobError(
+            f"init_from: {location} is {running.step} steps on, its name says {says}: give it its own name"
+        )
     if running.step >= split.total_steps:
         raise JobError(
             f"init_from: {location} is {running.step} steps on, and this job has {split.total_steps}: "

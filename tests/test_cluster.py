@@ -17,7 +17,9 @@ from ray.cluster_utils import Cluster as SeveralNodes
 
 import dp_ray
 from dp_ray.errors import ClusterError
+from dp_ray.job import Job
 from dp_ray.runner.cluster import in_ray_job, room_for, wants_token
+from dp_ray.runner.launch import backend_of
 from dp_ray.runner.network import interface_of
 from tests.conftest import ROOT, Cluster, free_port
 
@@ -42,6 +44,26 @@ def test_room_is_counted_node_by_node(
     each: dict[str, float], nodes: list[dict[str, float]], placement: str, room: int
 ) -> None:
     assert room_for(each, nodes, placement) == room
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "backend"),
+    [
+        ({"workers": 2}, 0.5, "gloo"),  # they may share a GPU, which NCCL calls "Duplicate GPU"
+        ({"workers": {"min": 1, "max": 4}}, 0.25, "gloo"),
+        ({"workers": 1}, 0.5, None),
+        ({"workers": 2}, 1, None),
+        ({"workers": 2}, 2, None),
+        ({"workers": 2}, 0, None),
+        ({"workers": 2, "devices": ["cpu", "cpu"]}, 0, "gloo"),
+        ({"workers": 2, "devices": ["cuda:0"]}, 1, None),
+    ],
+)
+def test_workers_that_may_share_a_gpu_exchange_by_gloo(
+    keys: dict[str, Any], gpus: float, backend: str | None
+) -> None:
+    job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 8, **keys}, "job")
+    assert backend_of(job, gpus) == backend
 
 
 def test_only_nodes_of_the_accelerator_type_count() -> None:

@@ -174,8 +174,10 @@ def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) 
     assert rows[3]["loss"] != rows[3]["loss"]
     assert [row["eval_loss"] for row in rows[:3]] == [None, 9.0, None]
     assert summary(run) == {"loss": 9.0, "eval_loss": 1.0}
-    assert best_of(run, "eval_loss", "min") == {"metric": "eval_loss", "value": 1.0, "step": 10}
-    assert best_of(run, "eval_loss", "max") == {"metric": "eval_loss", "value": 9.0, "step": 2}
+    assert best_of(run, "eval_loss", "min", range(11)) == {"metric": "eval_loss", "value": 1.0, "step": 10}
+    assert best_of(run, "eval_loss", "max", range(11)) == {"metric": "eval_loss", "value": 9.0, "step": 2}
+    assert best_of(run, "eval_loss", "max", [6, 8]) == {"metric": "eval_loss", "value": 5.0, "step": 6}
+    assert best_of(run, "eval_loss", "max", [7]) is None
     assert sum(len(one.rows) for one in sent) == 13
     (tmp_path / "history" / "steps-0-4.parquet").unlink()
     with pytest.raises(StorageError, match="ends at step 0 of 10"):

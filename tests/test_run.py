@@ -9,14 +9,18 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import torch
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._raylet import Config  # type: ignore[attr-defined]
+from torch.utils.data import default_collate
 
 import dp_ray
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
@@ -120,10 +124,19 @@ class Chatty(models.Rows):
         return super().__getitem__(index)
 
 
+READ_AT_IMPORT = {"TORCH_DISTRIBUTED_DEBUG": "INFO"}  # by torch
+
+
 def test_env_reaches_the_workers_and_is_not_kept(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = {"target": "tests.test_run:SaysSecret"}
-    result = run(model="tests.models:Linear", dataset=dataset, batch_size=10, workers=1, env={"DP_SECRET": "hush"})
-    assert "[rank 0] the secret has 4 letters" in capfd.readouterr().err
+    result = run(
+        model="tests.models:Linear",
+        dataset=dataset,
+        batch_size=10,
+        workers=1,
+        env={"DP_SECRET": "hush", **READ_AT_IMPORT},
+    )
+    assert "[rank 0] the secret has 4 letters, and torch says INFO" in capfd.readouterr().err
     kept = "".join(path.read_text() for path in Path(result.run_dir).glob("*.json"))
     assert "hush" not in kept
 
@@ -134,11 +147,35 @@ class SaysSecret(models.Rows):
     def __init__(self) -> None:
         super().__init__(10)
         if "DP_SECRET" in os.environ:
-            print(f"the secret has {len(os.environ['DP_SECRET'])} letters")
+            level = torch.distributed.get_debug_level().name  # type: ignore[attr-defined]
+            print(f"the secret has {len(os.environ['DP_SECRET'])} letters, and torch says {level}")
 
 
-def test_three_ways_to_launch_give_the_same_outputs(cluster: Cluster, tmp_path: Path) -> None:
-    flags = ["jobs/digits_predict.yaml", "--workers", "2", "--json"]
+def collate_with_secret(items: list[Any]) -> Any:
+    """torch's own, where the environment holds the secret."""
+    if not os.environ.get("DP_SECRET", "").startswith("hush-"):
+        raise RuntimeError("there is no secret")
+    return default_collate(items)
+
+
+def files_with(secret: str, *folders: Path) -> list[Path]:
+    """All files below, Ray's logs among them, in which the secret can be read."""
+    found = (path for folder in folders for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return [path for path in found if secret.encode() in path.read_bytes()]
+
+
+def jobs_of(cluster: Cluster) -> str:
+    """What the dashboard tells of all jobs and drivers."""
+    token = Path.home() / ".ray" / "auth_token"
+    headers = {"Authorization": f"Bearer {token.read_text().strip()}"} if token.exists() else {}
+    with urllib.request.urlopen(urllib.request.Request(f"{cluster.dashboard}/api/jobs/", headers=headers)) as answer:
+        return str(answer.read().decode())
+
+
+def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(cluster: Cluster, tmp_path: Path) -> None:
+    secret = f"hush-{uuid.uuid4().hex}"
+    flags = ["jobs/digits_predict.yaml", "--workers", "2", "--json", "--set", f"env.DP_SECRET={secret}"]
+    flags += ["--set", "collate=tests.test_run:collate_with_secret"]
     embedded = command("run", *flags, "--storage", str(tmp_path / "embedded"))
     started = command("run", *flags, "--storage", str(tmp_path / "started"), RAY_ADDRESS=cluster.address)
     submitted = command(
@@ -156,6 +193,13 @@ def test_three_ways_to_launch_give_the_same_outputs(cluster: Cluster, tmp_path: 
         results.append(json.loads(done.stdout.strip().splitlines()[-1]))
     assert len({result["outputs_sha256"] for result in results}) == 1
     assert all(result["rows"] == 1797 and result["status"] == "done" for result in results)
+    session = Path("/tmp/ray/session_latest").resolve()
+    assert any(path.name == "gcs_server.out" for path in session.rglob("*")), "Ray's logs are somewhere else"
+    assert not files_with(secret, session, tmp_path)
+    assert all(secret not in done.stdout + done.stderr for done in (embedded, started, submitted))
+    listed = jobs_of(cluster)
+    assert "dp_ray run jobs/digits_predict.yaml" in listed
+    assert secret not in listed
 
 
 def test_ray_job_submit_runs_the_program(cluster: Cluster, tmp_path: Path) -> None:

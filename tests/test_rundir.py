@@ -65,6 +65,19 @@ def test_objects_from_python_are_never_taken_for_one_another(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_that_would_begin_with_nothing_neither_begins_nor_replaces_another(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    if overwrite:
+        claim(job_of(), Storage(str(tmp_path)))
+        finish(tmp_path, "done")
+    with pytest.raises(JobError, match=r"init_from: there is no file .*nowhere.pt"):
+        claim(job_of(init_from=str(tmp_path / "nowhere.pt")), Storage(str(tmp_path)), overwrite)
+    assert (tmp_path / "job" / "result.json").exists() == overwrite
+    assert (tmp_path / "job").exists() == overwrite
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path, overwrite: bool) -> None:
     thesis = tmp_path / "job" / "in a folder" / "thesis.txt"
     thesis.parent.mkdir(parents=True)

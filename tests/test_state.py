@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,11 @@ def test_damaged_and_foreign_checkpoints_are_passed_over_and_told(tmp_path: Path
     assert "step-1.safetensors is left aside" in told[-1] and "of a different job" in told[-1]
 
 
+def run_of(folder: Path) -> Storage:
+    """A run directory in which nothing is pinned."""
+    return Storage(tempfile.mkdtemp(dir=folder))
+
+
 class Evil:
     """Runs code when it is unpickled."""
 
@@ -180,17 +186,17 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("w.pt", "w.bin", "step-3.safetensors", "w.safetensors"):
         (tmp_path / name).write_bytes(pickle.dumps({"weight": Evil()}, protocol=2))
         with pytest.raises(StorageError):
-            read_start(str(tmp_path / name))
+            read_start(run_of(tmp_path), str(tmp_path / name))
     torch.save({"weight": Evil()}, tmp_path / "x.pt")
     with pytest.raises(StorageError, match="without running code"):
-        read_start(str(tmp_path / "x.pt"))
+        read_start(run_of(tmp_path), str(tmp_path / "x.pt"))
     assert not (tmp_path / "evil").exists()
 
 
 def test_weights_of_torchs_own_files_and_of_another_model(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     torch.save(model.state_dict(), tmp_path / "w.pt")
-    weights, checkpoint = read_start(str(tmp_path / "w.pt"))
+    weights, checkpoint = read_start(run_of(tmp_path), str(tmp_path / "w.pt"))
     assert checkpoint is None
     other = nn.Linear(3, 2)
     load_weights(other, weights, "w.pt")
@@ -198,6 +204,6 @@ def test_weights_of_torchs_own_files_and_of_another_model(tmp_path: Path) -> Non
     with pytest.raises(ModelError, match=r"(?s)the weights of w.pt are not this model's.*0.weight"):
         load_weights(nn.Sequential(nn.Linear(3, 2)), weights, "w.pt")
     with pytest.raises(JobError, match="there is no file"):
-        read_start(str(tmp_path / "none.safetensors"))
+        read_start(run_of(tmp_path), str(tmp_path / "none.safetensors"))
     with pytest.raises(JobError, match="holds neither checkpoints nor weights"):
-        read_start(str(tmp_path))
+        read_start(run_of(tmp_path), str(tmp_path))

@@ -6,7 +6,7 @@ scaler, and running metrics. All workers hold the same state, so rank 0 writes i
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.replica.layout import is_dense, laid_out
 from dp_ray.storage import Storage
-from dp_ray.tensorfile import check_dtype, read_tensors, write_tensors
+from dp_ray.tensorfile import check_dtype, parse_tensors, write_tensors
 
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-(\d+)\.safetensors")
@@ -32,6 +32,7 @@ class Running:
     _unread: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
     best: float | None = None
     best_step: int | None = None
+    best_by: list[str] = field(default_factory=list)  # the metric and the mode of which that is the best
 
     def add(self, totals: torch.Tensor) -> None:
         """Count a step's loss, sum and weight, without waiting for the device."""
@@ -126,9 +127,14 @@ def _plain(value: Any, path: str) -> Any:
 
 
 class Saver:
-    """Writes checkpoints in the background, keeps the newest `keep` and the best."""
+    """Writes checkpoints in the background, keeps the newest `keep` and the best.
 
-    def __init__(self, checkpoints: Storage, keep: int) -> None:
+    `passed_over` are the steps of those that could not be carried on: they do not count among the newest, and are
+    removed when a good one is written.
+    """
+
+    def __init__(self, checkpoints: Storage, keep: int, passed_over: Collection[int] = ()) -> None:
+        self._passed_over = set(passed_over)
         self._checkpoints = checkpoints
         self._keep = keep
         self._staged: dict[str, torch.Tensor] = {}
@@ -176,9 +182,10 @@ class Saver:
     def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:
         before()
         write_tensors(self._checkpoints, name_of(step), self._staged, text)
-        for older in steps_of(self._checkpoints)[: -self._keep]:
-            if older != best_step:
-                self._checkpoints.delete(name_of(older))
+        passed_over, self._passed_over = self._passed_over - {step}, set()
+        good = [one for one in steps_of(self._checkpoints) if one not in passed_over]
+        for old in {*passed_over, *good[: -self._keep]} - {best_step}:
+            self._checkpoints.delete(name_of(old))
 
 
 def newest(
@@ -203,9 +210,14 @@ def newest(
 
 def load(storage: Storage, name: str) -> tuple[dict[str, Any], Any]:
     """What a checkpoint says about itself, and the state in it; StorageError where it is damaged or none."""
-    tensors, text = read_tensors(storage, name)
+    return parse(storage.read_bytes(name), f"{storage}/{name}")
+
+
+def parse(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
+    """What `load` gives, of a checkpoint's bytes; `where` names the file in errors."""
+    tensors, text = parse_tensors(data, where)
     try:
         about = dict(json.loads(text))
         return about, unpack(about.pop("state"), tensors)
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{storage}/{name}: is no checkpoint of dp_ray: {error!r}") from None
+        raise StorageError(f"{where}: is no checkpoint of dp_ray: {error!r}") from None

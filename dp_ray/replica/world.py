@@ -1,11 +1,14 @@
 """Where a replica stands among the others: its rank, its node and its devices."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from dp_ray.errors import DataError
 
 CPU = torch.device("cpu")
 
@@ -67,3 +70,16 @@ def gathered(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def check_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
+    """Raise DataError, on every rank, unless all ranks and the driver have a dataset of the same length.
+
+    Every rank calls this; `on_driver` has the lengths that the driver found, by the datasets' keys.
+    """
+    holders: dict[int, list[str]] = {on_driver[key]: ["the driver"]} if key in on_driver else {}
+    for rank, found in enumerate(gathered(rows)):
+        holders.setdefault(found, []).append(f"rank {rank}")
+    if len(holders) > 1:
+        says = "; ".join(f"{found} rows on {', '.join(where)}" for found, where in holders.items())
+        raise DataError(f"{key}: its length differs: {says}; all must read the same data: see what each node holds")

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -115,13 +115,13 @@ def forget(folder: Storage, step: int) -> None:
             folder.delete(name)
 
 
-def merge_history(folder: Storage, run: Storage, steps: int) -> None:
-    """Merge all pieces into the run's `metrics.parquet`; StorageError unless they hold each step once.
+def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> None:
+    """Merge all pieces to `metrics.parquet`; StorageError unless they hold each step from `start` on once.
 
     The elements of a vector are columns from the piece in which they were first measured on; the metric's own
     name is no column then.
     """
-    tables, at = [], 0
+    tables, at = [], start
     for name, first, end in _segments(folder):
         if first != at:
             break
@@ -151,10 +151,10 @@ def summary(run: Storage) -> dict[str, float]:
     return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
 
 
-def best_of(run: Storage, metric: str, mode: str) -> dict[str, Any] | None:
-    """The first step after which an evaluated metric was at its best: metric, value, and how many steps were done."""
+def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict[str, Any] | None:
+    """The first kept checkpoint at which an evaluated metric was at its best: metric, value, and steps done."""
     measured = [(row[metric], row["step"] + 1) for row in read_history(run) if row.get(metric) is not None]
-    measured = [(value, step) for value, step in measured if value == value]
+    measured = [(value, step) for value, step in measured if value == value and step in kept]
     if not measured:
         return None
     value = (min if mode == "min" else max)(value for value, _ in measured)

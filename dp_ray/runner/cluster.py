@@ -4,6 +4,8 @@ import logging
 import math
 import os
 import re
+import shlex
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 import dp_ray
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
+from dp_ray.runner.environment import is_env, without_values
 
 Resources = Mapping[str, float]
 CONNECT_SECONDS = 10.0
@@ -81,13 +84,26 @@ def _start(job: Job, address: str | None, verbose: bool, folder: str) -> None:
     logging.getLogger("ray").setLevel(level)
     quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     try:
-        if address:
-            _authenticate(address)
-            ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
-        else:
-            ray.init("local", num_cpus=_logical_cpus(job), include_dashboard=False, _temp_dir=folder, **quiet)
+        with _command_line_hushed():
+            if address:
+                authenticate(address)
+                ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
+            else:
+                ray.init("local", num_cpus=_logical_cpus(job), include_dashboard=False, _temp_dir=folder, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"no Ray answers at {address or 'local'}: {error}") from error
+
+
+@contextmanager
+def _command_line_hushed() -> Iterator[None]:
+    """Keep values of `env` out of the command line of this driver, which Ray keeps and its dashboard shows."""
+    before = ray._private.utils.get_entrypoint_name
+    if any(map(is_env, sys.orig_argv)):
+        ray._private.utils.get_entrypoint_name = lambda: shlex.join(without_values(sys.orig_argv))
+    try:
+        yield
+    finally:
+        ray._private.utils.get_entrypoint_name = before
 
 
 def wants_token(address: str) -> bool:
@@ -106,7 +122,7 @@ def wants_token(address: str) -> bool:
     return False
 
 
-def _authenticate(address: str) -> None:
+def authenticate(address: str) -> None:
     """Show the user's token to a Ray that wants it: Ray does so by itself only at an address that it found."""
     is_host_and_port = re.fullmatch(r"\S+:\d+", address) and "://" not in address
     if not is_host_and_port or "RAY_AUTH_MODE" in os.environ or "RAY_USE_TLS" in os.environ:

@@ -23,7 +23,7 @@ from dp_ray.replica.optim import check_optimizer
 from dp_ray.replica.parallel import with_devices
 from dp_ray.replica.state import CHECKPOINTS, steps_of
 from dp_ray.replica.targets import bind, resolve
-from dp_ray.replica.weights import WEIGHTS, find_start
+from dp_ray.replica.weights import LINKS, WEIGHTS, first_step
 from dp_ray.replica.world import World
 from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, best_of, merge_history, summary
@@ -37,6 +37,7 @@ from dp_ray.results.shapes import Seen
 from dp_ray.results.story import STORY, Interruption, Story, read_story
 from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console
+from dp_ray.runner.environment import environment
 from dp_ray.runner.launch import run_on_ray
 from dp_ray.runner.messages import Hello, Started, message_of
 from dp_ray.runner.monitor import Monitor
@@ -90,21 +91,22 @@ def execute(job: Job, options: Options) -> Result:
     if faults and job.max_workers == 0:
         raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
     if job.init_from is not None:
-        start = located(job.init_from).location
-        find_start(start)
-        job = job.model_copy(update={"init_from": start})
-    with contextlib.redirect_stdout(sys.stderr):  # what user code prints is not what was asked for
-        split = check_targets(job)
-    claimed = claim(job, base_storage(job), options.overwrite)
+        job = job.model_copy(update={"init_from": located(job.init_from).location})
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        environment(job.env),
+    ):  # what user code prints is not what was asked for
+        split, rows = check_targets(job)
+    claimed = claim(job, base_storage(job), options.overwrite, rows)
     console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
     monitors: list[Monitor] = []
     try:
         with _monitor(job, split, claimed, console, options) as monitor:
             monitors.append(monitor)
             if job.max_workers == 0:
-                _run_here(job, claimed, monitor)
+                _run_here(job, claimed, monitor, rows)
             else:
-                run_on_ray(job, claimed, monitor, console, options.address, options.verbose, faults)
+                run_on_ray(job, claimed, rows, monitor, console, options.address, options.verbose, faults)
         check_ours(claimed)
         _merge(job, split, claimed.storage, console)
     except BaseException as error:
@@ -115,7 +117,7 @@ def execute(job: Job, options: Options) -> Result:
         raise
     result = _result(job, split, claimed, monitors, started, "done")
     result.save()
-    for folder in (PARTS, HISTORY):
+    for folder in (PARTS, HISTORY, LINKS):
         claimed.storage.child(folder).remove()
     for name in (ledger.LEDGER, STORY):
         claimed.storage.delete(name)
@@ -130,7 +132,7 @@ def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
         order = Order(split.rows, job.seed, 0, job.shuffle)
         merge(run.child(PARTS), run, order, split.rows_kept, ledger.counted(run))
     elif job.task == "train":
-        merge_history(run.child(HISTORY), run, split.total_steps)
+        merge_history(run.child(HISTORY), run, split.total_steps, first_step(run))
 
 
 def _summary(result: Result) -> str:
@@ -140,8 +142,8 @@ def _summary(result: Result) -> str:
     return f"done, {rows} in {result.seconds:.1f} s{measured}" + (f": {where}" if where else "")
 
 
-def check_targets(job: Job) -> Split:
-    """Find the job's targets and the size of its dataset before anything is started."""
+def check_targets(job: Job) -> tuple[Split, dict[str, int]]:
+    """Find the job's targets before anything is started: how its dataset is cut, and the rows of each dataset."""
     for key, target in job.targets.items():
         if isinstance(target, Target) and key in ("model", "eval.dataset"):
             bind(key, with_devices(target, ()) if key == "model" else target)
@@ -156,12 +158,16 @@ def check_targets(job: Job) -> Split:
             torch.device(name)
         except RuntimeError as error:
             raise JobError(f"devices: {name!r} is no device of torch: {error}") from None
-    split = split_of(job, seeded_dataset(job))
+    dataset = seeded_dataset(job)
+    rows, split = {"dataset": len(dataset)}, split_of(job, dataset)
+    if job.task == "train" and job.eval is not None:
+        evaluated = job.model_copy(update={"dataset": job.eval.dataset})
+        rows["eval.dataset"] = len(seeded_dataset(evaluated, "eval.dataset"))
     if split.steps == 0:
         raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")
     if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.kinds()):
         raise JobError("sync_batchnorm: the last batch leaves workers without rows, who never meet; set drop_last")
-    return split
+    return split, rows
 
 
 @contextmanager
@@ -207,7 +213,7 @@ def _of_the_last_driver(job: Job, run: Storage) -> Interruption:
         what = last.error or last.status
         run.delete(RESULT)  # it was the last driver's, and would be taken for that of one which ends without a word
     steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
-    return Interruption("driver", what.splitlines()[0], steps[-1] if steps else 0)
+    return Interruption("driver", what.splitlines()[0], steps[-1] if steps else first_step(run))
 
 
 def _trained(job: Job, run: Storage) -> list[Range]:
@@ -216,7 +222,7 @@ def _trained(job: Job, run: Storage) -> list[Range]:
     return [Range(0, steps[-1], 0, job.num_shards)] if steps else []
 
 
-def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
+def _run_here(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
     """`workers: 0`: the whole task in this process, where a debugger can step into it."""
     devices = _devices_here(job)
     world = World(device=devices[0], all_devices=devices)
@@ -226,8 +232,8 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
         monitor.take(message_of("here", what))
         monitor.tick()
 
-    with contextlib.redirect_stdout(sys.stderr), _environment(job.env):
-        run_task(job, world, claimed.storage, send, BorderHere(monitor))
+    with contextlib.redirect_stdout(sys.stderr), environment(job.env):
+        run_task(job, world, claimed.storage, send, BorderHere(monitor), rows)
 
 
 class BorderHere(Border):
@@ -253,17 +259,6 @@ def _devices_here(job: Job) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", number) for number in range(job.num_devices))
 
 
-@contextmanager
-def _environment(added: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def _result(
     job: Job,
     split: Split,
@@ -278,7 +273,7 @@ def _result(
     storage = claimed.storage
     merged = status == "done" and job.task == "predict"
     trained = status == "done" and job.task == "train"
-    best = job.checkpoint.best
+    best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
     return Result(
         run_dir=str(storage),
         name=job.run_name,
@@ -300,7 +295,7 @@ def _result(
         outputs_sha256=Merged(storage).sha256() if merged else None,
         weights_path=str(storage.child(WEIGHTS)) if trained else None,
         weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
-        best=best_of(storage, best.metric, best.mode) if trained and best else None,
+        best=best_of(storage, best.metric, best.mode, kept) if trained and best else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
 

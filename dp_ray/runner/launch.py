@@ -10,6 +10,7 @@ import ray
 from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -17,6 +18,7 @@ from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
+from dp_ray.runner.environment import set_environment
 from dp_ray.runner.inbox import drain, open_inbox
 from dp_ray.runner.messages import Hello
 from dp_ray.runner.monitor import Monitor, Reach, error_of, listening
@@ -28,11 +30,29 @@ from dp_ray.runner.sizing import Sizing, Wanted, answers_at
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 
 
+class EnvironmentCallback(WorkerGroupCallback):  # type: ignore[misc]
+    """Sets the job's `env` in each worker's process, before anything of torch or of the user is imported there.
+
+    The values do not go into Ray's runtime_env, which its agent logs.
+    """
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._env = env
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        if self._env:
+            ray.get([worker.execute_async(set_environment, self._env) for worker in workers])
+        return {}
+
+
 class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer with dp_ray's policies; `is_own` says that its Ray, or its job there, ends with the run."""
 
-    def __init__(self, *args: Any, wanted: Wanted, retries: int, inbox: Any, is_own: bool, **keys: Any) -> None:
+    def __init__(
+        self, *args: Any, wanted: Wanted, retries: int, inbox: Any, is_own: bool, env: dict[str, str], **keys: Any
+    ) -> None:
         super().__init__(*args, **keys)
+        self._environment = EnvironmentCallback(env)
         self._unneeded = {"DatasetsCallback"}  # of Ray Data, of which there is none
         if is_own:
             self._unneeded.add("PlacementGroupCleanerCallback")  # what it would clean up goes with the job
@@ -43,9 +63,9 @@ class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
         }
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Without those that start a process for nothing: together two seconds of each run."""
+        """With ours, without those that start a process for nothing: together two seconds of each run."""
         made = super()._create_default_callbacks()
-        return [callback for callback in made if type(callback).__name__ not in self._unneeded]
+        return [self._environment, *(one for one in made if type(one).__name__ not in self._unneeded)]
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
         """Run Ray Train's controller on this node; unlike Ray's own, this can be aborted at any time.
@@ -72,6 +92,7 @@ class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
 def run_on_ray(
     job: Job,
     claimed: RunDir,
+    rows: dict[str, int],
     monitor: Monitor,
     console: Console,
     address: str | None,
@@ -88,17 +109,21 @@ def run_on_ray(
         inbox = open_inbox(job.max_workers)
         monitor.reach = RayReach()
         here = ray.get_runtime_context().get_node_id()
-        config = WorkerConfig(job, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here)
+        shipped = job.model_copy(update={"env": {}})  # which travels by itself, and sooner
+        config = WorkerConfig(
+            shipped, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here, rows
+        )
         trainer = PolicyTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
-            torch_config=BoundTorchConfig(backend=_backend(job)),
+            torch_config=BoundTorchConfig(backend=backend_of(job, each.get("GPU", 0))),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, verbose),
             wanted=_wanted(job, each),
             retries=job.retries,
             inbox=inbox,
             is_own=is_own,
+            env=dict(job.env),
         )
         try:
             with listening(monitor, lambda: drain(inbox), trainer.abort):
@@ -107,12 +132,17 @@ def run_on_ray(
             raise _cause(error, monitor) from None
 
 
-def _backend(job: Job) -> str | None:
-    """What the workers' process group is made of; None: as Ray Train chooses, by whether they have GPUs."""
+def backend_of(job: Job, gpus_per_worker: float) -> str | None:
+    """The backend of the process group; None is Ray Train's own choice: NCCL on GPUs, else gloo.
+
+    Workers with a part of a GPU may share one, which NCCL refuses ("Duplicate GPU"). gloo takes CUDA tensors in all
+    that is exchanged here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory.
+    """
     types = {name.partition(":")[0] for name in job.devices or ()}
     if types == {"cpu", "cuda"}:
         return "cpu:gloo,cuda:nccl"
-    return "gloo" if types == {"cpu"} else None
+    may_share = 0 < gpus_per_worker < 1 and job.max_workers > 1
+    return "gloo" if types == {"cpu"} or may_share else None
 
 
 def check_can_be_shipped(job: Job) -> None:
@@ -172,7 +202,6 @@ def _run_config(job: Job, folder: str, verbose: bool) -> RunConfig:
     return RunConfig(
         name=job.run_name,
         storage_path=folder,
-        worker_runtime_env={"env_vars": dict(job.env)},
         logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
     )
 

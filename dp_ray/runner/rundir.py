@@ -3,12 +3,15 @@
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
+from dp_ray.replica.state import CHECKPOINTS, steps_of
+from dp_ray.replica.weights import check_start, find_start
 from dp_ray.results.result import RESULT
 from dp_ray.storage import Storage
 
@@ -24,19 +27,23 @@ class RunDir:
     carried_on: bool
 
 
-def claim(job: Job, base: Storage, overwrite: bool = False) -> RunDir:
+def claim(job: Job, base: Storage, overwrite: bool = False, rows: Mapping[str, int] | None = None) -> RunDir:
     """Make STORAGE/NAME this run's, or carry on the unfinished run of the same job that it holds.
 
-    Raises JobError where it holds a finished run, a run of a different job, or no run at all.
+    `rows` are the lengths of its datasets, by their keys: part of what the job is.
+    Raises JobError where it holds a finished run, a run of a different job, or no run at all; and where the file that
+    `init_from` names, or with which the run began, is not there.
     """
     storage = base.child(job.run_name)
     token = uuid.uuid4().hex
-    says = {"token": token, "fingerprint": job.fingerprint(), "job": _without_secrets(job)}
+    says = {"token": token, "fingerprint": job.fingerprint(), "rows": rows or {}, "job": _without_secrets(job)}
     text = json.dumps(says, indent=2, default=str) + "\n"
     if overwrite:
         _check_is_run(storage)
+    carried_on = not overwrite and _check_may_carry_on(job, storage, rows or {})
+    _check_start(job, storage, carried_on)
+    if overwrite:
         storage.remove()
-    carried_on = _check_may_carry_on(job, storage)
     storage.create()
     storage.write_text(RUN, text)
     storage.child("parts").create()
@@ -76,7 +83,7 @@ def _in_shipped_folder() -> bool:
     return "runtime_resources" in Path(os.getcwd()).parts
 
 
-def _check_may_carry_on(job: Job, storage: Storage) -> bool:
+def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int]) -> bool:
     claimed = _claimed(storage)
     if not claimed:
         _check_is_run(storage)
@@ -84,6 +91,8 @@ def _check_may_carry_on(job: Job, storage: Storage) -> bool:
     advice = "give it another name (--name, name=), or replace it (--overwrite, overwrite=True)"
     if claimed.get("fingerprint") != job.fingerprint():
         raise JobError(f"{storage} holds a run of a different job ({_difference(claimed, job)}); {advice}")
+    if others := _other_rows(claimed.get("rows", {}), rows):
+        raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
     if storage.exists(RESULT) and _read(storage, RESULT).get("status") == "done":
         raise JobError(f"{storage} holds this run, finished; {advice}")
     if not job.is_all_targets:
@@ -91,11 +100,26 @@ def _check_may_carry_on(job: Job, storage: Storage) -> bool:
     return True
 
 
+def _check_start(job: Job, storage: Storage, carried_on: bool) -> None:
+    if job.init_from is None or (job.task == "train" and carried_on and steps_of(storage.child(CHECKPOINTS))):
+        return  # a training goes on from its own checkpoint
+    if carried_on:
+        check_start(storage, job.init_from)
+    else:
+        find_start(job.init_from)
+
+
 def _difference(claimed: dict[str, Any], job: Job) -> str:
     """The keys that tell the job which made the run from this one."""
     there, here = claimed.get("job", {}), job.describe()
     keys = [key for key in here if key not in job.CANNOT_CHANGE_THE_RESULT and there.get(key) != here[key]]
     return "; ".join(f"{key}: {there.get(key)!r:.80} there, {here[key]!r:.80} here" for key in keys)
+
+
+def _other_rows(there: Mapping[str, int], here: Mapping[str, int]) -> str:
+    """The datasets whose length has changed since the run began."""
+    keys = [key for key in here if there.get(key, here[key]) != here[key]]
+    return "; ".join(f"{key}: {there[key]} rows there, {here[key]} rows here" for key in keys)
 
 
 def _check_is_run(storage: Storage) -> None:

@@ -6,9 +6,9 @@ import sys
 import threading
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import ray
@@ -41,6 +41,7 @@ class WorkerConfig:
     keep_prints: bool
     faults: tuple[Fault, ...] = ()
     driver_node: str = ""
+    rows: Mapping[str, int] = field(default_factory=dict)
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
@@ -57,7 +58,9 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
         tell(given.inbox, Hello(attempt, world, os.getpid(), gpus, context.get_node_id()))
         with pulse:
-            run_task(given.job, world, run, lambda what: tell(given.inbox, message_of(attempt, what)), pulse)
+            run_task(
+                given.job, world, run, lambda what: tell(given.inbox, message_of(attempt, what)), pulse, given.rows
+            )
 
 
 def place(job: Job) -> World:

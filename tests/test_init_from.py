@@ -1,0 +1,241 @@
+"""The file that `init_from` names is pinned when a run begins: no other ever takes its place."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dp_ray
+from dp_ray.errors import DataError, JobError
+from dp_ray.replica.state import Saver
+from dp_ray.replica.weights import read_start
+from dp_ray.results import outputs
+from dp_ray.storage import Storage
+from tests import training
+from tests.conftest import Run
+
+pytestmark = pytest.mark.usefixtures("in_project")
+GONE = r"init_from: .*step-3\.safetensors, with which this run began \(sha256 [0-9a-f]{64}\), is gone.*--overwrite"
+OTHER = (
+    r"init_from: .*step-3\.safetensors is not .* this run began: its sha256 is [0-9a-f]{64}, expected [0-9a-f]{64}"
+)
+
+
+def keep(folder: Path, step: int, value: float, keeps: int = 1) -> None:
+    """A training leaves a checkpoint, and as it does removes the one before."""
+    checkpoints = Storage(str(folder / "trained" / "checkpoints"))
+    checkpoints.create()
+    torch.manual_seed(0)
+    model = {name: torch.full_like(one, value) for name, one in training.mlp().state_dict().items()}
+    saver = Saver(checkpoints, keeps)
+    saver.save(step, {"fingerprint": "another job's"}, {"model": model})
+    saver.wait()
+    saver.close()
+
+
+class Fragile(training.Pairs):
+    """The inputs of the pairs; sample 50 cannot be read while the file `broken` is there."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 50 and (self.folder / "broken").exists():
+            raise OSError("sector 50")
+        return self.inputs[index]
+
+
+def keys(folder: Path, **others: Any) -> dict[str, Any]:
+    dataset = {"target": "tests.test_init_from:Fragile", "args": {"folder": str(folder)}}
+    given = {"model": "tests.training:mlp", "dataset": dataset, "init_from": str(folder / "trained")}
+    return {**given, "batch_size": 7, "workers": 0, "name": "run", "storage": str(folder), "quiet": True, **others}
+
+
+def break_off(folder: Path, **others: Any) -> None:
+    (folder / "broken").touch()
+    with pytest.raises(DataError, match="sector 50"):
+        dp_ray.run(**keys(folder, **others))
+    (folder / "broken").unlink()
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A prediction with step-3 that broke off after a few committed steps."""
+    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    keep(tmp_path, 3, 0.25)
+    break_off(tmp_path)
+    return tmp_path
+
+
+def expected(value: float) -> torch.Tensor:
+    """What the model of a checkpoint gives, by plain torch."""
+    model = training.mlp().eval()
+    model.load_state_dict({name: torch.full_like(one, value) for name, one in model.state_dict().items()})
+    with torch.no_grad():
+        return model(training.Pairs().inputs)  # type: ignore[no-any-return]
+
+
+def test_rows_of_two_models_never_end_in_one_file(begun: Path) -> None:
+    keep(begun, 6, 0.5, keeps=2)
+    result = dp_ray.run(**keys(begun))
+    assert torch.allclose(result.outputs, expected(0.25))
+    assert not torch.allclose(result.outputs, expected(0.5))
+    assert torch.allclose(dp_ray.run(**keys(begun, name="later")).outputs, expected(0.5))
+    assert not (begun / "run" / "init_from").exists(), "what kept the file is gone with the end"
+
+
+def test_a_file_that_the_training_has_removed_is_there_until_the_end(begun: Path) -> None:
+    keep(begun, 6, 0.5)
+    assert not (begun / "trained" / "checkpoints" / "step-3.safetensors").exists()
+    assert torch.allclose(dp_ray.run(**keys(begun)).outputs, expected(0.25))
+
+
+def no_links(*_: Any, **__: Any) -> None:
+    raise OSError("no links here")
+
+
+def test_what_cannot_be_kept_and_is_gone_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    keep(tmp_path, 3, 0.25)
+    break_off(tmp_path)
+    keep(tmp_path, 6, 0.5)
+    with pytest.raises(JobError, match=GONE):
+        dp_ray.run(**keys(tmp_path))
+    assert torch.allclose(dp_ray.run(**keys(tmp_path, overwrite=True)).outputs, expected(0.5))
+
+
+def in_place(path: Path, data: bytes) -> None:
+    with path.open("r+b") as stream:
+        stream.write(data)
+
+
+def replaced(path: Path, data: bytes) -> None:
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("write", [in_place, replaced])
+def test_other_bytes_under_the_same_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, bytes], None]
+) -> None:
+    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    if write is replaced:
+        monkeypatch.setattr(os, "link", no_links)
+    keep(tmp_path, 3, 0.25)
+    break_off(tmp_path)
+    pinned = tmp_path / "trained" / "checkpoints" / "step-3.safetensors"
+    first = pinned.read_bytes()
+    keep(tmp_path / "elsewhere", 3, 0.5)
+    write(pinned, (tmp_path / "elsewhere" / "trained" / "checkpoints" / "step-3.safetensors").read_bytes())
+    with pytest.raises(JobError, match=OTHER):
+        dp_ray.run(**keys(tmp_path))
+    write(pinned, first)
+    assert torch.allclose(dp_ray.run(**keys(tmp_path)).outputs, expected(0.25))
+
+
+def test_each_attempt_reads_the_file_of_the_first(tmp_path: Path) -> None:
+    """Workers that start anew while the driver lives on."""
+    keep(tmp_path, 3, 0.25)
+    run = Storage(str(tmp_path / "run"))
+    run.create()
+    first = read_start(run, str(tmp_path / "trained"))[0]
+    keep(tmp_path, 6, 0.5)
+    again = read_start(run, str(tmp_path / "trained"))[0]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+TRAINING: dict[str, Any] = {
+    "task": "train",
+    "model": "tests.training:mlp",
+    "dataset": "tests.training:Pairs",
+    "loss": "torch.nn:CrossEntropyLoss",
+    "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.01}},
+    "eval": {"dataset": {"target": "tests.training:Pairs", "args": {"length": 20}}, "every_steps": 4},
+    "checkpoint": {"every_steps": 2, "best": "eval_loss"},
+    "batch_size": 22,
+    "shards": 3,
+    "shuffle": True,
+    "bitwise": True,
+    "epochs": 3,
+}
+
+
+def trained(folder: Path, name: str, **others: Any) -> dp_ray.Result:
+    given = {**TRAINING, "workers": 0, "storage": str(folder), "quiet": True, "name": name, **others}
+    return dp_ray.run(**given)
+
+
+def told(result: dp_ray.Result, first: int = 0) -> str:
+    """The rows of the history from the `first` on, without what the clock says."""
+    return repr([{**row, "rows_per_second": None} for row in result.history[first:]])
+
+
+def check_goes_on(run: Callable[..., dp_ray.Result], folder: Path) -> None:
+    """From a run, and from a checkpoint: the history begins where they end, the weights are those of one long run."""
+    long = trained(folder, "long")
+    short = trained(folder, "short", max_steps=6)
+    for number, start in enumerate((short.run_dir, f"{short.run_dir}/checkpoints/step-6.safetensors")):
+        result = run(f"on-{number}", init_from=start)
+        assert result.status == "done"
+        assert result.weights_sha256 == long.weights_sha256
+        assert told(result) == told(long, 6)
+        assert {one.step for one in result.shapes} == set(range(6, 15))
+        assert result.metrics == long.metrics
+
+
+def test_a_training_goes_on_from_where_another_ended(tmp_path: Path) -> None:
+    check_goes_on(lambda name, **keys: trained(tmp_path, name, **keys), tmp_path)
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_on_ray_too(run: Run, tmp_path: Path) -> None:
+    trained(tmp_path, "short", max_steps=6)
+    result = run(None, **TRAINING, workers=2, name="on", init_from=str(tmp_path / "short"))
+    assert told(result) == told(trained(tmp_path, "long"), 6)
+
+
+def test_a_training_that_broke_off_after_it_went_on_needs_its_start_no_more(tmp_path: Path) -> None:
+    short = trained(tmp_path, "short", max_steps=6, checkpoint={"every_steps": 6})
+    data = {"target": "tests.test_init_from:FragilePairs", "args": {"folder": str(tmp_path)}}
+    (tmp_path / "broken").touch()
+    with pytest.raises(DataError, match="sector 50"):
+        trained(tmp_path, "on", dataset=data, init_from=short.run_dir)
+    (tmp_path / "broken").unlink()
+    kept = {path.stem for path in (tmp_path / "on" / "checkpoints").iterdir()}
+    assert "step-8" in kept and "step-14" not in kept, "it broke off on its way"
+    for path in (tmp_path / "short" / "checkpoints").iterdir():
+        path.unlink()
+    result = trained(tmp_path, "on", dataset=data, init_from=short.run_dir)
+    assert result.weights_sha256 == trained(tmp_path, "long").weights_sha256
+    assert [row["step"] for row in result.history] == list(range(6, 15))
+
+
+class FragilePairs(training.Pairs):
+    """Pairs, of which no more than 60 can be read while the file `broken` is there."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder, self.reads = Path(folder), 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads > 60 and (self.folder / "broken").exists():
+            raise OSError("sector 50")
+        return super().__getitem__(index)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_told(tmp_path: Path) -> None:
+    short = trained(tmp_path, "short", max_steps=6)
+    (tmp_path / "step-5.safetensors").write_bytes(
+        (Path(short.run_dir) / "checkpoints/step-6.safetensors").read_bytes()
+    )
+    with pytest.raises(JobError, match=r"step-5.safetensors is 6 steps on, its name says 5"):
+        trained(tmp_path, "on", init_from=str(tmp_path / "step-5.safetensors"))
