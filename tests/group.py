@@ -25,7 +25,7 @@ class Ended(Exception):
     """A worker ended otherwise than well; holds what it raised."""
 
 
-def run_group(job: Job, folder: Path) -> list[Any]:
+def run_group(job: Job, folder: Path | str) -> list[Any]:
     """Run the job on its workers, to its end or until they die; what rank 0 told. Ended holds what one raised."""
     run = Storage(str(folder))
     run.child(PARTS).create()

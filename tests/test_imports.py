@@ -14,6 +14,7 @@ FLOORS = [
     "errors",
     "plan",
     "job",
+    "uploads",
     "storage",
     "tensorfile",
     "border",

@@ -94,6 +94,7 @@ def execute(job: Job, options: Options) -> Result:
         split = check_targets(job)
     claimed = claim(job, base_storage(job), options.overwrite)
     console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
+    claimed.storage.remove_unfinished(recursive=True)
     monitors: list[Monitor] = []
     try:
         with _monitor(job, split, claimed, console, options) as monitor:
