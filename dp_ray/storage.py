@@ -8,7 +8,7 @@ import copy
 import ctypes
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Storage:
         is_local = isinstance(self.fs, pafs.LocalFileSystem)
         base, mark, query = (self.path, "", "") if is_local else location.partition("?")
         self._base, self._query = base, mark + query  # a URL's options stand behind its path
+        self.before_commit: Callable[[], None] = lambda: None
 
     @property
     def location(self) -> str:
@@ -52,6 +53,12 @@ class Storage:
         child.path = self.file(name)
         child._base = f"{self._base.rstrip('/')}/{name}"
         return child
+
+    def guarded(self, before_commit: Callable[[], None]) -> "Storage":
+        """The same folder, in which no file gets its name where `before_commit` raises; its children too."""
+        guarded = copy.copy(self)
+        guarded.before_commit = before_commit
+        return guarded
 
     def create(self) -> None:
         with self._named("cannot be made"):
@@ -173,6 +180,7 @@ class Unfinished:
     def commit(self, name: str | None = None) -> None:
         """Close the file and give it its name, in place of one that had it; `name` where it was begun unnamed."""
         self.name = name or self.name
+        self.storage.before_commit()
         with self._named():
             self._stream.close()
             if not self.storage.is_atomic:

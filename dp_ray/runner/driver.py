@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,10 @@ from dp_ray.results.story import STORY, Interruption, Story, read_story
 from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console
 from dp_ray.runner.launch import run_on_ray
+from dp_ray.runner.lease import held, wait_until_free
 from dp_ray.runner.messages import Hello, Started, message_of
 from dp_ray.runner.monitor import Monitor
-from dp_ray.runner.rehearsal import parse_faults
+from dp_ray.runner.rehearsal import Fault, parse_faults
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
@@ -92,7 +94,23 @@ def execute(job: Job, options: Options) -> Result:
         job = job.model_copy(update={"init_from": start})
     with contextlib.redirect_stdout(sys.stderr):  # what user code prints is not what was asked for
         split = check_targets(job)
-    claimed = claim(job, base_storage(job), options.overwrite)
+    base = base_storage(job)
+    wait_until_free(base.child(job.run_name), lambda what: console.say(f"{job.run_name}: {what}"))
+    claimed = claim(job, base, options.overwrite)
+    with held(claimed):
+        return _execute(job, split, claimed, console, options, faults, started)
+
+
+def _execute(
+    job: Job,
+    split: Split,
+    claimed: RunDir,
+    console: Console,
+    options: Options,
+    faults: tuple[Fault, ...],
+    started: float,
+) -> Result:
+    """Run a job in the directory that this driver holds."""
     console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
     claimed.storage.remove_unfinished(recursive=True)
     monitors: list[Monitor] = []
@@ -110,6 +128,7 @@ def execute(job: Job, options: Options) -> Result:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
             _result(job, split, claimed, monitors, started, status, error).save()
+            claimed.storage.remove_unfinished(recursive=True)
         raise
     result = _result(job, split, claimed, monitors, started, "done")
     result.save()
@@ -117,6 +136,7 @@ def execute(job: Job, options: Options) -> Result:
         claimed.storage.child(folder).remove()
     for name in (ledger.LEDGER, STORY):
         claimed.storage.delete(name)
+    claimed.storage.remove_unfinished(recursive=True)
     console.say(f"{job.run_name}: {_summary(result)}")
     return result
 
@@ -218,22 +238,29 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor) -> None:
     world = World(device=devices[0], all_devices=devices)
     monitor.take(Hello("here", world, os.getpid(), ()))
 
+    one_at_a_time = threading.Lock()  # reports come from a thread of their own, the rest from the task's
+
     def send(what: Any) -> None:
-        monitor.take(message_of("here", what))
-        monitor.tick()
+        with one_at_a_time:
+            monitor.take(message_of("here", what))
+            monitor.tick()
+
+    def started(step: int) -> None:
+        with one_at_a_time:
+            monitor.take(Started("here", 0, step))
 
     with contextlib.redirect_stdout(sys.stderr), _environment(job.env):
-        run_task(job, world, claimed.storage, send, BorderHere(monitor))
+        run_task(job, world, claimed.storage, send, BorderHere(started))
 
 
 class BorderHere(Border):
     """The border of the driver's own process: the monitor hears where it starts."""
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    def __init__(self, started: Callable[[int], None]) -> None:
+        self._started = started
 
     def before(self, step: int) -> None:
-        self._monitor.take(Started("here", 0, step))
+        self._started(step)
 
 
 def _devices_here(job: Job) -> tuple[torch.device, ...]:
