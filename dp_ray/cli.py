@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
-from dp_ray.errors import Error
+from dp_ray.errors import Error, JobError
 from dp_ray.job import Job, load_job, parse_counts, parse_setting, parse_workers
+from dp_ray.secrets import hide
 
 JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
 WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
@@ -46,9 +47,9 @@ def main() -> None:
 def _show(error: Error) -> None:
     """The error, after the traceback of the user's code that caused it, here or on a worker."""
     for note in getattr(error, "__notes__", ()):
-        click.echo(note, err=True)
+        click.echo(hide(note), err=True)
     if error.__cause__ is not None:
-        click.echo("".join(traceback.format_exception(error.__cause__)), err=True)
+        click.echo(hide("".join(traceback.format_exception(error.__cause__))), err=True)
     click.echo(f"error: {error}", err=True)
 
 
@@ -167,7 +168,13 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
     flags += [part for key in ("name", "storage", "inject") if options[key] for part in (f"--{key}", options[key])]
     flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
     flags += ["--json"] if options["as_json"] else []
-    sys.exit(submit_and_follow(address, shlex.join(["python", "-m", "dp_ray", "run", job_file, *flags])))
+    entrypoint = shlex.join(["python", "-m", "dp_ray", "run", job_file, *flags])
+    if hide(entrypoint) != entrypoint:
+        raise JobError(
+            f"{hide(entrypoint)}: a secret in a URL would stand in Ray's dashboard and logs; "
+            "write the URL into the job file, or leave the secret to the nodes' environment"
+        )
+    sys.exit(submit_and_follow(address, entrypoint))
 
 
 @cli.command()

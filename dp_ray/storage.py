@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from dp_ray.errors import StorageError
+from dp_ray.secrets import hide
 from dp_ray.uploads import abort_uploads
 
 TEMPORARY = ".tmp-"
@@ -41,11 +42,11 @@ class Storage:
 
     @property
     def location(self) -> str:
-        """The folder's absolute path, or its URL."""
+        """The folder's absolute path, or its URL with the secret that may stand in it: never to be shown or kept."""
         return self._base + self._query
 
     def __str__(self) -> str:
-        return self.location
+        return hide(self.location)
 
     def child(self, name: str) -> "Storage":
         """A folder in this one, on the same connection."""

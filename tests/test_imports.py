@@ -11,6 +11,7 @@ import dp_ray
 
 PACKAGE = Path(dp_ray.__file__).parent
 FLOORS = [
+    "secrets",
     "errors",
     "plan",
     "job",

@@ -1,6 +1,7 @@
 """Runs on an object store: a real server of the S3 protocol, looked at by boto3."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,7 +21,7 @@ from dp_ray.results import outputs
 from dp_ray.storage import Storage
 from tests import models
 from tests.group import run_group
-from tests.s3 import Server, serving
+from tests.s3 import IN_URL, SECRET, Server, serving
 
 pytestmark = pytest.mark.usefixtures("in_project")
 MEGABYTE = 1 << 20
@@ -168,6 +170,25 @@ def test_a_killed_driver_is_carried_on(server: Server, tmp_path: Path) -> None:
     assert server.uploads("killed") == []
 
 
+def test_the_secret_is_neither_shown_nor_kept(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    job = training(server, "secret", quiet=False)
+    result = dp_ray.run(**job)
+    again = predicting(server, "secret", name="again", init_from=server.url("secret/run"), model="tests.training:mlp")
+    dataset = {"target": "tests.models:SlowPairs", "args": {"seconds": 0.0}}
+    dp_ray.run(**{**again, "dataset": dataset, "inputs": "first", "quiet": False})
+    with pytest.raises(dp_ray.Error) as finished:
+        dp_ray.run(**job)
+    assert server.objects("secret/again")
+    told = "".join(capfd.readouterr()) + str(finished.value) + repr(result) + str(result.to_json())
+    for name in server.objects("secret"):
+        told += (
+            server.client().get_object(Bucket="bucket", Key=f"secret/{name}")["Body"].read().decode(errors="replace")
+        )
+    assert "secret/run" in told
+    assert SECRET not in told and IN_URL not in told
+    assert result.weights and dp_ray.load(server.url("secret/run")).weights
+
+
 def test_two_workers_write_their_parts(server: Server) -> None:
     values = predicting(server, "group", workers=2, shards=2)
     del values["quiet"]
@@ -179,10 +200,26 @@ def test_two_workers_write_their_parts(server: Server) -> None:
     assert (server.uploads("group"), server.copies()) == ([], [])
 
 
+def session_folder(address: str) -> Path:
+    """Where the Ray at this address keeps its logs: its GCS was told so."""
+    port = address.rpartition(":")[2]
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    (command,) = (one for one in commands if f"--gcs_server_port={port}" in one)
+    name = re.search(r"session_\d[\w-]+", command)
+    assert name
+    return Path("/tmp/ray") / name[0]
+
+
 @pytest.mark.ray
-def test_a_run_through_ray(server: Server, tmp_path: Path, cluster: Any) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_a_run_through_ray(server: Server, tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     result = dp_ray.run(**predicting(server, "ray", workers=2, address=cluster.address))
     local = dp_ray.run(**predicting(server, "ray", storage=str(tmp_path)))
     assert result.outputs_sha256 == local.outputs_sha256
     assert set(server.objects("ray/run")) == {"outputs.parquet", "result.json", "run.json", "shapes.parquet"}
     assert (server.uploads("ray"), server.copies()) == ([], [])
+    session = session_folder(cluster.address)
+    logs = [path for path in session.rglob("*") if path.is_file()]
+    told = "".join(path.read_text(errors="replace") for path in logs) + "".join(capfd.readouterr())
+    assert len(logs) > 5
+    assert SECRET not in told and IN_URL not in told

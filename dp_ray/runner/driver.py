@@ -127,11 +127,11 @@ def _execute(
         check_ours(claimed)
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
-            _result(job, split, claimed, monitors, started, status, error).save()
+            _result(job, split, claimed, monitors, started, status, error).save(claimed.storage)
             claimed.storage.remove_unfinished(recursive=True)
         raise
     result = _result(job, split, claimed, monitors, started, "done")
-    result.save()
+    result.save(claimed.storage)
     for folder in (PARTS, HISTORY):
         claimed.storage.child(folder).remove()
     for name in (ledger.LEDGER, STORY):
@@ -304,6 +304,7 @@ def _result(
     best = job.checkpoint.best
     return Result(
         run_dir=str(storage),
+        location=storage.location,
         name=job.run_name,
         task=job.task,
         status=status,
