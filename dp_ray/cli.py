@@ -105,8 +105,9 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
 
     with contextlib.redirect_stdout(sys.stderr):
         dataset = build_dataset(job)
-    split = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
-    planned = plan_of(split, job.max_workers, job.epochs if job.task == "train" else 1)
+    epochs, most = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
+    split = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last, epochs, most)
+    planned = plan_of(split, job.max_workers)
     if job.split is not None:
         from dp_ray.replica.parallel import plan_blocks
 
