@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import click
 
-from dp_ray.errors import Error
+from dp_ray.errors import Error, JobError
 from dp_ray.job import Job, load_job, parse_counts, parse_setting, parse_workers
+from dp_ray.secrets import hide
 
 JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
 WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
@@ -45,9 +47,9 @@ def main() -> None:
 def _show(error: Error) -> None:
     """The error, after the traceback of the user's code that caused it, here or on a worker."""
     for note in getattr(error, "__notes__", ()):
-        click.echo(note, err=True)
+        click.echo(hide(note), err=True)
     if error.__cause__ is not None:
-        click.echo("".join(traceback.format_exception(error.__cause__)), err=True)
+        click.echo(hide("".join(traceback.format_exception(error.__cause__))), err=True)
     click.echo(f"error: {error}", err=True)
 
 
@@ -109,8 +111,9 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
     from dp_ray.runner.environment import environment
 
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
-        split = Split(len(build_dataset(job)), job.batch_size, job.num_shards, job.drop_last)
-        planned = plan_of(split, job.max_workers, job.epochs if job.task == "train" else 1)
+        epochs, most = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
+        split = Split(len(build_dataset(job)), job.batch_size, job.num_shards, job.drop_last, epochs, most)
+        planned = plan_of(split, job.max_workers)
         if job.split is not None:
             from dp_ray.replica.parallel import plan_blocks
 
@@ -174,6 +177,11 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
     flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
     flags += ["--json"] if options["as_json"] else []
     program = ["python", "-m", "dp_ray", "run", job_file, *flags]
+    if hide(shlex.join(program)) != shlex.join(program):
+        raise JobError(
+            f"{hide(shlex.join(program))}: a secret in a URL would stand in Ray's dashboard and logs; "
+            "write the URL into the job file, or leave the secret to the nodes' environment"
+        )
     sys.exit(submit_and_follow(address, program, [setting for setting in settings if is_env(setting)]))
 
 

@@ -9,11 +9,19 @@ Error                 whatever dp_ray raises on purpose
 └── WorkerError       a worker was lost
 """
 
+from dp_ray.secrets import hide
+
 
 class Error(Exception):
-    """Base of every error that dp_ray raises on purpose; `exit_status` is the command line's."""
+    """Base of every error that dp_ray raises on purpose; `exit_status` is the command line's.
+
+    What it says is without the secrets of the URLs in it.
+    """
 
     exit_status = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(hide(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class JobError(Error):

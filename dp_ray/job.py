@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from dp_ray.errors import JobError
+from dp_ray.secrets import hide, hide_in
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The history's own columns: a metric of a training has a column of its own.
@@ -358,12 +359,19 @@ class Job(Strict):
             raise JobError("\n".join(_explain(error))) from None
 
     def describe(self) -> dict[str, Any]:
-        """The job as plain JSON values; an object from Python is named by its type."""
+        """The job as plain JSON values, without the secrets of URLs; an object from Python is named by its type."""
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval"})
         values["eval"] = self.eval and self.eval.model_dump(exclude={"dataset"})
         for key, target in self.targets.items():
             _lay_over(values, key.split("."), _describe_target(target))
-        return {**values, "inputs": "first" if self.gives_first else "all", "shards": self.num_shards}
+        described = {**values, "inputs": "first" if self.gives_first else "all", "shards": self.num_shards}
+        return {key: hide_in(value) for key, value in described.items()}
+
+    def __repr__(self) -> str:
+        return hide(super().__repr__())
+
+    def __str__(self) -> str:
+        return hide(super().__str__())
 
     def fingerprint(self) -> str:
         """A hash of every key that can change the result."""
@@ -443,7 +451,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError) as error:
         raise JobError(f"{path}: is not YAML: {error}") from None
     if not isinstance(values, dict):
-        raise JobError(f"{path}: must hold keys and values, like 'batch_size: 30', got {values!r:.80}")
+        raise JobError(f"{path}: must hold keys and values, like 'batch_size: 30', got {hide(repr(values)):.80}")
     return {str(key): value for key, value in values.items()}
 
 
@@ -508,7 +516,7 @@ def _message(path: str, detail: Any) -> str:
     allowed = _ALLOWED.get(path)
     says = f"must be {allowed}" if allowed else detail["msg"].replace("Input should be", "must be")
     secret = path.startswith("env.")  # its values may be secrets, and errors end up in logs
-    return f"{says}, got a {type(got).__name__}" if secret else f"{says}, got {got!r:.80}"
+    return f"{says}, got a {type(got).__name__}" if secret else f"{says}, got {hide(repr(got)):.80}"
 
 
 _ALLOWED = {

@@ -1,10 +1,16 @@
-"""A folder on a local disk, a shared one, or an object store, through pyarrow's file systems."""
+"""A folder on a local disk, a shared one, or an object store, through pyarrow's file systems.
+
+A file appears whole or not at all. Most stores need a temporary name and a rename for that. S3 and GCS are atomic by
+themselves: an object is there once its upload is completed, so it is written straight to its name.
+"""
 
 import copy
+import ctypes
 import hashlib
 import os
+import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +19,13 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from dp_ray.errors import StorageError
+from dp_ray.secrets import hide
+from dp_ray.uploads import abort_uploads
 
 TEMPORARY = ".tmp-"
 PIECE = 1 << 24
+ATOMIC = {"s3", "gcs"}  # pyarrow's names of the stores where a file appears when its stream is closed
+COPY_BYTES = 1 << 24
 
 
 class Storage:
@@ -31,14 +41,15 @@ class Storage:
         is_local = isinstance(self.fs, pafs.LocalFileSystem)
         base, mark, query = (self.path, "", "") if is_local else location.partition("?")
         self._base, self._query = base, mark + query  # a URL's options stand behind its path
+        self.before_commit: Callable[[], None] = lambda: None
 
     @property
     def location(self) -> str:
-        """The folder's absolute path, or its URL."""
+        """The folder's absolute path, or its URL with the secret that may stand in it: never to be shown or kept."""
         return self._base + self._query
 
     def __str__(self) -> str:
-        return self.location
+        return hide(self.location)
 
     def child(self, name: str) -> "Storage":
         """A folder in this one, on the same connection."""
@@ -46,6 +57,12 @@ class Storage:
         child.path = self.file(name)
         child._base = f"{self._base.rstrip('/')}/{name}"
         return child
+
+    def guarded(self, before_commit: Callable[[], None]) -> "Storage":
+        """The same folder, in which no file gets its name where `before_commit` raises; its children too."""
+        guarded = copy.copy(self)
+        guarded.before_commit = before_commit
+        return guarded
 
     def create(self) -> None:
         with self._named("cannot be made"):
@@ -73,9 +90,18 @@ class Storage:
         with self._named(f"cannot look for {name}"):
             return bool(self.fs.get_file_info(self.file(name)).is_file)
 
-    def remove_unfinished(self) -> None:
-        """Remove what writers that were killed left in the folder; for whoever alone writes there."""
-        selector = pafs.FileSelector(self.path, allow_not_found=True)
+    @property
+    def is_atomic(self) -> bool:
+        """Whether a file of this store appears whole or not at all, without a rename."""
+        return self.fs.type_name in ATOMIC
+
+    def remove_unfinished(self, recursive: bool = False) -> None:
+        """Remove what killed writers left in the folder; for whoever alone writes there."""
+        if self.fs.type_name == "s3":
+            abort_uploads(self.location, self.path, recursive)
+        if self.is_atomic:
+            return
+        selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
         with self._named("cannot be cleared"):
             for info in self.fs.get_file_info(selector):
                 if info.is_file and info.base_name.startswith(TEMPORARY):
@@ -138,6 +164,10 @@ class Storage:
             unfinished.discard()
             raise
 
+    def unnamed(self) -> "Unfinished | Held":
+        """A stream for a file whose name is known only when it is committed."""
+        return Held(self) if self.is_atomic else Unfinished(self, "part")
+
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
         try:
@@ -147,14 +177,16 @@ class Storage:
 
 
 class Unfinished:
-    """A file being written under a temporary name: a stream whose errors name the file."""
+    """A file being written: a stream whose errors name the file. Only `commit` makes it a file of the folder."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self.storage = storage
         self.name = name
-        self._temporary = storage.file(f"{TEMPORARY}{uuid.uuid4().hex}-{name}")
+        self._path = storage.file(name if storage.is_atomic else f"{TEMPORARY}{uuid.uuid4().hex}-{name}")
         with self._named():
-            self._stream = storage.fs.open_output_stream(self._temporary)
+            self._stream = storage.fs.open_output_stream(self._path)
+        if storage.is_atomic:
+            _keep_alive(self._stream)
 
     @property
     def closed(self) -> bool:
@@ -172,21 +204,79 @@ class Unfinished:
             self._stream.flush()
 
     def close(self) -> None:
+        """For pyarrow, which may close what it has written to: the file is closed by `commit` or `discard`."""
+
+    def commit(self, name: str | None = None) -> None:
+        """Close the file and give it its name, in place of one that had it; `name` where it was begun unnamed."""
+        self.name = name or self.name
+        self.storage.before_commit()
         with self._named():
             self._stream.close()
-
-    def commit(self) -> None:
-        """Close the file and give it its name, in place of one that had it."""
-        self.close()
-        with self._named():
-            self.storage.fs.move(self._temporary, self.storage.file(self.name))
+            if not self.storage.is_atomic:
+                self.storage.fs.move(self._path, self.storage.file(self.name))
+        if self.storage.is_atomic:
+            _let_go(self._stream)
 
     def discard(self) -> None:
-        """Close it and remove it if that can be done: an unfinished file is never read."""
-        with suppress(StorageError):
-            self.close()
+        """Give the file up. An upload stays unfinished on the store until `remove_unfinished`."""
+        if self.storage.is_atomic:
+            return
         with suppress(OSError):
-            self.storage.fs.delete_file(self._temporary)
+            self._stream.close()
+        with suppress(OSError):
+            self.storage.fs.delete_file(self._path)
 
     def _named(self) -> AbstractContextManager[None]:
         return self.storage._named(f"cannot write {self.name}")
+
+
+class Held:
+    """A file whose name is not known yet, on the local disk: an object store has no rename, and is sent it once."""
+
+    closed = False
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        with self._named():
+            self._file = tempfile.TemporaryFile(prefix="dp_ray-")  # noqa: SIM115
+
+    def write(self, data: Any) -> None:
+        with self._named():
+            self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        with self._named():
+            self._file.flush()
+
+    def close(self) -> None:
+        """For pyarrow: the file is closed by `commit` or `discard`."""
+
+    def commit(self, name: str) -> None:
+        """Send the file to the store, where it appears under its name when it is whole."""
+        with self.storage.writing(name) as stream, self._named():
+            self._file.seek(0)
+            while piece := self._file.read(COPY_BYTES):
+                stream.write(piece)
+        self._file.close()
+
+    def discard(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+    def _named(self) -> AbstractContextManager[None]:
+        return self.storage._named(f"cannot hold a part in {tempfile.gettempdir()}")
+
+
+def _keep_alive(stream: pa.NativeFile) -> None:
+    """Keep a stream from ever being destroyed, even when Python ends: pyarrow would complete its upload then.
+
+    pyarrow has no way to abort a stream. One that is never closed leaves an unfinished upload, which is no file.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
+
+
+def _let_go(stream: pa.NativeFile) -> None:
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(stream))

@@ -47,7 +47,7 @@ class Stopped(Exception):
     """The worker was ended as it was meant to be."""
 
 
-def run_group(job: Job, folder: Path, border: Border | None = None) -> list[Any]:
+def run_group(job: Job, folder: Path | str, border: Border | None = None) -> list[Any]:
     """Run the job on its workers, to its end or until they die; what rank 0 told. Ended holds what one raised.
 
     Each worker has a copy of `border`, if there is one.

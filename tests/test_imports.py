@@ -11,9 +11,11 @@ import dp_ray
 
 PACKAGE = Path(dp_ray.__file__).parent
 FLOORS = [
+    "secrets",
     "errors",
     "plan",
     "job",
+    "uploads",
     "storage",
     "tensorfile",
     "border",

@@ -2,11 +2,15 @@
 
 import io
 import signal
+import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import dp_ray
 from dp_ray import errors
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split
@@ -14,11 +18,13 @@ from dp_ray.replica.world import World
 from dp_ray.results.recorder import Recorder
 from dp_ray.results.reports import ReportFile
 from dp_ray.results.shapes import Seen
+from dp_ray.runner import driver
 from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console, Progressed
 from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes
 from dp_ray.runner.monitor import Monitor, error_of, listening
 from dp_ray.storage import Storage
+from dp_ray.training import Note
 
 SEEN = Seen("[5, 5]", "[5, 2]", 5)
 
@@ -127,3 +133,31 @@ def test_progress_says_how_far_it_is() -> None:
     assert str(progress).startswith("step 5/10, 50 rows, ")
     assert str(progress).endswith("0:00 left")
     assert torch.device("cpu") == progress.workers[0][0].device
+
+
+def test_with_no_workers_reports_of_two_threads_are_taken_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def slowly(self: Monitor) -> None:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+
+    def two_threads(job: Any, world: Any, run: Any, send: Any, border: Any) -> None:
+        threads = [threading.Thread(target=lambda: [send(Note("x")) for _ in range(5)]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    monkeypatch.setattr(Monitor, "tick", slowly)
+    monkeypatch.setattr(driver, "run_task", two_threads)
+    job = {"model": "tests.models:Linear", "dataset": {"target": "tests.models:Rows", "args": {"length": 9}}}
+    dp_ray.run(
+        **job, task="evaluate", loss="torch.nn:MSELoss", batch_size=3, workers=0, storage=str(tmp_path), quiet=True
+    )
+    assert set(most) == {1}

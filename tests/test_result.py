@@ -73,7 +73,7 @@ def result(tmp_path: Path) -> Result:
         outputs_path=f"{run}/outputs.parquet",
         outputs_sha256="abc",
     )
-    made.save()
+    made.save(Storage(made.run_dir))
     return made
 
 
@@ -138,7 +138,7 @@ def test_the_outputs_are_read_whole_or_by_batches(result: Result) -> None:
 @pytest.mark.parametrize("read", [lambda one: one.outputs, lambda one: next(one.batches())])
 def test_a_run_without_outputs_says_so(result: Result, read: Callable[[Result], Any]) -> None:
     failed = dataclasses.replace(result, status="failed", outputs_path=None, error="ModelError: no")
-    failed.save()
+    failed.save(Storage(failed.run_dir))
     found = load(result.run_dir)
     assert found.error == "ModelError: no"
     with pytest.raises(StorageError, match=r"no merged outputs \(status failed\)"):

@@ -1,12 +1,18 @@
 """What a job will do, as a pure value: the dry run's table and JSON."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dp_ray.plan.split import Split, chunk_sizes, worker_shards
 
 
-def plan(split: Split, workers: int, epochs: int = 1) -> dict[str, Any]:
-    """The plan as plain JSON values; equal global batches are folded, so it is small for any number of rows."""
+def plan(split: Split, workers: int) -> dict[str, Any]:
+    """The plan as plain JSON values; equal global batches are folded, so it is small for any number of rows.
+
+    `steps` and `batches` are those of an epoch. Where `max_steps` cuts the last epoch, `total_steps` says where.
+    """
+    total = split.total_steps
+    epochs, steps = -(-total // max(1, split.steps)), min(split.steps, total)
     dealt = [list(worker_shards(split.shards, max(1, workers), rank)) for rank in range(max(1, workers))]
     return {
         "rows": split.rows,
@@ -14,7 +20,8 @@ def plan(split: Split, workers: int, epochs: int = 1) -> dict[str, Any]:
         "shards": split.shards,
         "workers": workers,
         "epochs": epochs,
-        "steps": split.steps,
+        "steps": steps,
+        **({} if total == epochs * steps else {"total_steps": total}),
         "batches": [
             {
                 "steps": steps,
@@ -22,19 +29,33 @@ def plan(split: Split, workers: int, epochs: int = 1) -> dict[str, Any]:
                 "shard_rows": chunk_sizes(rows, split.shards),
                 "worker_shards": dealt,
             }
-            for steps, rows in split.kinds()
+            for steps, rows in _first(split.kinds(), total)
         ],
         "padded": 0,
         "dropped": split.dropped,
     }
 
 
+def _first(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple[int, int]]:
+    """The (steps, rows) of the first `steps` global batches."""
+    for count, rows in kinds:
+        if steps > 0:
+            yield min(count, steps), rows
+        steps -= count
+
+
 def table(planned: dict[str, Any]) -> str:
     """The plan for reading: one line for each kind of global batch and each worker."""
+    epochs = planned["epochs"]
     lines = [
         f"{planned['rows']:,} rows in global batches of {planned['batch_size']:,}: {planned['steps']:,} steps, "
         f"{planned['shards']} shards on {planned['workers']} workers; padded 0, dropped {planned['dropped']}"
     ]
+    if epochs > 1:
+        total = planned.get("total_steps", epochs * planned["steps"])
+        rest = total - (epochs - 1) * planned["steps"]
+        early = f", the last one ends after {rest:,}" if rest < planned["steps"] else ""
+        lines.append(f"{epochs:,} epochs, {total:,} steps in all{early}")
     for batch in planned["batches"]:
         lines.append(f"{batch['steps']:,} x {batch['rows']:,} rows")
         lines += _folded([_worker(batch, shards) for shards in batch["worker_shards"]])

@@ -36,7 +36,7 @@ from dp_ray.results.columns import (
 )
 from dp_ray.results.ledger import PART_NAME, part_name
 from dp_ray.results.parts import POSITION, PartReader, in_order, proven, reading
-from dp_ray.storage import Storage, Unfinished
+from dp_ray.storage import Storage
 
 MERGED = "outputs.parquet"
 GROUP_BYTES = 8 << 20
@@ -144,7 +144,7 @@ class PartFile:
 
     def __init__(self, storage: Storage, layout: Layout) -> None:
         self.layout = layout
-        self._unfinished = Unfinished(storage, "part")
+        self._unfinished = storage.unnamed()
         self._schema = layout.schema.insert(0, pa.field(POSITION, pa.int64()))
         self._writer = open_writer(self._unfinished, self._schema)
         self._bytes = 0
@@ -167,8 +167,7 @@ class PartFile:
 
     def commit(self, name: str) -> None:
         self._writer.close()
-        self._unfinished.name = name
-        self._unfinished.commit()
+        self._unfinished.commit(name)
 
     def discard(self) -> None:
         with suppress(StorageError):

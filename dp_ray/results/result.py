@@ -32,6 +32,7 @@ class Result:
     `seconds` is the wall time from call to merged outputs; `world_sizes` the workers of each attempt, in order;
     `interruptions` what lay between these (see `results.story`), and `restarts` how many they are;
     `workers` where each of the last attempt's ran; `outputs_path` the merged Parquet file.
+    `run_dir` is without the secret of a URL; `location`, from which the files are read, has it and is never kept.
     `metrics` are a training's at its end, or what an evaluation measured; `best` is the best checkpoint, where one
     was asked for.
     """
@@ -58,6 +59,7 @@ class Result:
     weights_sha256: str | None = None
     best: dict[str, Any] | None = None
     error: str | None = None
+    location: str = field(default="", repr=False, compare=False)
 
     @cached_property
     def outputs(self) -> Any:
@@ -78,12 +80,12 @@ class Result:
         """The trained weights, as the bare module's `load_state_dict` takes them."""
         if self.weights_path is None:
             raise StorageError(f"{self.run_dir}: the run has no weights (task {self.task}, status {self.status})")
-        return read_tensors(self._storage(), WEIGHTS)[0]
+        return read_tensors(self.storage(), WEIGHTS)[0]
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """A row for each step of a training: step, epoch, loss, metrics, learning rate, gradient norm, speed."""
-        return list(read_history(self._storage()))
+        return list(read_history(self.storage()))
 
     def batches(self) -> Iterator[Any]:
         """The merged outputs of each global batch, in order, read as they are asked for."""
@@ -96,7 +98,7 @@ class Result:
 
     def iter_shapes(self) -> Iterator[ShardReport]:
         """`shapes` one by one, for runs whose reports do not fit in memory."""
-        with reading(self._storage(), SHAPES) as file:
+        with reading(self.storage(), SHAPES) as file:
             yield from read_reports(file)
 
     def shape_lines(self) -> Iterator[str]:
@@ -107,6 +109,7 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The contents of `result.json`."""
         values = asdict(self)
+        del values["location"]
         values["outputs"] = values.pop("outputs_path")
         values["weights"] = values.pop("weights_path")
         # JSON knows no NaN, though Python's writer does.
@@ -116,16 +119,17 @@ class Result:
     def __repr__(self) -> str:
         return f"Result({self.name!r}, {self.status}, {self.rows} rows in {self.steps} steps, {self.run_dir!r})"
 
-    def save(self) -> None:
-        self._storage().write_text(RESULT, json.dumps(self.to_json(), indent=2) + "\n")
+    def save(self, run: Storage) -> None:
+        run.write_text(RESULT, json.dumps(self.to_json(), indent=2) + "\n")
 
-    def _storage(self) -> Storage:
-        return Storage(self.run_dir)
+    def storage(self) -> Storage:
+        """The run directory."""
+        return Storage(self.location or self.run_dir)
 
     def _merged(self) -> Merged:
         if self.outputs_path is None:
             raise StorageError(f"{self.run_dir}: the run has no merged outputs (status {self.status})")
-        return Merged(self._storage())
+        return Merged(self.storage())
 
 
 def load(run_dir: str | Path) -> Result:
@@ -140,6 +144,7 @@ def load(run_dir: str | Path) -> Result:
         told = values.get("metrics", {})
         values["metrics"] = {name: math.nan if one is None else one for name, one in told.items()}
         known = {one.name for one in fields(Result)}
-        return Result(**{**{key: value for key, value in values.items() if key in known}, "run_dir": str(storage)})
+        kept = {key: value for key, value in values.items() if key in known}
+        return Result(**{**kept, "run_dir": str(storage), "location": storage.location})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{run_dir}/{RESULT}: is damaged: {error}") from None

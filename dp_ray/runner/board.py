@@ -1,8 +1,6 @@
 """The history of a training as TensorBoard scalars, in the run directory's `tensorboard`."""
 
 import contextlib
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 from pyarrow import fs as pafs
 from tensorboardX import SummaryWriter
 
+from dp_ray.runner.folders import OWNER, own_folder
 from dp_ray.storage import Storage
 
 TENSORBOARD = "tensorboard"
@@ -26,7 +25,8 @@ class Board:
     def __init__(self, run: Storage) -> None:
         self._folder = run.child(TENSORBOARD)
         self._is_local = isinstance(run.fs, pafs.LocalFileSystem)
-        self._path = Path(self._folder.path) if self._is_local else Path(tempfile.mkdtemp(prefix="dp_ray-"))
+        self._made = contextlib.ExitStack()
+        self._path = Path(self._folder.path if self._is_local else self._made.enter_context(own_folder()))
         self._writer: Any = None
         self._next = -1
         self._is_broken = False
@@ -56,10 +56,12 @@ class Board:
                 self._writer.close()
             self._writer = None
         if not self._is_local and self._path.exists():
-            if any(self._path.iterdir()):
+            files = [path for path in self._path.iterdir() if path.name != OWNER]
+            if files:
                 self._folder.create()
-                pafs.copy_files(str(self._path), self._folder.path, destination_filesystem=self._folder.fs)
-            shutil.rmtree(self._path)
+            for path in files:
+                pafs.copy_files(str(path), self._folder.file(path.name), destination_filesystem=self._folder.fs)
+        self._made.close()
 
     def _open(self, step: int) -> None:
         if self._writer is not None:

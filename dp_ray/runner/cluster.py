@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ import dp_ray
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
 from dp_ray.runner.environment import is_env, without_values
+from dp_ray.runner.folders import own_folder
 
 Resources = Mapping[str, float]
 CONNECT_SECONDS = 10.0
@@ -48,7 +48,10 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    with _environment_kept(), _own_folder() as folder, _raylets_hushed(verbose):
+    # An embedded Ray gets a folder of its own: the usual one holds the address of the Ray that was started last, and
+    # some of Ray Train's actors would wait for one that died, or ask the wrong one.
+    short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path may have 107 characters, TMPDIR many
+    with _environment_kept(), own_folder(short) as folder, _raylets_hushed(verbose):
         _start(job, address or os.environ.get("RAY_ADDRESS"), verbose, folder)
         try:
             yield
@@ -65,18 +68,6 @@ def _raylets_hushed(verbose: bool) -> Iterator[None]:
         yield
     finally:
         ray._private.worker._worker_logs_enabled = before
-
-
-@contextmanager
-def _own_folder() -> Iterator[str]:
-    """Where an embedded Ray keeps its sockets and logs, for itself alone, and gone when it is.
-
-    In Ray's usual folder stands the address of whichever Ray was started last. Some of Ray Train's actors look
-    for their cluster there: after a driver that died they wait for it, and beside another Ray they ask the wrong one.
-    """
-    parent = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path may have 107 characters, TMPDIR many
-    with tempfile.TemporaryDirectory(prefix="dp_ray-", dir=parent, ignore_cleanup_errors=True) as folder:
-        yield folder
 
 
 def _start(job: Job, address: str | None, verbose: bool, folder: str) -> None:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from dp_ray.replica.world import World
+from dp_ray.secrets import hide
 
 LINE_SECONDS = 5.0
 SHOWN_WORKERS = 16
@@ -35,7 +36,7 @@ class Console:
 
     def say(self, line: str) -> None:
         if not self._quiet:
-            self._print(line)
+            self._print(hide(line))
 
     def printed(self, world: World, line: str) -> None:
         """A line that user code printed on a worker; shown even when quiet."""

@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,10 @@ from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console
 from dp_ray.runner.environment import environment
 from dp_ray.runner.launch import run_on_ray
+from dp_ray.runner.lease import held, wait_until_free
 from dp_ray.runner.messages import Hello, Started, message_of
 from dp_ray.runner.monitor import Monitor
-from dp_ray.runner.rehearsal import parse_faults
+from dp_ray.runner.rehearsal import Fault, parse_faults
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
@@ -92,13 +94,28 @@ def execute(job: Job, options: Options) -> Result:
         raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
     if job.init_from is not None:
         job = job.model_copy(update={"init_from": located(job.init_from).location})
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        environment(job.env),
-    ):  # what user code prints is not what was asked for
+    with contextlib.redirect_stdout(sys.stderr), environment(job.env):  # what user code prints was not asked for
         split, rows = check_targets(job)
-    claimed = claim(job, base_storage(job), options.overwrite, rows)
+    base = base_storage(job)
+    wait_until_free(base.child(job.run_name), lambda what: console.say(f"{job.run_name}: {what}"))
+    claimed = claim(job, base, options.overwrite, rows)
+    with held(claimed):
+        return _execute(job, split, rows, claimed, console, options, faults, started)
+
+
+def _execute(
+    job: Job,
+    split: Split,
+    rows: dict[str, int],
+    claimed: RunDir,
+    console: Console,
+    options: Options,
+    faults: tuple[Fault, ...],
+    started: float,
+) -> Result:
+    """Run a job in the directory that this driver holds."""
     console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
+    claimed.storage.remove_unfinished(recursive=True)
     monitors: list[Monitor] = []
     try:
         with _monitor(job, split, claimed, console, options) as monitor:
@@ -113,14 +130,16 @@ def execute(job: Job, options: Options) -> Result:
         check_ours(claimed)
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
-            _result(job, split, claimed, monitors, started, status, error).save()
+            _result(job, split, claimed, monitors, started, status, error).save(claimed.storage)
+            claimed.storage.remove_unfinished(recursive=True)
         raise
     result = _result(job, split, claimed, monitors, started, "done")
-    result.save()
+    result.save(claimed.storage)
     for folder in (PARTS, HISTORY, LINKS):
         claimed.storage.child(folder).remove()
     for name in (ledger.LEDGER, STORY):
         claimed.storage.delete(name)
+    claimed.storage.remove_unfinished(recursive=True)
     console.say(f"{job.run_name}: {_summary(result)}")
     return result
 
@@ -228,22 +247,29 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int])
     world = World(device=devices[0], all_devices=devices)
     monitor.take(Hello("here", world, os.getpid(), ()))
 
+    one_at_a_time = threading.Lock()  # reports come from a thread of their own, the rest from the task's
+
     def send(what: Any) -> None:
-        monitor.take(message_of("here", what))
-        monitor.tick()
+        with one_at_a_time:
+            monitor.take(message_of("here", what))
+            monitor.tick()
+
+    def started(step: int) -> None:
+        with one_at_a_time:
+            monitor.take(Started("here", 0, step))
 
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
-        run_task(job, world, claimed.storage, send, BorderHere(monitor), rows)
+        run_task(job, world, claimed.storage, send, BorderHere(started), rows)
 
 
 class BorderHere(Border):
     """The border of the driver's own process: the monitor hears where it starts."""
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+    def __init__(self, started: Callable[[int], None]) -> None:
+        self._started = started
 
     def before(self, step: int) -> None:
-        self._monitor.take(Started("here", 0, step))
+        self._started(step)
 
 
 def _devices_here(job: Job) -> tuple[torch.device, ...]:
@@ -276,6 +302,7 @@ def _result(
     best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
     return Result(
         run_dir=str(storage),
+        location=storage.location,
         name=job.run_name,
         task=job.task,
         status=status,

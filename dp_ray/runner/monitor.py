@@ -38,6 +38,7 @@ from dp_ray.runner.messages import (
     Waits,
 )
 from dp_ray.runner.watchdog import Hang, Watchdog
+from dp_ray.secrets import hide
 from dp_ray.task import Measured
 from dp_ray.training import Note
 
@@ -285,7 +286,7 @@ def error_of(failed: Failed) -> errors.Error:
     kind = getattr(errors, failed.kind, None)
     cls = kind if isinstance(kind, type) and issubclass(kind, errors.Error) else errors.Error
     error = cls(f"{failed.world}: {failed.text}")
-    error.add_note(failed.traceback)
+    error.add_note(hide(failed.traceback))
     return error
 
 

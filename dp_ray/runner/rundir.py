@@ -4,7 +4,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ RUN = "run.json"
 
 @dataclass(frozen=True)
 class RunDir:
-    """A claimed run directory; `token` is what this driver wrote there, `carried_on` whether it held work."""
+    """A claimed run directory; `token` is what this driver wrote there, `carried_on` whether it held work.
+
+    Each file that is committed to `storage` raises StorageError if another driver has claimed the directory since.
+    """
 
     storage: Storage
     token: str
@@ -47,12 +50,18 @@ def claim(job: Job, base: Storage, overwrite: bool = False, rows: Mapping[str, i
     storage.create()
     storage.write_text(RUN, text)
     storage.child("parts").create()
-    return RunDir(storage, token, carried_on)
+    claimed = RunDir(storage, token, carried_on)
+    return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
+
+
+def is_ours(claimed: RunDir) -> bool:
+    """Whether no other driver has claimed the run directory since."""
+    return _claimed(claimed.storage).get("token") == claimed.token
 
 
 def check_ours(claimed: RunDir) -> None:
     """Raise StorageError where another driver has claimed the run directory since: what is there is its own."""
-    if _claimed(claimed.storage).get("token") != claimed.token:
+    if not is_ours(claimed):
         raise StorageError(f"{claimed.storage} was taken over by another driver, which was started after this one")
 
 

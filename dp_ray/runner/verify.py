@@ -15,7 +15,6 @@ from dp_ray.replica.tree import flatten
 from dp_ray.results.result import Result
 from dp_ray.runner.cluster import connected
 from dp_ray.runner.driver import Options, execute
-from dp_ray.storage import Storage
 
 DIGEST = "outputs_digest"
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
@@ -105,7 +104,7 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
             verdict = compare_all()
     if verdict.same:
         for one in runs:
-            Storage(one.run_dir).remove()
+            one.storage().remove()
     return verdict
 
 
@@ -204,9 +203,9 @@ def _first_difference(run: Callable[..., Result], first: tuple[int, Result], oth
 def _first_parameter(run: Callable[..., Result], first: int, other: int, steps: int) -> str | None:
     """The first tensor of the state that differs after `steps` steps, and by how much."""
     ends = [run(count, max_steps=steps, name=f"verify-{count}-until-{steps}") for count in (first, other)]
-    states = [load(Storage(one.run_dir).child(CHECKPOINTS), name_of(steps))[1]["model"] for one in ends]
+    states = [load(one.storage().child(CHECKPOINTS), name_of(steps))[1]["model"] for one in ends]
     for one in ends:
-        Storage(one.run_dir).remove()
+        one.storage().remove()
     for name, tensor in states[0].items():
         if isinstance(tensor, torch.Tensor) and not torch.equal(tensor, states[1][name]):
             relative, absolute = apart(tensor, states[1][name])

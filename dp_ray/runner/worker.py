@@ -35,7 +35,7 @@ class WorkerConfig:
     """What the driver hands to every worker."""
 
     job: Job
-    run_dir: str
+    run_dir: str = field(repr=False)  # a URL may hold a secret
     token: str
     inbox: Any
     keep_prints: bool

@@ -1,0 +1,46 @@
+"""Unfinished multipart uploads of S3, which pyarrow can neither list nor abort: with boto3, where it is installed."""
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+
+def abort_uploads(location: str, path: str, recursive: bool) -> None:
+    """Abort the uploads under the folder BUCKET/KEYS of `path`, or only those right in it.
+
+    Without boto3, or without the right to list uploads, they stay: they are no objects, but they are paid for.
+    """
+    if importlib.util.find_spec("boto3") is None:
+        return
+    failures = importlib.import_module("botocore.exceptions")
+    bucket, _, folder = path.partition("/")
+    try:
+        client = _client(location)
+        for upload in list(_uploads(client, bucket, f"{folder.rstrip('/')}/")):
+            if recursive or "/" not in upload["Key"][len(folder.rstrip("/")) + 1 :]:
+                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    except (failures.BotoCoreError, failures.ClientError):
+        return
+
+
+def _client(location: str) -> Any:
+    """An S3 client with what pyarrow reads from the same URL; where it says nothing, with boto3's own defaults."""
+    url = urlsplit(location)
+    options = {name: values[-1] for name, values in parse_qs(url.query).items()}
+    endpoint = options.get("endpoint_override")
+    if endpoint and "://" not in endpoint:
+        endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
+    return importlib.import_module("boto3").client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name=options.get("region"),
+        aws_access_key_id=unquote(url.username) if url.username else None,
+        aws_secret_access_key=unquote(url.password) if url.password else None,
+    )
+
+
+def _uploads(client: Any, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
+    for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
+        yield from page.get("Uploads", ())

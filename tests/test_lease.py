@@ -1,0 +1,170 @@
+"""Two drivers of one run: the second is told that the first is alive, and a dead one holds nobody up."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dp_ray
+from dp_ray.errors import JobError, StorageError
+from dp_ray.job import Job
+from dp_ray.runner import lease
+from dp_ray.runner.folders import OWNER, own_folder, remove_orphans
+from dp_ray.runner.lease import LEASE, held, wait_until_free
+from dp_ray.runner.process import Process, is_dead, this_process
+from dp_ray.runner.rundir import RunDir, claim
+from dp_ray.storage import Storage
+from tests import models
+
+pytestmark = pytest.mark.usefixtures("in_project")
+HOLD = """
+import sys, time
+from tests.test_lease import claimed_in
+from dp_ray.runner.folders import own_folder
+from dp_ray.runner.lease import held
+with held(claimed_in(sys.argv[1])), own_folder(sys.argv[1]) as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def claimed_in(folder: Path | str) -> RunDir:
+    return claim(Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run"), Storage(str(folder)))
+
+
+def killed_driver(folder: Path) -> str:
+    """A driver that held the run in `folder` and was killed; its temporary folder."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        own = process.stdout.readline().strip()
+        with pytest.raises(JobError, match=rf"is being run by process {process.pid} on .*, which is alive"):
+            wait_until_free(Storage(str(folder / "run")), print)
+        process.send_signal(signal.SIGKILL)
+    return own
+
+
+def test_a_killed_driver_of_this_host_holds_nobody_up(tmp_path: Path) -> None:
+    own = killed_driver(tmp_path)
+    said: list[str] = []
+    began = time.monotonic()
+    wait_until_free(Storage(str(tmp_path / "run")), said.append)
+    assert (said, time.monotonic() - began < 1.0) == ([], True)
+    assert Path(own).exists()
+    with own_folder(str(tmp_path)) as mine:
+        assert not Path(own).exists() and Path(mine).exists()
+        remove_orphans(tmp_path)
+        assert Path(mine).exists()
+    assert not Path(mine).exists()
+
+
+def test_folders_whose_owner_is_unknown_stay(tmp_path: Path) -> None:
+    elsewhere = json.dumps({"host": "other", "machine": "other", "pid": 1, "started": "1"})
+    for name, owner in {"dp_ray-1": None, "dp_ray-2": "{", "dp_ray-3": elsewhere}.items():
+        (tmp_path / name).mkdir()
+        if owner:
+            (tmp_path / name / OWNER).write_text(owner)
+    remove_orphans(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_process_number_that_was_given_again_is_another_process() -> None:
+    mine = this_process()
+    assert not is_dead(mine)
+    assert is_dead(Process(mine.host, mine.machine, mine.pid, "0"))
+    assert not is_dead(Process(mine.host, "another", 1 << 22, "0")), "nobody here can know"
+
+
+def to_another_host(run: Path) -> None:
+    values = json.loads((run / LEASE).read_text())
+    values["driver"]["machine"] = "another"
+    (run / LEASE).write_text(json.dumps(values))
+
+
+def test_the_lease_of_another_host_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 1.0)
+    said: list[str] = []
+    with held(claimed_in(tmp_path)):
+        to_another_host(tmp_path / "run")
+        wait_until_free(Storage(str(tmp_path / "run")), said.append)
+    (line,) = said
+    assert line.startswith("waiting up to 1 s for the lease of process ")
+
+
+def test_a_driver_on_another_host_that_renews_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.3)
+    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.1)
+    with held(claimed_in(tmp_path)):
+        to_another_host(tmp_path / "run")
+        with pytest.raises(JobError, match="which is alive"):
+            wait_until_free(Storage(str(tmp_path / "run")), print)
+
+
+def test_a_lease_is_gone_with_its_driver_and_never_written_over_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
+    with held(claimed_in(tmp_path)):
+        assert (tmp_path / "run" / LEASE).exists()
+    assert not (tmp_path / "run" / LEASE).exists()
+    with held(claimed_in(tmp_path)), held(claimed_in(tmp_path)):
+        token = json.loads((tmp_path / "run" / "run.json").read_text())["token"]
+        time.sleep(0.3)
+        assert json.loads((tmp_path / "run" / LEASE).read_text())["token"] == token
+    assert threading.active_count() == 1 or "lease" not in {thread.name for thread in threading.enumerate()}
+
+
+class RunsAgain(models.Rows):
+    """Reading sample 3 runs the same job once more."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(9)
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            with pytest.raises(JobError, match=f"is being run by process {os.getpid()} on"):
+                dp_ray.run(**keys(self.folder))
+            (Path(self.folder) / "told").touch()
+        return super().__getitem__(index)
+
+
+def keys(folder: Path | str) -> dict[str, Any]:
+    dataset = {"target": "tests.test_lease:RunsAgain", "args": {"folder": str(folder)}}
+    values = {"model": "tests.models:Linear", "dataset": dataset, "batch_size": 4, "workers": 0, "quiet": True}
+    return {**values, "storage": str(folder), "name": "run"}
+
+
+def test_running_twice_by_mistake_costs_nothing(tmp_path: Path) -> None:
+    result = dp_ray.run(**keys(tmp_path))
+    assert (result.status, result.world_sizes) == ("done", [1])
+    assert (tmp_path / "told").exists()
+
+
+class TakesOver(models.Rows):
+    """Reading sample 3 lets another driver claim the run directory."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(9)
+        self.folder = Path(folder)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            (self.folder / "run.json").write_text('{"token": "of another"}')
+            (self.folder / "shapes.parquet").write_text("another's")
+        return super().__getitem__(index)
+
+
+def test_a_driver_that_is_late_writes_nothing_over_anothers(tmp_path: Path) -> None:
+    dataset = {"target": "tests.test_lease:TakesOver", "args": {"folder": str(tmp_path / "run")}}
+    with pytest.raises(StorageError, match="was taken over by another driver"):
+        dp_ray.run(**{**keys(tmp_path), "dataset": dataset})
+    assert (tmp_path / "run" / "shapes.parquet").read_text() == "another's"
+    assert not {path.name for path in (tmp_path / "run").iterdir()} & {"result.json", "outputs.parquet"}
+    assert list((tmp_path / "run" / "parts").iterdir()) == []

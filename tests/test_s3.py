@@ -1,0 +1,225 @@
+"""Runs on an object store: a real server of the S3 protocol, looked at by boto3."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import dp_ray
+from dp_ray.errors import StorageError
+from dp_ray.job import Job
+from dp_ray.results import outputs
+from dp_ray.storage import Storage
+from tests import models
+from tests.group import run_group
+from tests.s3 import IN_URL, SECRET, Server, serving
+
+pytestmark = pytest.mark.usefixtures("in_project")
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("s3") / "requests.log") as started:
+        yield started
+
+
+def predicting(server: Server, folder: str, **keys: Any) -> dict[str, Any]:
+    dataset = {"target": "tests.models:Rows", "args": {"length": 101}}
+    values = {"model": "tests.models:Linear", "dataset": dataset, "batch_size": 7, "shards": 3, "workers": 0}
+    return {**values, "name": "run", "storage": server.url(folder), "quiet": True, **keys}
+
+
+def training(server: Server, folder: str, **keys: Any) -> dict[str, Any]:
+    given = {"task": "train", "model": "tests.training:mlp", "loss": "torch.nn:CrossEntropyLoss"}
+    dataset = {"target": "tests.models:SlowPairs", "args": {"seconds": 0.0}}
+    optimizer = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
+    values = {**given, "dataset": dataset, "optimizer": optimizer, "batch_size": 10, "shards": 3, "workers": 0}
+    checkpoint = {"checkpoint": {"every_steps": 2}, "bitwise": True}
+    return {**values, **checkpoint, "name": "run", "storage": server.url(folder), "quiet": True, **keys}
+
+
+def fail(storage: Storage, size: int) -> None:
+    with storage.writing("x") as stream:
+        stream.write(b"x" * size)
+        raise KeyboardInterrupt
+
+
+def write_parts(storage: Storage, count: int) -> None:
+    with storage.writing("x") as stream:
+        for _ in range(count):
+            stream.write(b"x" * 10 * MEGABYTE)
+
+
+@pytest.mark.parametrize("size", [0, 10, 25 * MEGABYTE])
+def test_a_block_that_raises_leaves_no_object_nor_an_upload(server: Server, size: int) -> None:
+    storage = Storage(server.url(f"raises-{size}"))
+    with pytest.raises(KeyboardInterrupt):
+        fail(storage, size)
+    assert server.objects(f"raises-{size}") == {}
+    storage.write_text("x", "old")
+    with pytest.raises(KeyboardInterrupt):
+        fail(storage, size)
+    assert storage.read_text("x") == "old"
+    storage.remove_unfinished()
+    assert server.uploads(f"raises-{size}") == []
+
+
+def test_a_program_that_ends_while_it_writes_completes_nothing(server: Server) -> None:
+    code = f"""
+from dp_ray.storage import Storage, Unfinished
+stream = Unfinished(Storage({server.url("ends")!r}), "x")
+stream.write(b"x" * {25 * MEGABYTE})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert server.objects("ends") == {}
+    Storage(server.url("ends")).remove_unfinished()
+    assert server.uploads("ends") == []
+
+
+def test_uploads_are_removed_from_one_folder_or_all_below_it(server: Server) -> None:
+    storage = Storage(server.url("cut"))
+    for folder in (storage, storage.child("below"), Storage(server.url("cut-other"))):
+        with pytest.raises(KeyboardInterrupt):
+            fail(folder, 10)
+    storage.remove_unfinished()
+    assert (server.uploads("cut"), server.uploads("cut-other")) == (["below/x"], ["x"])
+    storage.remove_unfinished(recursive=True)
+    assert (server.uploads("cut"), server.uploads("cut-other")) == ([], ["x"])
+
+
+def test_an_upload_that_the_store_cuts_is_an_error_and_no_file(server: Server) -> None:
+    """The server refuses the thirteenth part."""
+    with pytest.raises(StorageError, match="cannot write x"):
+        write_parts(Storage(server.url("broken")), 20)
+    assert server.objects("broken") == {}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_large_file_is_sent_once_and_never_copied(server: Server, named: bool) -> None:
+    storage = Storage(server.url(f"large-{named}"))
+    unfinished = storage.unnamed() if not named else None
+    if unfinished:
+        unfinished.write(b"x" * 30 * MEGABYTE)
+        unfinished.commit("y")
+    else:
+        with storage.writing("y") as stream:
+            stream.write(b"x" * 30 * MEGABYTE)
+    assert server.objects(f"large-{named}") == {"y": 30 * MEGABYTE}
+    assert server.sent(f"large-{named}/y") < 31 * MEGABYTE  # S3's own framing is some bytes a part
+    assert server.copies() == []
+
+
+def test_a_predict_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    result = dp_ray.run(**predicting(server, "predict"))
+    local = dp_ray.run(**predicting(server, "predict", storage=str(tmp_path)))
+    assert result.outputs_sha256 == local.outputs_sha256
+    assert torch.equal(result.outputs, local.outputs)
+    assert set(server.objects("predict/run")) == {"outputs.parquet", "result.json", "run.json", "shapes.parquet"}
+    assert (server.uploads("predict"), server.copies()) == ([], [])
+    assert torch.equal(dp_ray.load(server.url("predict/run")).outputs, local.outputs)
+    with pytest.raises(dp_ray.Error, match="holds this run, finished"):
+        dp_ray.run(**predicting(server, "predict"))
+
+
+def test_a_training_run(server: Server, tmp_path: Path) -> None:
+    result = dp_ray.run(**training(server, "train"))
+    local = dp_ray.run(**training(server, "train", storage=str(tmp_path)))
+    assert result.weights_sha256 == local.weights_sha256
+    left = {name for name in server.objects("train/run") if not name.startswith(("tensorboard", "checkpoints"))}
+    assert left == {"metrics.parquet", "result.json", "run.json", "shapes.parquet", "weights.safetensors"}
+    assert (server.uploads("train"), server.copies()) == ([], [])
+
+
+class Kills(models.SlowPairs):
+    """Reading sample 70 kills the process, while the file `deadly` is there."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(0.0)
+        self.folder = Path(folder)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 70 and (self.folder / "deadly").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_killed_driver_is_carried_on(server: Server, tmp_path: Path) -> None:
+    dataset = {"target": "tests.test_s3:Kills", "args": {"folder": str(tmp_path)}}
+    keys = training(server, "killed", dataset=dataset)
+    (tmp_path / "deadly").touch()
+    killed = subprocess.run([sys.executable, "-c", f"import dp_ray; dp_ray.run(**{keys!r})"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (tmp_path / "deadly").unlink()
+    with pytest.raises(KeyboardInterrupt):  # an upload that the killed driver left
+        fail(Storage(server.url("killed/run/checkpoints")), 10)
+    result = dp_ray.run(**keys)
+    undisturbed = dp_ray.run(**training(server, "undisturbed", dataset=dataset))
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert len(result.interruptions) == 1
+    assert server.uploads("killed") == []
+
+
+def test_the_secret_is_neither_shown_nor_kept(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    job = training(server, "secret", quiet=False)
+    result = dp_ray.run(**job)
+    again = predicting(server, "secret", name="again", init_from=server.url("secret/run"), model="tests.training:mlp")
+    dataset = {"target": "tests.models:SlowPairs", "args": {"seconds": 0.0}}
+    dp_ray.run(**{**again, "dataset": dataset, "inputs": "first", "quiet": False})
+    with pytest.raises(dp_ray.Error) as finished:
+        dp_ray.run(**job)
+    assert server.objects("secret/again")
+    told = "".join(capfd.readouterr()) + str(finished.value) + repr(result) + str(result.to_json())
+    for name in server.objects("secret"):
+        told += (
+            server.client().get_object(Bucket="bucket", Key=f"secret/{name}")["Body"].read().decode(errors="replace")
+        )
+    assert "secret/run" in told
+    assert SECRET not in told and IN_URL not in told
+    assert result.weights and dp_ray.load(server.url("secret/run")).weights
+
+
+def test_two_workers_write_their_parts(server: Server) -> None:
+    values = predicting(server, "group", workers=2, shards=2)
+    del values["quiet"]
+    run_group(Job.make(values, "run"), server.url("group/run"))
+    parts = server.objects("group/run/parts")
+    assert len(parts) == 2
+    storage = Storage(server.url("group/run/parts"))
+    assert sum(pq.read_metadata(storage.open(name)).num_rows for name in parts) == 101
+    assert (server.uploads("group"), server.copies()) == ([], [])
+
+
+def session_folder(address: str) -> Path:
+    """Where the Ray at this address keeps its logs: its GCS was told so."""
+    port = address.rpartition(":")[2]
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    (command,) = (one for one in commands if f"--gcs_server_port={port}" in one)
+    name = re.search(r"session_\d[\w-]+", command)
+    assert name
+    return Path("/tmp/ray") / name[0]
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_a_run_through_ray(server: Server, tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    result = dp_ray.run(**predicting(server, "ray", workers=2, address=cluster.address))
+    local = dp_ray.run(**predicting(server, "ray", storage=str(tmp_path)))
+    assert result.outputs_sha256 == local.outputs_sha256
+    assert set(server.objects("ray/run")) == {"outputs.parquet", "result.json", "run.json", "shapes.parquet"}
+    assert (server.uploads("ray"), server.copies()) == ([], [])
+    session = session_folder(cluster.address)
+    logs = [path for path in session.rglob("*") if path.is_file()]
+    told = "".join(path.read_text(errors="replace") for path in logs) + "".join(capfd.readouterr())
+    assert len(logs) > 5
+    assert SECRET not in told and IN_URL not in told
