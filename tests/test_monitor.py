@@ -147,7 +147,7 @@ def test_with_no_workers_reports_of_two_threads_are_taken_one_at_a_time(
         time.sleep(0.02)
         inside.pop()
 
-    def two_threads(job: Any, world: Any, run: Any, send: Any, border: Any) -> None:
+    def two_threads(job: Any, world: Any, run: Any, send: Any, border: Any, rows: Any) -> None:
         threads = [threading.Thread(target=lambda: [send(Note("x")) for _ in range(5)]) for _ in range(2)]
         for thread in threads:
             thread.start()

@@ -52,7 +52,9 @@ def job_of(secret: str, **keys: Any) -> Job:
     return Job.make({**values, **keys}, "job")
 
 
-def test_the_secret_is_no_part_of_the_job(tmp_path: Path) -> None:
+def test_the_secret_is_no_part_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("find_start", "check_start"):  # there is no such bucket
+        monkeypatch.setattr(f"dp_ray.runner.rundir.{name}", lambda *_: None)
     job = job_of("hush")
     assert job.fingerprint() == job_of("other").fingerprint()
     assert job.storage == "s3://key:hush@bucket/runs"

@@ -105,7 +105,7 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
 
 def synchronise(model: nn.Module) -> None:
     """Give every rank rank 0's parameters and buffers; ModelError on all where their names, sizes or order differ."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         _check_alike(model)
         _broadcast_state(model)
 

@@ -146,8 +146,9 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def scale_by(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply the gradients by a number that may still be on its way on a device."""
-    for device in {one.device for one in gradients}:
-        torch._foreach_mul_([one for one in gradients if one.device == device], factor.to(device))
+    for device, dtype in {(one.device, one.dtype) for one in gradients}:
+        here = [one for one in gradients if (one.device, one.dtype) == (device, dtype)]
+        torch._foreach_mul_(here, factor.to(device, _wide(dtype)))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -294,7 +294,7 @@ class Trainer:
             if known != rows:
                 torch._foreach_mul_(gradients, rows / known if known > 0 else 0.0)
         else:  # without waiting for the device
-            scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0).float())
+            scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
 
     def _update(self, stats: torch.Tensor, rows: int, seed: int) -> Update:
         """Clip the whole batch's gradient and step; the loss's weights count now that all are known.
