@@ -125,7 +125,7 @@ def predict_outputs(job: Job, world: World, run: Storage, send: Send, border: Bo
     with (
         Recorder(world, send) as recorder,
         Probe(model, job.batch_dim) as probe,
-        PartWriter(parts, work.shards, job.batch_dim, before_commit=recorder.flush, attempt=attempt) as writer,
+        PartWriter(parts, work.shards, job.batch_dim, before_commit=recorder.keep, attempt=attempt) as writer,
     ):
 
         def goes_on(step: int) -> bool:
