@@ -163,7 +163,7 @@ def predict_outputs(
     with (
         Recorder(world, send) as recorder,
         Probe(model, job.batch_dim) as probe,
-        PartWriter(parts, work.shards, job.batch_dim, recorder.flush, attempt, tell) as writer,
+        PartWriter(parts, work.shards, job.batch_dim, recorder.keep, attempt, tell) as writer,
     ):
 
         def goes_on(step: int) -> bool:

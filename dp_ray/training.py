@@ -80,6 +80,8 @@ def train(
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,
         ):
+            if keeper:
+                keeper.before_commit = recorder.keep
 
             def on_shard(shard: Shard, batch: Any, stepped: Stepped) -> None:
                 recorder.on_shard(shard, *seen(probe, shard, batch, stepped))
@@ -197,6 +199,7 @@ class Keeper:
     def __init__(
         self, job: Job, trainer: Trainer, split: Split, running: Running, run: Storage, attempt: str, send: Send
     ) -> None:
+        self.before_commit: Callable[[], None] = lambda: None
         self._job = job
         self._run = run
         self._attempt = attempt
@@ -237,6 +240,7 @@ class Keeper:
         def before() -> None:
             check_newest(self._run, self._attempt)
             write_history()
+            self.before_commit()
 
         self._saver.save(self._running.step, about, state, self._running.best_step, before)
         self._saved, self._saved_at = self._running.step, time.monotonic()

@@ -36,12 +36,12 @@ def run_alone(job: Job, folder: Path) -> tuple[Merged, list[Report]]:
     """Each of the job's workers after another in this process: none ever waits for another."""
     run = Storage(str(folder))
     run.child(PARTS).create()
-    reports: list[Report] = []
+    told: list[Any] = []
     for rank in range(job.max_workers):
-        run_task(job, World(rank, job.max_workers), run, reports.append)
+        run_task(job, World(rank, job.max_workers), run, told.append)
     split = split_of(job, job.dataset)
     merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.shuffle), split.rows_kept)
-    return Merged(run), reports
+    return Merged(run), [one for one in told if isinstance(one, Report)]
 
 
 def plain_loop(job: Job, order: list[int], collate: Callable[[list[Any]], Any], dim: int = 0) -> list[Any]:

@@ -30,12 +30,17 @@ class Report(NamedTuple):
     runs: list[Run]
 
 
+class Keep(NamedTuple):
+    """Says that steps are about to be committed: what was reported of them is to be kept."""
+
+
 class Recorder:
     """Collects one worker's reports and sends them on, a batch every `interval` seconds."""
 
-    def __init__(self, world: World, send: Callable[[Report], None], interval: float | None = None) -> None:
+    def __init__(self, world: World, send: Callable[[Any], None], interval: float | None = None) -> None:
         self._world = world
-        self._send = send
+        self._send: Callable[[Report], None] = send
+        self._tell: Callable[[Keep], None] = send
         # Thousands of workers share one driver: each speaks the less often, the more there are.
         self._interval = interval if interval is not None else max(0.1, world.world_size / 2000)
         self._numbers: dict[Seen, int] = {}
@@ -73,6 +78,11 @@ class Recorder:
             report = self._take()
             if report:
                 self._send(report)
+
+    def keep(self) -> None:
+        """Send what there is, to be kept: what was reported of a step that is committed is not lost."""
+        self.flush()
+        self._tell(Keep())
 
     def __enter__(self) -> "Recorder":
         return self

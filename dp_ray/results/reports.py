@@ -107,6 +107,14 @@ class Collector:
             self._emit(ready)
             self._emitted = ready
 
+    def pending(self) -> Rows | None:
+        """What was reported and not passed on yet, if anything; it stays."""
+        held = [(worker, run) for worker, pending in self._pending.items() for run in pending]
+        if not held:
+            return None
+        rows = _expand(held)
+        return rows.where(rows.step > self._emitted)
+
     def close(self) -> None:
         """Pass on everything, also steps that some worker never came through."""
         self._emit(1 << 62)
@@ -165,11 +173,14 @@ class ReportFile:
         self._blocks: list[pa.Table] = []
         self._rows = 0
 
-    def write(self, collector: Collector, rows: Rows) -> None:
-        self._blocks.append(_table(collector, rows))
+    def write(self, collector: Collector, rows: Rows) -> pa.Table:
+        """Write rows of a collector's; the table that they are."""
+        block = table_of(collector, rows)
+        self._blocks.append(block)
         self._rows += len(rows)
         if self._rows >= ROWS_IN_A_GROUP:
             self._write_group()
+        return block
 
     def close(self) -> None:
         if self._blocks:
@@ -268,7 +279,8 @@ def _expand(taken: Sequence[tuple[int, Run]]) -> Rows:
     return rows
 
 
-def _table(collector: Collector, rows: Rows) -> pa.Table:
+def table_of(collector: Collector, rows: Rows) -> pa.Table:
+    """Shard reports as a table of ReportFile's columns."""
     world_numbers, world = np.unique(rows.world, return_inverse=True)
     seen_numbers, seen = np.unique(rows.seen, return_inverse=True)
     worlds = [collector.worlds[number] for number in world_numbers.tolist()]

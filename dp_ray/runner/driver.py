@@ -28,6 +28,7 @@ from dp_ray.replica.weights import LINKS, WEIGHTS, first_step
 from dp_ray.replica.world import World
 from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, best_of, merge_history, summary
+from dp_ray.results.journal import REPORTS, Journal, read_journal
 from dp_ray.results.ledger import PARTS
 from dp_ray.results.outputs import MERGED, Merged, merge
 from dp_ray.results.parts import reading
@@ -202,7 +203,10 @@ def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options:
     with claimed.storage.writing(SHAPES) as stream:
         story = read_story(claimed.storage) if claimed.carried_on else Story()
         file, board = ReportFile(stream), Board(claimed.storage)
-        monitor = Monitor(job, split, file, board, console, options.shapes, story=story, tell_story=tell_story)
+        journal = Journal(claimed.storage.child(REPORTS))
+        monitor = Monitor(
+            job, split, file, board, console, options.shapes, story=story, tell_story=tell_story, journal=journal
+        )
         monitor.restore(reported)
         if story.world_sizes:
             monitor.interrupt(_of_the_last_driver(job, claimed.storage))
@@ -212,16 +216,19 @@ def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options:
         except BaseException as raised:
             error = raised
         monitor.close()
+    claimed.storage.child(REPORTS).remove()
     if error is not None:
         raise error
 
 
 def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, Run]]:
     """What an earlier run reported of the parts that it left."""
-    if not run.exists(SHAPES):
-        return []
-    with reading(run, SHAPES) as file:
-        return read_runs(file, Done([*ledger.done_ranges(ledger.counted(run)), *_trained(job, run)]))
+    done = Done([*ledger.done_ranges(ledger.counted(run)), *_trained(job, run)])
+    runs = read_journal(run.child(REPORTS), done)
+    if run.exists(SHAPES):
+        with reading(run, SHAPES) as file:
+            runs += read_runs(file, done)
+    return sorted(runs, key=lambda one: one[2].first_step)
 
 
 def _of_the_last_driver(job: Job, run: Storage) -> Interruption:

@@ -18,7 +18,8 @@ from dp_ray.job import Job
 from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
 from dp_ray.results.history import Logged
-from dp_ray.results.recorder import Run
+from dp_ray.results.journal import Journal
+from dp_ray.results.recorder import Keep, Run
 from dp_ray.results.reports import Collector, ReportFile, Rows
 from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
 from dp_ray.results.story import Interruption, Story
@@ -76,6 +77,7 @@ class Monitor:
         shapes: bool,
         tell_story: Callable[[Story], None] = lambda story: None,
         story: Story | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.attempts: list[Attempt] = []
         self.story = story or Story()
@@ -91,6 +93,8 @@ class Monitor:
         self.metrics: dict[str, float] = {}
         self._job = job
         self._file = file
+        self._journal = journal
+        self._must_keep = False
         self._board = board
         self._console = console
         self._print_shapes = shapes
@@ -134,6 +138,8 @@ class Monitor:
     def _told(self, what: Any) -> None:
         if isinstance(what, Note):
             self._console.say(f"{self._job.run_name}: {what.text}")
+        elif isinstance(what, Keep):
+            self._must_keep = True
         elif isinstance(what, Measured):
             self.metrics = what.metrics
         elif isinstance(what, Logged):
@@ -155,6 +161,9 @@ class Monitor:
     def tick(self) -> None:
         """Pass on what is complete, show it, and look for a worker that hangs."""
         self._collector.emit()
+        if self._must_keep and self._journal:
+            self._must_keep = False
+            self._journal.save(self._collector)
         self._console.progress(self._progress)
         if hang := self._watchdog.hang():
             self._on_hang(hang)
@@ -247,7 +256,9 @@ class Monitor:
         self._progress.add(report.world.rank, rows)
 
     def _on_rows(self, collector: Collector, rows: Rows) -> None:
-        self._file.write(collector, rows)
+        block = self._file.write(collector, rows)
+        if self._journal:
+            self._journal.add(block)
         self._progress.step = int(rows.step[-1]) + 1
         self._moved = time.monotonic()
         self._progress.rows += sum(collector.seen[number].rows for number in rows.seen.tolist())
