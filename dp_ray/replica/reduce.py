@@ -100,7 +100,7 @@ class TreeReducer:
         self._world_size = world_size
         self._rank = rank
         self._number = {id(parameter): number for number, parameter in enumerate(sums.parameters)}
-        self._strides = {id(one): one.stride() for one in sums.parameters if is_dense(one)}
+        self._layouts = {id(one): _layout(one) for one in sums.parameters}
         self._nodes: list[list[Node]] = []
         self._plans: dict[int, list[list[Node]]] = {}
         self._last: Node | None = None
@@ -136,11 +136,12 @@ class TreeReducer:
 
     def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self.saw_last = self.saw_last or bucket.is_last()
-        flat, views = bucket.buffer(), self._views(bucket)
-        for view, parameter in zip(views, bucket.parameters(), strict=True):
+        flat, parameters = bucket.buffer(), bucket.parameters()
+        views = self._views(flat, parameters)
+        for view, parameter in zip(views, parameters, strict=True):
             if parameter.grad is None:  # not used, for which DDP leaves a zero
                 view.zero_().neg_()
-        held = self._held(bucket, views)
+        held = self._held(parameters, views)
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
         if self._world_size == 2:
             work = dist.all_reduce(flat, async_op=True)
@@ -160,23 +161,22 @@ class TreeReducer:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
-    def _views(self, bucket: GradBucket) -> list[torch.Tensor]:
-        """The bucket's gradients as DDP lays them out: with the parameter's strides, where these leave no gaps.
+    def _views(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A bucket's gradients as DDP lays them out: with the parameter's strides, where these leave no gaps.
 
         `bucket.gradients()` shows the same memory as if all of it were contiguous, and real.
         """
-        views, offset = [], 0
-        numbers = _numbers(bucket.buffer(), bucket.parameters()[0])
-        for parameter in bucket.parameters():
-            view = numbers[offset : offset + parameter.numel()].view(parameter.size())
-            strides = self._strides.get(id(parameter), view.stride())
-            views.append(view.as_strided(view.size(), strides, view.storage_offset()))
+        numbers = _numbers(flat, parameters[0])
+        views, offset = [], numbers.storage_offset()
+        for parameter in parameters:
+            size, strides = self._layouts.get(id(parameter)) or _layout(parameter)
+            views.append(numbers.as_strided(size, strides, offset))
             offset += parameter.numel()
         return views
 
-    def _held(self, bucket: GradBucket, views: list[torch.Tensor]) -> dict[Node, Gradients]:
+    def _held(self, parameters: Sequence[torch.Tensor], views: list[torch.Tensor]) -> dict[Node, Gradients]:
         """This worker's sums of the bucket's parameters; those of the last shard are the bucket itself."""
-        numbers = [self._number.get(id(parameter)) for parameter in bucket.parameters()]
+        numbers = [self._number.get(id(parameter)) for parameter in parameters]
         held: dict[Node, Gradients] = {
             node: [None if number is None else sums[number] for number in numbers]
             for node, sums in self._sums.held.items()
@@ -235,6 +235,12 @@ def _laid_out(flat: torch.Tensor, views: list[torch.Tensor], gradients: Gradient
         if gradient is not None:
             numbers.as_strided(view.size(), view.stride(), view.storage_offset() - start).copy_(gradient)
     return made
+
+
+def _layout(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """Size and strides of a parameter's gradient in its bucket."""
+    like = parameter.detach() if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
+    return like.size(), like.stride()
 
 
 def _numbers(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
