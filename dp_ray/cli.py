@@ -103,7 +103,7 @@ def run(
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Show how a job would be cut and dealt; starts no Ray."""
-    job = _load(job_file, workers, settings)
+    job = _load(job_file, workers, settings).for_task()
     from dp_ray.plan.plan import plan as plan_of
     from dp_ray.plan.plan import table
     from dp_ray.plan.split import Split
@@ -112,7 +112,9 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
 
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         epochs, most = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
-        split = Split(len(build_dataset(job)), job.batch_size, job.num_shards, job.drop_last, epochs, most)
+        split = Split(
+            len(build_dataset(job, job.dataset_key)), job.batch_size, job.num_shards, job.drop_last, epochs, most
+        )
         planned = plan_of(split, job.max_workers)
         if job.split is not None:
             from dp_ray.replica.parallel import plan_blocks

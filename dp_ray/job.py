@@ -175,10 +175,11 @@ class Job(Strict):
     gpus_per_worker: Literal["auto"] | NonNegativeFloat = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     shuffle: bool = False
+    order: Literal["dataset", "shuffled"] = "dataset"
     drop_last: bool = False
     epochs: PositiveInt = 1
     max_steps: PositiveInt | None = None
-    inputs: Literal["all", "first"] | None = None
+    inputs: Literal["auto", "all", "first"] = "auto"
     call: Literal["auto", "one", "args", "kwargs"] = "auto"
     collate: Targeted | None = None
     scatter: Literal["samples", "batch"] = "samples"
@@ -309,8 +310,29 @@ class Job(Strict):
 
     @property
     def gives_first(self) -> bool:
-        """Whether the model gets the first of a pair (inputs, target), rather than the whole item."""
-        return self.inputs == "first" or (self.inputs is None and self.task != "predict")
+        """Whether items must be pairs (inputs, target), of which the model gets the first."""
+        return self.inputs == "first" or (self.inputs == "auto" and self.task != "predict")
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the samples come in a random order: by `shuffle` in a training, else by `order`."""
+        return self.shuffle if self.task == "train" else self.order == "shuffled"
+
+    @property
+    def dataset_key(self) -> str:
+        """The key under which the task's own dataset stands."""
+        return "eval.dataset" if self.task == "evaluate" and self.eval is not None else "dataset"
+
+    def for_task(self) -> "Job":
+        """The job over the dataset of its task: evaluate takes that of `eval`, where there is one."""
+        return self.over_eval() if self.dataset_key == "eval.dataset" else self
+
+    def over_eval(self) -> "Job":
+        """The job over all samples of the dataset of `eval`, in their order, in batches of its size."""
+        assert self.eval is not None
+        size = self.eval.batch_size or self.batch_size
+        changed = {"dataset": self.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
+        return self.model_copy(update={**changed, "order": "dataset"})
 
     @property
     def num_devices(self) -> int:
@@ -364,7 +386,7 @@ class Job(Strict):
         values["eval"] = self.eval and self.eval.model_dump(exclude={"dataset"})
         for key, target in self.targets.items():
             _lay_over(values, key.split("."), _describe_target(target))
-        described = {**values, "inputs": "first" if self.gives_first else "all", "shards": self.num_shards}
+        described = {**values, "shards": self.num_shards}
         return {key: hide_in(value) for key, value in described.items()}
 
     def __repr__(self) -> str:
@@ -376,6 +398,8 @@ class Job(Strict):
     def fingerprint(self) -> str:
         """A hash of every key that can change the result."""
         kept = {key: value for key, value in self.describe().items() if key not in self.CANNOT_CHANGE_THE_RESULT}
+        kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self.is_shuffled}
+        del kept["order"]  # which is_shuffled tells
         try:
             return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
         except (TypeError, ValueError, RecursionError) as error:

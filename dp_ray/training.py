@@ -74,7 +74,7 @@ def train(
         evaluator = Evaluator(job, called, evaluation, world, border, rows_on_driver)
         keeper = Keeper(job, trainer, split, running, run, attempt, send) if world.rank == 0 else None
         work = Work(split, world.world_size, world.rank, start=running.step)
-        batches = load_shards(job, dataset, work, world.device, inputs_only=False)
+        batches = load_shards(job, dataset, work, world.device)
         with (
             contextlib.closing(keeper) if keeper else contextlib.nullcontext(),
             Recorder(world, send) as recorder,
@@ -162,12 +162,10 @@ class Evaluator:
         self._world = world
         self._eval = job.eval
         if job.eval is not None:
-            size = job.eval.batch_size or job.batch_size
-            changed = {"dataset": job.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
-            self._job = job.model_copy(update=changed)
+            self._job = job.over_eval()
             self._dataset = seeded_dataset(self._job, "eval.dataset")
             check_rows("eval.dataset", len(self._dataset), rows_on_driver)
-            self._split = Split(len(self._dataset), size, job.num_shards)
+            self._split = Split(len(self._dataset), self._job.batch_size, job.num_shards)
 
     def is_due(self, split: Split, step: int) -> bool:
         if self._eval is None:
@@ -184,7 +182,7 @@ class Evaluator:
         if not self.is_due(split, step):
             return {}
         work = Work(self._split, self._world.world_size, self._world.rank)
-        batches = load_shards(self._job, self._dataset, work, self._world.device, inputs_only=False)
+        batches = load_shards(self._job, self._dataset, work, self._world.device)
         found = self._evaluation.run(self._model, work, batches, on_step=lambda _: self._border.touch())
         measured = {f"eval_{name}": value for name, value in found.items()}
         check_measured(self._job, measured)

@@ -8,7 +8,7 @@ from torch import nn
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job import Job
-from dp_ray.replica.data import model_inputs
+from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.loss import Compare, Weighted, build_loss, has_fixed_size, may_have_fixed_size, weigh
 from dp_ray.replica.model import call_model
 from dp_ray.replica.targets import bound
