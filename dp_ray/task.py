@@ -21,7 +21,7 @@ from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.parallel import input_device
 from dp_ray.replica.randomness import has_drawn, preserved
 from dp_ray.replica.step import Stepped, build_step
-from dp_ray.replica.weights import load_weights, read_start
+from dp_ray.replica.weights import describe_start, load_weights, read_start
 from dp_ray.replica.world import World, check_rows, is_lost_peer
 from dp_ray.results import ledger
 from dp_ray.results.ledger import PARTS
@@ -139,6 +139,8 @@ def started(job: Job, world: World, run: Storage, send: Send) -> nn.Module:
     model = build_model(job, world.devices)
     if job.init_from is not None:
         load_weights(model, read_start(run, job.init_from)[0], job.init_from)
+        if world.rank == 0:
+            send(Note(describe_start(run, job.init_from)))
     elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
         send(Note(f"untrained weights: init_from is not set (unless {job.model.target} loads trained ones itself)"))
     synchronise(model)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dp_ray.border import Border
-from dp_ray.errors import JobError, ModelError
+from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Work
@@ -24,7 +24,15 @@ from dp_ray.replica.parallel import input_device
 from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest, pack, steps_of
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.train import Trainer, Update
-from dp_ray.replica.weights import WEIGHTS, first_step, load_weights, read_start
+from dp_ray.replica.weights import (
+    BEST,
+    WEIGHTS,
+    describe_start,
+    first_step,
+    load_weights,
+    read_start,
+    write_best,
+)
 from dp_ray.replica.world import World, broadcast, check_rows, is_rank_0
 from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, History
@@ -103,6 +111,18 @@ def train(
     if world.rank == 0:
         check_newest(run, attempt)
         write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
+        keep_best(run, running, send)
+
+
+def keep_best(run: Storage, running: Running, send: Send) -> None:
+    """Leave the best weights, if there are any, beside the last; without them a training is done all the same."""
+    run.delete(BEST)
+    if running.best is None or running.best_step is None:
+        return
+    try:
+        write_best(run, running.best_by[0], running.best, running.best_step)
+    except StorageError as error:
+        send(Note(f"the best weights, those after step {running.best_step}, cannot be kept: {error}"))
 
 
 def begin_attempt(run: Storage) -> Ledger:
@@ -308,7 +328,12 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
     if found:
         check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, "start anew with --overwrite")
         return resume(trainer, found[1], found[2])
-    return Running() if job.init_from is None else start_from(job, trainer, split, run, job.init_from)
+    if job.init_from is None:
+        return Running()
+    running = start_from(job, trainer, split, run, job.init_from)
+    if is_rank_0():
+        send(Note(describe_start(run, job.init_from)))
+    return running
 
 
 def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location: str) -> Running:

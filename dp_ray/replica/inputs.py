@@ -72,7 +72,8 @@ def takes_first(job: Job, least: int, most: float, first: Any) -> bool:
 def positional_arguments(model: nn.Module) -> tuple[int, float]:
     """How many positional arguments the model's forward takes, at least and at most."""
     if isinstance(model, torch.jit.ScriptModule):
-        given = [one for one in model.forward.schema.arguments[1:] if not one.kwarg_only]
+        forward: Any = model.forward
+        given = [one for one in forward.schema.arguments[1:] if not one.kwarg_only]
         return sum(not one.has_default_value() for one in given), len(given)
     try:
         parameters = inspect.signature(model.forward).parameters.values()

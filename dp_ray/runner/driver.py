@@ -33,7 +33,7 @@ from dp_ray.results.outputs import MERGED, Merged, merge
 from dp_ray.results.parts import reading
 from dp_ray.results.recorder import Run
 from dp_ray.results.reports import ReportFile, read_runs
-from dp_ray.results.result import RESULT, SHAPES, Result, load
+from dp_ray.results.result import RESULT, SHAPES, Result, load, with_best_weights
 from dp_ray.results.shapes import Seen
 from dp_ray.results.story import STORY, Interruption, Story, read_story
 from dp_ray.runner.board import Board
@@ -322,7 +322,7 @@ def _result(
         outputs_sha256=Merged(storage).sha256() if merged else None,
         weights_path=str(storage.child(WEIGHTS)) if trained else None,
         weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
-        best=best_of(storage, best.metric, best.mode, kept) if trained and best else None,
+        best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
 
