@@ -142,7 +142,7 @@ def started(job: Job, world: World, run: Storage, send: Send) -> nn.Module:
         if world.rank == 0:
             send(Note(describe_start(run, job.init_from)))
     elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
-        send(Note(f"untrained weights: init_from is not set (unless {job.model.target} loads trained ones itself)"))
+        send(Note(f"untrained weights: init_from is not set (unless {job.model.label} loads trained ones itself)"))
     synchronise(model)
     return model
 

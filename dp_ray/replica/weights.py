@@ -149,9 +149,10 @@ def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
 
 def _split(location: str) -> tuple[Storage, str]:
     """A folder, and the name of the file where `init_from` names one."""
-    folder, _, name = location.rstrip("/").rpartition("/")
+    base, mark, query = location.partition("?") if "://" in location else (location, "", "")
+    folder, _, name = base.rstrip("/").rpartition("/")
     is_file = name.endswith((".safetensors", *TORCH_FILES))
-    return (Storage(folder or "."), name) if is_file else (Storage(location), "")
+    return (Storage((folder or ".") + mark + query), name) if is_file else (Storage(location), "")
 
 
 def _pin(run: Storage, location: str) -> Start:
