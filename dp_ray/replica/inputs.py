@@ -15,18 +15,30 @@ GIVES_BOTH = (
     "inputs: auto gives the model both of each pair, as its forward may take two; if the second is a target, "
     "set inputs: first"
 )
+STEP = (
+    "write a step; for dict items and a model like Hugging Face's: def step(model, batch): outputs = model(**batch); "
+    "return {'loss': (outputs.loss * n, n), 'outputs': outputs.logits, 'target': batch['labels']}, where n is the "
+    "number of labels that count, like (batch['labels'] != -100).sum()"
+)
 
 
 def model_inputs(job: Job, batch: Any) -> Any:
     """What of a collated batch the model gets, where its signature has no say."""
-    if not job.gives_first:
-        return batch
-    if isinstance(batch, tuple | list) and batch:
-        return batch[0]
-    raise DataError(
-        f"inputs: 'first' needs items that are (inputs, target), "
-        f"got a batch of type {type(batch).__qualname__}; set inputs: all"
-    )
+    check_pair(job, batch)
+    return batch[0] if job.gives_first else batch
+
+
+def check_pair(job: Job, batch: Any) -> None:
+    """Raise DataError where the task needs pairs (inputs, target), and the batch is none."""
+    if job.task != "predict" and not _is_pair(batch):
+        raise DataError(
+            f"task {job.task} needs items that are (inputs, target), got a batch of {_noun(batch)}; {STEP}"
+        )
+    if job.gives_first and not (isinstance(batch, tuple | list) and batch):
+        raise DataError(
+            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_noun(batch)}; leave inputs "
+            "out, and for a dict whose keys are the model's arguments set call: kwargs"
+        )
 
 
 class PredictInputs:
@@ -82,6 +94,10 @@ def positional_arguments(model: nn.Module) -> tuple[int, float]:
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     takes_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     return sum(one.default is one.empty for one in positional), float("inf") if takes_any else len(positional)
+
+
+def _noun(batch: Any) -> str:
+    return f"a {type(batch).__qualname__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
 
 
 def _is_pair(batch: Any) -> bool:
