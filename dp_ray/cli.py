@@ -1,4 +1,4 @@
-"""The command line: run, plan, verify, submit, report."""
+"""The command line: run, plan, verify, submit, evaluate, predict, report."""
 
 import contextlib
 import json
@@ -103,7 +103,7 @@ def run(
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Show how a job would be cut and dealt; starts no Ray."""
-    job = _load(job_file, workers, settings)
+    job = _load(job_file, workers, settings).for_task()
     from dp_ray.plan.plan import plan as plan_of
     from dp_ray.plan.plan import table
     from dp_ray.plan.split import Split
@@ -112,7 +112,9 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
 
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         epochs, most = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
-        split = Split(len(build_dataset(job)), job.batch_size, job.num_shards, job.drop_last, epochs, most)
+        split = Split(
+            len(build_dataset(job, job.dataset_key)), job.batch_size, job.num_shards, job.drop_last, epochs, most
+        )
         planned = plan_of(split, job.max_workers)
         if job.split is not None:
             from dp_ray.replica.parallel import plan_blocks
@@ -185,6 +187,69 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
     sys.exit(submit_and_follow(address, program, [setting for setting in settings if is_env(setting)]))
 
 
+def _of_a_training(command: Any) -> Any:
+    """The arguments and options of `evaluate` and `predict`."""
+    options = [
+        click.argument("run_dir", metavar="RUN_DIR"),
+        click.option(
+            "--dataset", metavar="TARGET", help="Another dataset: module:attribute, or {target: ..., args: ...}."
+        ),
+        click.option(
+            "--weights", type=click.Choice(["best", "last"]), help="Default best, where there are, else last."
+        ),
+        WORKERS,
+        SETTINGS,
+        click.option("--name", help="The run's name; by default the training's with the task behind it."),
+        click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own."),
+        click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
+        click.option("--shapes", is_flag=True, help="Print what every shard's model saw."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line."),
+        click.option("--quiet", is_flag=True, help="No progress."),
+        click.option("--verbose", is_flag=True, help="With Ray's own log lines."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@cli.command()
+@_of_a_training
+def evaluate(**given: Any) -> None:
+    """Evaluate the weights of a training."""
+    _follow_up("evaluate", **given)
+
+
+@cli.command()
+@_of_a_training
+def predict(**given: Any) -> None:
+    """Predict with the weights of a training."""
+    _follow_up("predict", **given)
+
+
+def _follow_up(
+    task: Any,
+    run_dir: str,
+    dataset: str | None,
+    weights: Any,
+    workers: str | None,
+    settings: tuple[str, ...],
+    name: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    from dp_ray.runner.driver import Options, execute
+    from dp_ray.runner.followup import follow_up
+
+    chosen = {} if dataset is None else dict([parse_setting(f"dataset={dataset}")])
+    overrides = {**chosen, **_overrides(workers, settings, name=name)}
+    job, lines = follow_up(task, run_dir, weights, overrides)
+    for line in () if flags["quiet"] else lines:
+        click.echo(line, err=True)
+    result = execute(job, Options(**flags))
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+
+
 @cli.command()
 @click.argument("run_dir", metavar="RUN_DIR")
 @click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
@@ -213,8 +278,13 @@ def _plainly(value: Any) -> str:
 
 
 def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:
+    return load_job(Path(job_file), _overrides(workers, settings, **others))
+
+
+def _overrides(workers: str | None, settings: tuple[str, ...], **others: str | None) -> dict[str, Any]:
+    """The keys of a job that the command line sets."""
     overrides: dict[str, Any] = dict(map(parse_setting, settings))
     if workers is not None:
         overrides["workers"] = parse_workers(workers)
     overrides.update({key: value for key, value in others.items() if value is not None})
-    return load_job(Path(job_file), overrides)
+    return overrides

@@ -1,8 +1,11 @@
 """The job: what to run, as strict frozen models; the only place that parses YAML, `--set` and keywords."""
 
 import difflib
+import functools
 import hashlib
+import inspect
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,16 +41,61 @@ class Strict(BaseModel):
 
 
 class Target(Strict):
-    """Something to import and call: `module:attribute` with `args` as keywords."""
+    """Something to call with `args` as keywords: `module:attribute`, or from Python a class or function itself."""
 
-    target: str
+    target: Any
     args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _opened(cls, values: Any) -> Any:
+        """The keywords of a partial are args."""
+        given = values.get("target") if isinstance(values, dict) else None
+        if not isinstance(given, functools.partial) or (keywords := _keywords(given)) is None:
+            return values
+        return {**values, "target": given.func, "args": {**keywords, **values.get("args", {})}}
 
     @model_validator(mode="after")
     def _is_a_target(self) -> "Target":
-        if not TARGET.fullmatch(self.target):
-            raise ValueError(f"must be 'module:attribute', like 'jobs.digits:Net', got {self.target!r}")
+        if not (TARGET.fullmatch(self.target) if isinstance(self.target, str) else _is_called(self.target)):
+            or_object = "" if isinstance(self.target, str) else ", or a class or function"
+            raise ValueError(
+                f"must be 'module:attribute', like 'jobs.digits:Net'{or_object}, got {self.target!r:.80}"
+            )
         return self
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is a name, and no class or function from Python."""
+        return isinstance(self.target, str)
+
+    @property
+    def label(self) -> str:
+        """Its name, for reading."""
+        return self.target if isinstance(self.target, str) else _qualified(self.target)
+
+
+def _is_called(value: Any) -> bool:
+    """Whether a Python object is there to be called with args, rather than to be taken as it is."""
+    return inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, functools.partial)
+
+
+def _keywords(given: functools.partial[Any]) -> dict[str, Any] | None:
+    """The arguments of a partial as keywords; None where they cannot be: a function gets others before them."""
+    if not given.args or not inspect.isclass(given.func):
+        return None if given.args else given.keywords
+    try:
+        takes = inspect.signature(given.func)
+        found = takes.bind_partial(*given.args, **given.keywords).arguments
+    except (TypeError, ValueError):
+        return None
+    by_name = all(takes.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in found)
+    return dict(found) if by_name else None
+
+
+def _qualified(value: Any) -> str:
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 class Group(Strict):
@@ -83,8 +131,8 @@ class Scheduler(Target):
 
 def _parser(cls: type[Target]) -> BeforeValidator:
     def parse(value: Any) -> Any:
-        """A target as text or mapping becomes a Target; a Python object stays what it is."""
-        if isinstance(value, str):
+        """Text, a mapping, a class or a function becomes a Target; another object stays what it is."""
+        if isinstance(value, str) or _is_called(value):
             return cls(target=value)
         if isinstance(value, Mapping):
             return cls.model_validate(dict(value))
@@ -101,6 +149,13 @@ Targeted = Annotated[Any, _parser(Target)]
 def _metric(value: Any) -> Any:
     """`best: eval_loss` is the least of it."""
     return {"metric": value} if isinstance(value, str) else value
+
+
+def _location(value: Any) -> Any:
+    """A path, or the run directory of a Result, as text."""
+    if hasattr(value, "run_dir"):
+        return getattr(value, "location", "") or value.run_dir
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 class Best(Strict):
@@ -161,7 +216,8 @@ class Loader(Strict):
 class Job(Strict):
     """One job: a model over a dataset, in global batches of `batch_size` rows cut into `shards` shards.
 
-    Targets are `module:attribute` with args, or, from Python, objects. Keys of other tasks are left aside.
+    Targets are `module:attribute` with args, or, from Python, classes, functions, partials and objects; the key
+    `model_args` gives those of `model`, and likewise of the others. Keys of other tasks are left aside.
     Raises JobError, naming the key, what was got and what it may be, through `Job.make`.
     """
 
@@ -175,10 +231,11 @@ class Job(Strict):
     gpus_per_worker: Literal["auto"] | NonNegativeFloat = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     shuffle: bool = False
+    order: Literal["dataset", "shuffled"] = "dataset"
     drop_last: bool = False
     epochs: PositiveInt = 1
     max_steps: PositiveInt | None = None
-    inputs: Literal["all", "first"] | None = None
+    inputs: Literal["auto", "all", "first"] = "auto"
     call: Literal["auto", "one", "args", "kwargs"] = "auto"
     collate: Targeted | None = None
     scatter: Literal["samples", "batch"] = "samples"
@@ -197,7 +254,7 @@ class Job(Strict):
     find_unused_parameters: Literal["auto"] | bool = "auto"
     bitwise: bool = False
     checkpoint: Checkpoint = Checkpoint()
-    init_from: Annotated[str, Field(min_length=1)] | None = None
+    init_from: Annotated[str, Field(min_length=1), BeforeValidator(_location)] | None = None
     cpus_per_worker: NonNegativeFloat = 1
     resources_per_worker: dict[str, NonNegativeFloat] = Field(default_factory=dict)
     accelerator_type: str | None = None
@@ -309,8 +366,29 @@ class Job(Strict):
 
     @property
     def gives_first(self) -> bool:
-        """Whether the model gets the first of a pair (inputs, target), rather than the whole item."""
-        return self.inputs == "first" or (self.inputs is None and self.task != "predict")
+        """Whether items must be pairs (inputs, target), of which the model gets the first."""
+        return self.inputs == "first" or (self.inputs == "auto" and self.task != "predict")
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the samples come in a random order: by `shuffle` in a training, else by `order`."""
+        return self.shuffle if self.task == "train" else self.order == "shuffled"
+
+    @property
+    def dataset_key(self) -> str:
+        """The key under which the task's own dataset stands."""
+        return "eval.dataset" if self.task == "evaluate" and self.eval is not None else "dataset"
+
+    def for_task(self) -> "Job":
+        """The job over the dataset of its task: evaluate takes that of `eval`, where there is one."""
+        return self.over_eval() if self.dataset_key == "eval.dataset" else self
+
+    def over_eval(self) -> "Job":
+        """The job over all samples of the dataset of `eval`, in their order, in batches of its size."""
+        assert self.eval is not None
+        size = self.eval.batch_size or self.batch_size
+        changed = {"dataset": self.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
+        return self.model_copy(update={**changed, "order": "dataset"})
 
     @property
     def num_devices(self) -> int:
@@ -347,12 +425,16 @@ class Job(Strict):
     @property
     def is_all_targets(self) -> bool:
         """Whether its keys alone tell the job from any other."""
-        return all(value is None or isinstance(value, Target) for value in self.targets.values())
+        given = [value for value in self.targets.values() if value is not None]
+        return all(isinstance(value, Target) and value.is_named for value in given)
 
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
         """The job that these keys and values describe; JobError lists every one that is wrong."""
         named = {**values, "name": default_name if values.get("name") is None else values["name"]}
+        for key in cls.TARGETED:
+            if (args := named.pop(f"{key}_args", None)) is not None:
+                named[key] = _with_args(named.get(key), args)
         try:
             return cls.model_validate(named)
         except ValidationError as error:
@@ -363,8 +445,9 @@ class Job(Strict):
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval"})
         values["eval"] = self.eval and self.eval.model_dump(exclude={"dataset"})
         for key, target in self.targets.items():
-            _lay_over(values, key.split("."), _describe_target(target))
-        described = {**values, "inputs": "first" if self.gives_first else "all", "shards": self.num_shards}
+            outer, _, inner = key.partition(".")
+            _lay_over(values, [outer, inner] if inner else [outer], _describe_target(target))
+        described = {**values, "shards": self.num_shards}
         return {key: hide_in(value) for key, value in described.items()}
 
     def __repr__(self) -> str:
@@ -376,6 +459,8 @@ class Job(Strict):
     def fingerprint(self) -> str:
         """A hash of every key that can change the result."""
         kept = {key: value for key, value in self.describe().items() if key not in self.CANNOT_CHANGE_THE_RESULT}
+        kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self.is_shuffled}
+        del kept["order"]  # which is_shuffled tells
         try:
             return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
         except (TypeError, ValueError, RecursionError) as error:
@@ -388,12 +473,17 @@ def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Jo
     Raises JobError where the file cannot be read, is not YAML or is no valid job.
     """
     values = _read_yaml(Path(path))
-    for key, value in (overrides or {}).items():
-        _lay_over(values, key.split("."), value)
     try:
-        return Job.make(values, default_name=Path(path).stem)
+        return job_of(values, overrides or {}, default_name=Path(path).stem)
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
+
+
+def job_of(values: dict[str, Any], overrides: Mapping[str, Any], default_name: str) -> Job:
+    """The job of these keys and values, with the dotted keys of `overrides` laid over them."""
+    for key, value in overrides.items():
+        _lay_over(values, key.split("."), value)
+    return Job.make(values, default_name)
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -469,10 +559,18 @@ def _lay_over(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def _describe_target(value: Any) -> Any:
-    if value is None or isinstance(value, Target):
-        return value and value.model_dump()
-    kind = value if hasattr(value, "__qualname__") else type(value)
-    return f"<{kind.__module__}:{kind.__qualname__}>"
+    if value is None:
+        return None
+    if not isinstance(value, Target):
+        return f"<{_qualified(value)}>"
+    return {**value.model_dump(), "target": value.label if value.is_named else f"<{value.label}>"}
+
+
+def _with_args(given: Any, args: Any) -> Any:
+    """A target with these args: those of the keys `model_args`, `dataset_args` ..."""
+    if isinstance(given, Target):
+        return given.model_copy(update={"args": args})
+    return {**given, "args": args} if isinstance(given, Mapping) else {"target": given, "args": args}
 
 
 _EPOCHS_LOSS = ("scheduler.metric", "loss")  # the epoch's mean, which no evaluation measures

@@ -10,17 +10,18 @@ from torch import nn
 
 from dp_ray.border import Border
 from dp_ray.errors import ModelError, WorkerError
-from dp_ray.job import Job
+from dp_ray.job import Job, Target
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Work
 from dp_ray.replica.data import Indices, load_shards, seeded_dataset
 from dp_ray.replica.evaluate import Evaluation, build_measures
+from dp_ray.replica.inputs import PredictInputs
 from dp_ray.replica.loop import predict
 from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.parallel import input_device
-from dp_ray.replica.randomness import preserved
+from dp_ray.replica.randomness import has_drawn, preserved
 from dp_ray.replica.step import Stepped, build_step
-from dp_ray.replica.weights import load_weights, read_start
+from dp_ray.replica.weights import describe_start, load_weights, read_start
 from dp_ray.replica.world import World, check_rows, is_lost_peer
 from dp_ray.results import ledger
 from dp_ray.results.ledger import PARTS
@@ -57,7 +58,7 @@ def run_task(
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     with preserved(world.device), deterministic(job, world.device), compiling(job):
         try:
-            tasks[job.task](job, world, run, send, border or Border(), rows_on_driver or {})
+            tasks[job.task](job.for_task(), world, run, send, border or Border(), rows_on_driver or {})
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
@@ -108,15 +109,15 @@ def evaluate(
     job: Job, world: World, run: Storage, send: Send, border: Border, rows_on_driver: Mapping[str, int]
 ) -> None:
     """Run this worker's shards of every step and tell the means over the whole dataset."""
-    dataset = seeded_dataset(job)
+    dataset = seeded_dataset(job, job.dataset_key)
     check_rows("dataset", len(dataset), rows_on_driver)
-    model = started(job, world, run)
+    model = started(job, world, run, send)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     called = compiled(model, job)
     work = Work(split_of(job, dataset), world.world_size, world.rank)
     measures, states = build_measures(job)
     evaluation = Evaluation(job, build_step(job, world), measures, states, world.device)
-    batches = load_shards(job, dataset, work, world.device, inputs_only=False)
+    batches = load_shards(job, dataset, work, world.device)
     with Recorder(world, send) as recorder, Probe(called, job.batch_dim) as probe:
 
         def on_shard(shard: Shard, batch: Any, stepped: Stepped) -> None:
@@ -133,11 +134,15 @@ def evaluate(
     border.end()
 
 
-def started(job: Job, world: World, run: Storage) -> nn.Module:
-    """The model with the weights to run, the same on every rank."""
+def started(job: Job, world: World, run: Storage, send: Send) -> nn.Module:
+    """The model with the weights to run, the same on every rank; weights that nobody trained are told."""
     model = build_model(job, world.devices)
     if job.init_from is not None:
         load_weights(model, read_start(run, job.init_from)[0], job.init_from)
+        if world.rank == 0:
+            send(Note(describe_start(run, job.init_from)))
+    elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
+        send(Note(f"untrained weights: init_from is not set (unless {job.model.label} loads trained ones itself)"))
     synchronise(model)
     return model
 
@@ -148,7 +153,7 @@ def predict_outputs(
     """Run this worker's shards of every step, but those that a part which counts holds."""
     dataset = seeded_dataset(job)
     check_rows("dataset", len(dataset), rows_on_driver)
-    bare = started(job, world, run)
+    bare = started(job, world, run, send)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
     parts = run.child(PARTS)
@@ -188,7 +193,7 @@ def predict_outputs(
             recorder.on_step(step)
             writer.on_step(step)
 
-        batches = load_shards(job, dataset, work, world.device)
+        batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, tell))
         predict(model, job, world.device, work, batches, on_shard, on_step, goes_on)
         border.through()
     if stopped:

@@ -99,6 +99,16 @@ def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str
     return tensors, text
 
 
+def read_text(storage: Storage, name: str) -> str:
+    """The text with which a safetensors file was written, "" where another program did; no tensor is read."""
+    with storage.open(name) as stream:
+        try:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            return str(header.get("__metadata__", {}).get(TEXT, ""))
+        except (ValueError, AttributeError) as error:
+            raise StorageError(f"{storage}/{name}: is damaged, or no safetensors file: {error}") from None
+
+
 def sha256_of(storage: Storage, name: str) -> str:
     """The hash of the tensors' raw bytes, in the order of their names."""
     tensors, _ = read_tensors(storage, name)

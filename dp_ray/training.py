@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dp_ray.border import Border
-from dp_ray.errors import JobError, ModelError
+from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Work
@@ -24,7 +24,15 @@ from dp_ray.replica.parallel import input_device
 from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest, pack, steps_of
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.train import Trainer, Update
-from dp_ray.replica.weights import WEIGHTS, first_step, load_weights, read_start
+from dp_ray.replica.weights import (
+    BEST,
+    WEIGHTS,
+    describe_start,
+    first_step,
+    load_weights,
+    read_start,
+    write_best,
+)
 from dp_ray.replica.world import World, broadcast, check_rows, is_rank_0
 from dp_ray.results import ledger
 from dp_ray.results.history import HISTORY, History
@@ -74,7 +82,7 @@ def train(
         evaluator = Evaluator(job, called, evaluation, world, border, rows_on_driver)
         keeper = Keeper(job, trainer, split, running, run, attempt, send) if world.rank == 0 else None
         work = Work(split, world.world_size, world.rank, start=running.step)
-        batches = load_shards(job, dataset, work, world.device, inputs_only=False)
+        batches = load_shards(job, dataset, work, world.device)
         with (
             contextlib.closing(keeper) if keeper else contextlib.nullcontext(),
             Recorder(world, send) as recorder,
@@ -105,6 +113,18 @@ def train(
     if world.rank == 0:
         check_newest(run, attempt)
         write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
+        keep_best(run, running, send)
+
+
+def keep_best(run: Storage, running: Running, send: Send) -> None:
+    """Leave the best weights, if there are any, beside the last; without them a training is done all the same."""
+    run.delete(BEST)
+    if running.best is None or running.best_step is None:
+        return
+    try:
+        write_best(run, running.best_by[0], running.best, running.best_step)
+    except StorageError as error:
+        send(Note(f"the best weights, those after step {running.best_step}, cannot be kept: {error}"))
 
 
 def begin_attempt(run: Storage) -> Ledger:
@@ -164,12 +184,10 @@ class Evaluator:
         self._world = world
         self._eval = job.eval
         if job.eval is not None:
-            size = job.eval.batch_size or job.batch_size
-            changed = {"dataset": job.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
-            self._job = job.model_copy(update=changed)
+            self._job = job.over_eval()
             self._dataset = seeded_dataset(self._job, "eval.dataset")
             check_rows("eval.dataset", len(self._dataset), rows_on_driver)
-            self._split = Split(len(self._dataset), size, job.num_shards)
+            self._split = Split(len(self._dataset), self._job.batch_size, job.num_shards)
 
     def is_due(self, split: Split, step: int) -> bool:
         if self._eval is None:
@@ -186,7 +204,7 @@ class Evaluator:
         if not self.is_due(split, step):
             return {}
         work = Work(self._split, self._world.world_size, self._world.rank)
-        batches = load_shards(self._job, self._dataset, work, self._world.device, inputs_only=False)
+        batches = load_shards(self._job, self._dataset, work, self._world.device)
         found = self._evaluation.run(self._model, work, batches, on_step=lambda _: self._border.touch())
         measured = {f"eval_{name}": value for name, value in found.items()}
         check_measured(self._job, measured)
@@ -314,7 +332,12 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
     if found:
         check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, "start anew with --overwrite")
         return resume(trainer, found[1], found[2])
-    return Running() if job.init_from is None else start_from(job, trainer, split, run, job.init_from)
+    if job.init_from is None:
+        return Running()
+    running = start_from(job, trainer, split, run, job.init_from)
+    if is_rank_0():
+        send(Note(describe_start(run, job.init_from)))
+    return running
 
 
 def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location: str) -> Running:

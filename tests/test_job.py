@@ -144,7 +144,7 @@ def test_the_fingerprint_tells_jobs_apart_by_what_can_change_the_result() -> Non
     job = make(workers=2, shards=8)
     alike = make(workers=3, shards=8, loader={"processes": 4}, name="other", storage="elsewhere", env={"A": "b"})
     assert job.fingerprint() == alike.fingerprint()
-    changes: list[dict[str, Any]] = [{"seed": 1}, {"batch_size": 31}, {"shards": 4}, {"shuffle": True}]
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"batch_size": 31}, {"shards": 4}, {"order": "shuffled"}]
     assert len({make(**{"workers": 2, "shards": 8, **change}).fingerprint() for change in changes}) == len(changes)
     assert all(make(**{"workers": 2, "shards": 8, **one}).fingerprint() != job.fingerprint() for one in changes)
 
@@ -183,7 +183,8 @@ def test_a_job_from_python_takes_objects() -> None:
     data = [1, 2, 3]
     job = Job.make({"model": len, "dataset": data, "batch_size": 2}, "x")
     assert job.dataset is data
-    assert (job.describe()["model"], job.describe()["dataset"]) == ("<builtins:len>", "<builtins:list>")
+    assert job.describe()["model"] == {"target": "<builtins:len>", "args": {}}
+    assert job.describe()["dataset"] == "<builtins:list>"
 
 
 def test_secrets_are_not_shown() -> None:

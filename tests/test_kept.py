@@ -70,6 +70,10 @@ def damage(folder: Path, *damaged: int) -> None:
         path.write_bytes(path.read_bytes()[:-1])
 
 
+def best_file(folder: Path) -> str:
+    return str(folder / "run" / "best.safetensors")
+
+
 @pytest.mark.parametrize("second", [ACCURACY, {**LOSS, "mode": "max"}])
 def test_the_best_begins_anew_under_another_metric_or_mode(tmp_path: Path, second: dict[str, Any]) -> None:
     left = break_off(tmp_path, checkpoint={"every_steps": 2, "keep": 1, "best": LOSS})
@@ -80,7 +84,12 @@ def test_the_best_begins_anew_under_another_metric_or_mode(tmp_path: Path, secon
     told = running(tmp_path, 18)
     assert (told["best"], told["best_step"]) == (expected, first)
     assert steps(tmp_path) == sorted({first, 18})
-    assert result.best == {"metric": second["metric"], "value": expected, "step": first}
+    assert result.best == {
+        "metric": second["metric"],
+        "value": expected,
+        "step": first,
+        "weights": best_file(tmp_path),
+    }
 
 
 def test_the_same_best_goes_on(tmp_path: Path) -> None:
@@ -89,7 +98,7 @@ def test_the_same_best_goes_on(tmp_path: Path) -> None:
     result = run(tmp_path, checkpoint=best)
     lowest = min(row["eval_loss"] for row in result.history)
     step = next(row["step"] + 1 for row in result.history if row["eval_loss"] == lowest)
-    assert result.best == {"metric": "eval_loss", "value": lowest, "step": step}
+    assert result.best == {"metric": "eval_loss", "value": lowest, "step": step, "weights": best_file(tmp_path)}
     assert steps(tmp_path) == sorted({step, 18})
 
 

@@ -49,7 +49,14 @@ class DrawingMany(Drawing):
 
 def rows_of(dataset: Any, batch_size: int, shards: int, epoch: int = 0, **keys: Any) -> dict[int, list[float]]:
     """What each sample was in one epoch, however it was cut."""
-    given = {"model": "a:b", "dataset": dataset, "batch_size": batch_size, "shards": shards, "shuffle": True, **keys}
+    given = {
+        "model": "a:b",
+        "dataset": dataset,
+        "batch_size": batch_size,
+        "shards": shards,
+        "order": "shuffled",
+        **keys,
+    }
     job = Job.make(given, "job")
     work = Work(Split(40, batch_size, shards, epochs=epoch + 1), start=epoch * Split(40, batch_size, shards).steps)
     loaded = load_shards(job, dataset, work, CPU)

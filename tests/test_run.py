@@ -82,7 +82,7 @@ def test_the_tutorial_prints_its_counts(
 def test_objects_from_python_and_a_shuffled_order(run: Run) -> None:
     data = models.Rows(101)
     result = run(
-        model=models.Linear(), dataset=data, batch_size=7, workers=3, shards=5, shuffle=True, seed=9, inputs="all"
+        model=models.Linear(), dataset=data, batch_size=7, workers=3, shards=5, order="shuffled", seed=9, inputs="all"
     )
     from dp_ray.plan.order import Order
 

@@ -40,7 +40,7 @@ def run_alone(job: Job, folder: Path) -> tuple[Merged, list[Report]]:
     for rank in range(job.max_workers):
         run_task(job, World(rank, job.max_workers), run, told.append)
     split = split_of(job, job.dataset)
-    merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.shuffle), split.rows_kept)
+    merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.is_shuffled), split.rows_kept)
     return Merged(run), [one for one in told if isinstance(one, Report)]
 
 
@@ -72,7 +72,8 @@ def test_outputs_are_a_plain_loops_bit_for_bit(
     data: st.DataObject,
 ) -> None:
     workers = data.draw(st.integers(1, shards))
-    keys = {"batch_size": batch_size, "shards": shards, "workers": workers, "shuffle": shuffle, "seed": 3}
+    order_key = "shuffled" if shuffle else "dataset"
+    keys = {"batch_size": batch_size, "shards": shards, "workers": workers, "order": order_key, "seed": 3}
     job = job_of(models.Linear(), models.Rows(rows), **keys)
     merged, reports = run_alone(job, tmp_path_factory.mktemp("run"))
     order = [Order(rows, 3, 0, True)[position] for position in range(rows)] if shuffle else list(range(rows))

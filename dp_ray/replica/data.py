@@ -15,6 +15,7 @@ from dp_ray.plan.keys import key
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
+from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.randomness import Quiet, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.targets import bound, build_dataset, resolve
 from dp_ray.replica.tree import flatten, map_leaves, num_rows, scatter, sizes
@@ -133,33 +134,28 @@ def seeded_dataset(job: Job, name: str = "dataset") -> Any:
 
 
 def load_shards(
-    job: Job, dataset: Any, work: Work, device: torch.device, inputs_only: bool = True
+    job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick | None = None
 ) -> Iterator[Batch]:
     """The sample indices and the batch of each shard of `work`, in its order, on `device`.
 
-    The batch is as collated, or the model's inputs alone. Raises DataError where a sample raises (its index is
-    named) or where a leaf's rows are not the shard's.
+    The batch is as collated, or what `pick` picks of it. Raises DataError where a sample raises (its index is
+    named) or where a leaf of the model's inputs has not the shard's rows.
     """
     make = _whole_batches if job.scatter == "batch" else _shards
-    pick: Pick = functools.partial(model_inputs, job) if inputs_only else _all_of_it
     return on_device(make(job, dataset, work, device, pick), device)
 
 
-def _all_of_it(batch: Any) -> Any:
-    return batch
-
-
-def _shards(job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick) -> Iterator[Batch]:
+def _shards(job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
     """Read and collate each shard by itself: only the worker's own rows are read."""
     loaded = iter(_loader(job, dataset, lambda: (shard for _, shards in work for shard in shards), device))
     for _, shards in work:
         for shard in shards:
             indices, batch = next(loaded)
-            _check_rows(job, batch, shard.rows, f"shard {shard.shard} of step {shard.step}")
-            yield indices, pick(batch)
+            picked = _checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
+            yield indices, picked
 
 
-def _whole_batches(job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick) -> Iterator[Batch]:
+def _whole_batches(job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
     """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
     loaded = iter(_loader(job, dataset, lambda: (work.split.whole(step) for step, mine in work if mine), device))
     for step, shards in work:
@@ -167,15 +163,15 @@ def _whole_batches(job: Job, dataset: Any, work: Work, device: torch.device, pic
             continue
         indices, batch = next(loaded)
         whole = work.split.whole(step)
-        _check_rows(job, batch, whole.rows, f"the global batch of step {step}")
-        pieces = scatter(pick(batch), job.num_shards, job.batch_dim)
+        picked = _checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
+        pieces = scatter(picked, job.num_shards, job.batch_dim)
         for shard in shards:
             yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
 
 
 def _loader(job: Job, dataset: Any, pieces: Callable[[], Iterator[Shard]], device: torch.device) -> DataLoader[Any]:
     loader: Loader = job.loader
-    order = Order(len(dataset), job.seed, 0, job.shuffle)
+    order = Order(len(dataset), job.seed, 0, job.is_shuffled)
     return DataLoader(
         Samples(dataset, job.seed),
         batch_sampler=IndexLists(order, pieces),  # type: ignore[arg-type]
@@ -222,22 +218,15 @@ def _default_collate(items: list[Any], batch_dim: int) -> Any:
     return map_leaves(along, batch)
 
 
-def model_inputs(job: Job, batch: Any) -> Any:
-    """What of a collated batch the model gets."""
-    if not job.gives_first:
-        return batch
-    if isinstance(batch, tuple | list) and batch:
-        return batch[0]
-    raise DataError(
-        f"inputs: 'first' needs items that are (inputs, target), "
-        f"got a batch of type {type(batch).__qualname__}; set inputs: all"
-    )
+def _checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:
+    """What is picked of a batch, of which the model's inputs have a row for each sample."""
+    picked = batch if pick is None else pick(batch)
+    if job.step is None:  # else only the user's step knows what of the batch are rows
+        _check_rows(job, model_inputs(job, batch) if pick is None else picked, rows, what)
+    return picked
 
 
-def _check_rows(job: Job, batch: Any, rows: int, what: str) -> None:
-    if job.step is not None:
-        return  # what of the batch are rows only the user's step knows
-    inputs = model_inputs(job, batch)
+def _check_rows(job: Job, inputs: Any, rows: int, what: str) -> None:
     got = num_rows(inputs, job.batch_dim)
     if got is not None and got != rows:
         raise DataError(

@@ -52,7 +52,7 @@ def weigh(value: Any, rows: int, what: str) -> Weighted:
         raise ModelError(
             f"{what} returned {_kind(value)} for a shard of {rows} rows: a mean over a shard cannot be made one over "
             "the whole batch; return one number for each row (of torch's losses: reduction='none'), or (sum, weight);"
-            " what reduction='batchmean' gives is (sum, rows)"
+            " what reduction='batchmean' gives is (sum, rows); of a model's own loss, a mean over n: (loss * n, n)"
         )
     if value.numel() < rows or not (rows in value.shape or value.shape[0] % rows == 0):
         raise ModelError(

@@ -30,6 +30,11 @@ def seed_all(number: int, device: torch.device | None = None) -> None:
             generator.manual_seed(number)
 
 
+def has_drawn(number: int) -> bool:
+    """Whether torch's generator has been drawn from since `seed_all(number)`."""
+    return not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(number).get_state())
+
+
 def own_generators(owner: Any) -> list[Generator]:
     """The generators that are attributes of an object, of a module's parts, or of the dataset that one wraps."""
     owners = list(owner.modules()) if isinstance(owner, nn.Module) else _wrapped(owner)

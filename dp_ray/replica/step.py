@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from dp_ray.errors import DataError, ModelError
+from dp_ray.errors import ModelError
 from dp_ray.job import Job
-from dp_ray.replica.data import model_inputs
+from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.loss import Compare, Weighted, build_loss, has_fixed_size, may_have_fixed_size, weigh
 from dp_ray.replica.model import call_model
 from dp_ray.replica.targets import bound
@@ -45,11 +45,6 @@ def build_step(job: Job, world: World) -> Step:
     has_several = len(world.devices) > 1
 
     def plain_step(model: nn.Module, batch: Any) -> Stepped:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise DataError(
-                f"task {job.task} needs items that are (inputs, target), got a batch of {_noun(batch)}; "
-                "for items of another kind write a step"
-            )
         outputs, target = call_model(model, model_inputs(job, batch), job.call), batch[1]
         if has_several:
             target = beside(outputs, target)
@@ -136,7 +131,3 @@ def _scalar(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     if isinstance(number, torch.Tensor):
         return number.detach().to(device, torch.float64).reshape(())
     return torch.full((), number, dtype=torch.float64, device=device)
-
-
-def _noun(batch: Any) -> str:
-    return f"a {type(batch).__qualname__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")

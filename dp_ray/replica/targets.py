@@ -27,7 +27,7 @@ def bound(key: str, target: Any) -> Any:
         return target
     found = resolve(key, target)
     if not callable(found):
-        raise JobError(f"{key}: {target.target} is {found!r:.60}, which cannot be called")
+        raise JobError(f"{key}: {target.label} is {found!r:.60}, which cannot be called")
     return functools.partial(found, **target.args) if target.args else found
 
 
@@ -57,20 +57,22 @@ def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
     found = resolve(key, target)
     if not callable(found):
         raise JobError(
-            f"{key}: {target.target} is {found!r:.60}, not a class or function that can be called with args"
+            f"{key}: {target.label} is {found!r:.60}, not a class or function that can be called with args"
         )
     try:
         inspect.signature(found).bind(*[None] * leading, **target.args)
     except TypeError as error:
         takes = inspect.signature(found)
-        raise JobError(f"{key}.args: {target.target}{takes} rejects {target.args}: {error}") from None
+        raise JobError(f"{key}.args: {target.label}{takes} rejects {target.args}: {error}") from None
     except ValueError:
         pass  # some built-in callables have no signature to ask
     return lambda *given: _call(key, target, found, given)
 
 
 def resolve(key: str, target: Target) -> Any:
-    """The attribute that `module:attribute` names, imported."""
+    """The attribute that `module:attribute` names, imported; or the class or function given from Python."""
+    if not target.is_named:
+        return target.target
     module_name, _, attribute = target.target.partition(":")
     found: Any = _import(key, module_name)
     for name in attribute.split("."):
@@ -116,4 +118,4 @@ def _call(key: str, target: Target, found: Callable[..., Any], given: tuple[Any,
     except Error:
         raise
     except (Exception, SystemExit) as error:
-        raise JobError(f"{key}: {target.target} raised {type(error).__name__}: {error}") from error
+        raise JobError(f"{key}: {target.label} raised {type(error).__name__}: {error}") from error

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from dp_ray.errors import JobError, ModelError, StorageError
-from dp_ray.replica.state import CHECKPOINTS, NAME, name_of, parse, steps_of
+from dp_ray.replica.state import CHECKPOINTS, NAME, load, name_of, parse, steps_of
 from dp_ray.replica.world import broadcast, is_rank_0
 from dp_ray.storage import Storage
-from dp_ray.tensorfile import parse_tensors
+from dp_ray.tensorfile import parse_tensors, read_text, write_tensors
 
 WEIGHTS = "weights.safetensors"
+BEST = "best.safetensors"
 TORCH_FILES = (".pt", ".pth", ".bin")
 PIN = "init_from.json"
 LINKS = "init_from"
@@ -109,6 +110,35 @@ def read_start(run: Storage, location: str) -> tuple[dict[str, Any], dict[str, A
     return _read_torch(data, where) if name.endswith(TORCH_FILES) else parse_tensors(data, where)[0], None
 
 
+def describe_start(run: Storage, location: str) -> str:
+    """One line on the file with which the run began, and on the best weights beside it."""
+    start = pinned(run)
+    assert start is not None
+    storage = _split(location)[0]
+    place = f"{storage}/{start.folder}/{start.name}" if start.folder else f"{storage}/{start.name}"
+    line = f"init_from: takes {place}"
+    if start.name == BEST:
+        return line + _told_best(*_file_of(run, location, start))
+    if not start.folder:
+        return line
+    has_best = storage.exists(BEST)
+    beside = f"; its best weights are {storage}/{BEST}{_told_best(storage, BEST)}" if has_best else ""
+    return f"{line}, the run's newest checkpoint{beside}"
+
+
+def write_best(run: Storage, metric: str, value: float, step: int) -> None:
+    """Keep the weights of the best checkpoint, which is that after `step` steps, as a file of the bare module."""
+    model = load(run.child(CHECKPOINTS), name_of(step))[1]["model"]
+    tensors = {name: one for name, one in model.items() if isinstance(one, torch.Tensor)}
+    write_tensors(run, BEST, tensors, json.dumps({"metric": metric, "value": value, "step": step}))
+
+
+def _told_best(storage: Storage, name: str) -> str:
+    text = read_text(storage, name)
+    best = json.loads(text) if text else None
+    return f" ({best['metric']} {best['value']:.6g} after step {best['step']})" if best else ""
+
+
 def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
     """Put weights into the bare module; ModelError names what is missing, left over or of another size."""
     try:
@@ -119,9 +149,10 @@ def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
 
 def _split(location: str) -> tuple[Storage, str]:
     """A folder, and the name of the file where `init_from` names one."""
-    folder, _, name = location.rstrip("/").rpartition("/")
+    base, mark, query = location.partition("?") if "://" in location else (location, "", "")
+    folder, _, name = base.rstrip("/").rpartition("/")
     is_file = name.endswith((".safetensors", *TORCH_FILES))
-    return (Storage(folder or "."), name) if is_file else (Storage(location), "")
+    return (Storage((folder or ".") + mark + query), name) if is_file else (Storage(location), "")
 
 
 def _pin(run: Storage, location: str) -> Start:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dp_ray.errors import StorageError
-from dp_ray.replica.weights import WEIGHTS
+from dp_ray.replica.weights import BEST, WEIGHTS
 from dp_ray.results.history import read_history
 from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.parts import reading
@@ -33,8 +33,8 @@ class Result:
     `interruptions` what lay between these (see `results.story`), and `restarts` how many they are;
     `workers` where each of the last attempt's ran; `outputs_path` the merged Parquet file.
     `run_dir` is without the secret of a URL; `location`, from which the files are read, has it and is never kept.
-    `metrics` are a training's at its end, or what an evaluation measured; `best` is the best checkpoint, where one
-    was asked for.
+    `metrics` are a training's at its end, or what an evaluation measured; `best` tells of the best checkpoint, where
+    one was asked for: `metric`, `value`, `step`, and `weights`, the file of its weights.
     """
 
     run_dir: str
@@ -132,6 +132,11 @@ class Result:
         return Merged(self.storage())
 
 
+def with_best_weights(best: dict[str, Any] | None, run: Storage) -> dict[str, Any] | None:
+    """What is told of the best checkpoint, with the file of its weights."""
+    return best and {**best, "weights": str(run.child(BEST)) if run.exists(BEST) else None}
+
+
 def load(run_dir: str | Path) -> Result:
     """The result in a run directory, be it a folder or a URL; StorageError where there is none."""
     storage = Storage(str(run_dir))
@@ -141,6 +146,7 @@ def load(run_dir: str | Path) -> Result:
         values = json.loads(storage.read_text(RESULT))
         values["outputs_path"] = str(storage.child(MERGED)) if values.pop("outputs") else None
         values["weights_path"] = str(storage.child(WEIGHTS)) if values.pop("weights", None) else None
+        values["best"] = with_best_weights(values.get("best"), storage)
         told = values.get("metrics", {})
         values["metrics"] = {name: math.nan if one is None else one for name, one in told.items()}
         known = {one.name for one in fields(Result)}

@@ -34,7 +34,7 @@ from dp_ray.results.outputs import MERGED, Merged, merge
 from dp_ray.results.parts import reading
 from dp_ray.results.recorder import Run
 from dp_ray.results.reports import ReportFile, read_runs
-from dp_ray.results.result import RESULT, SHAPES, Result, load
+from dp_ray.results.result import RESULT, SHAPES, Result, load, with_best_weights
 from dp_ray.results.shapes import Seen
 from dp_ray.results.story import STORY, Interruption, Story, read_story
 from dp_ray.runner.board import Board
@@ -89,6 +89,7 @@ def _job_of(job: Job | str | os.PathLike[str] | None, keys: dict[str, Any]) -> J
 def execute(job: Job, options: Options) -> Result:
     """Run a job to its end; its result, also of a failure, is in the run directory."""
     started = time.monotonic()
+    job = job.for_task()
     console = Console(options.quiet)
     faults = parse_faults(options.inject)
     if faults and job.max_workers == 0:
@@ -149,7 +150,7 @@ def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
     """What the workers left in pieces becomes whole, and is proven to be."""
     if job.task == "predict":
         console.say(f"{job.run_name}: merging the outputs")
-        order = Order(split.rows, job.seed, 0, job.shuffle)
+        order = Order(split.rows, job.seed, 0, job.is_shuffled)
         merge(run.child(PARTS), run, order, split.rows_kept, ledger.counted(run))
     elif job.task == "train":
         merge_history(run.child(HISTORY), run, split.total_steps, first_step(run))
@@ -178,11 +179,10 @@ def check_targets(job: Job) -> tuple[Split, dict[str, int]]:
             torch.device(name)
         except RuntimeError as error:
             raise JobError(f"devices: {name!r} is no device of torch: {error}") from None
-    dataset = seeded_dataset(job)
+    dataset = seeded_dataset(job, job.dataset_key)
     rows, split = {"dataset": len(dataset)}, split_of(job, dataset)
     if job.task == "train" and job.eval is not None:
-        evaluated = job.model_copy(update={"dataset": job.eval.dataset})
-        rows["eval.dataset"] = len(seeded_dataset(evaluated, "eval.dataset"))
+        rows["eval.dataset"] = len(seeded_dataset(job.over_eval(), "eval.dataset"))
     if split.steps == 0:
         raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")
     if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.kinds()):
@@ -329,7 +329,7 @@ def _result(
         outputs_sha256=Merged(storage).sha256() if merged else None,
         weights_path=str(storage.child(WEIGHTS)) if trained else None,
         weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
-        best=best_of(storage, best.metric, best.mode, kept) if trained and best else None,
+        best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
 

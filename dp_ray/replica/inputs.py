@@ -1,0 +1,104 @@
+"""What of a collated batch the model gets: all of it, or the first of a pair (inputs, target)."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.errors import DataError
+from dp_ray.job import Job
+
+LEAVES_OUT = "inputs: auto gives the model the first of each pair (inputs, target), and leaves the target out"
+GIVES_BOTH = (
+    "inputs: auto gives the model both of each pair, as its forward may take two; if the second is a target, "
+    "set inputs: first"
+)
+STEP = (
+    "write a step; for dict items and a model like Hugging Face's: def step(model, batch): outputs = model(**batch); "
+    "return {'loss': (outputs.loss * n, n), 'outputs': outputs.logits, 'target': batch['labels']}, where n is the "
+    "number of labels that count, like (batch['labels'] != -100).sum()"
+)
+
+
+def model_inputs(job: Job, batch: Any) -> Any:
+    """What of a collated batch the model gets, where its signature has no say."""
+    check_pair(job, batch)
+    return batch[0] if job.gives_first else batch
+
+
+def check_pair(job: Job, batch: Any) -> None:
+    """Raise DataError where the task needs pairs (inputs, target), and the batch is none."""
+    if job.task != "predict" and not _is_pair(batch):
+        raise DataError(
+            f"task {job.task} needs items that are (inputs, target), got a batch of {_noun(batch)}; {STEP}"
+        )
+    if job.gives_first and not (isinstance(batch, tuple | list) and batch):
+        raise DataError(
+            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_noun(batch)}; leave inputs "
+            "out, and for a dict whose keys are the model's arguments set call: kwargs"
+        )
+
+
+class PredictInputs:
+    """What of each batch of a prediction the model gets; with `inputs: auto` what its signature takes of a pair.
+
+    `tell` hears once where a target is left out, or where one may go to the model.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, tell: Callable[[str], None]) -> None:
+        self._job = job
+        self._arguments = positional_arguments(model)
+        self._tell = tell
+        self._told = False
+
+    def __call__(self, batch: Any) -> Any:
+        if self._job.inputs != "auto" or not _is_pair(batch):
+            return model_inputs(self._job, batch)
+        gives_first = takes_first(self._job, *self._arguments, batch[0])
+        if not self._told and (gives_first or self._may_take_a_target()):
+            self._tell(LEAVES_OUT if gives_first else GIVES_BOTH)
+        self._told = True
+        return batch[0] if gives_first else batch
+
+    def _may_take_a_target(self) -> bool:
+        least, most = self._arguments
+        return self._job.call in ("auto", "args") and least < 2 <= most
+
+
+def takes_first(job: Job, least: int, most: float, first: Any) -> bool:
+    """Whether the model takes the first of a pair, rather than both.
+
+    `least` and `most` say how many positional arguments its forward takes. Of a job with a loss or metrics, pairs
+    are (inputs, target).
+    """
+    has_targets = job.loss is not None or bool(job.metrics)
+    if job.call == "kwargs":
+        return isinstance(first, Mapping)
+    if job.call == "one" or least < 2 <= most:
+        return has_targets
+    return most < 2 or (has_targets and isinstance(first, tuple | list))
+
+
+def positional_arguments(model: nn.Module) -> tuple[int, float]:
+    """How many positional arguments the model's forward takes, at least and at most."""
+    if isinstance(model, torch.jit.ScriptModule):
+        forward: Any = model.forward
+        given = [one for one in forward.schema.arguments[1:] if not one.kwarg_only]
+        return sum(not one.has_default_value() for one in given), len(given)
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # a function of C has none to ask
+        return 0, float("inf")
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    return sum(one.default is one.empty for one in positional), float("inf") if takes_any else len(positional)
+
+
+def _noun(batch: Any) -> str:
+    return f"a {type(batch).__qualname__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, tuple | list) and len(batch) == 2

@@ -1,0 +1,102 @@
+"""The best weights of a training are a file of their own; what a run gives to start from is said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import dp_ray
+from dp_ray.errors import DataError
+from tests import training
+from tests.test_three_tasks import FILE
+
+pytestmark = pytest.mark.usefixtures("in_project")
+
+
+def trained(folder: Path, name: str = "trained", **others: Any) -> dp_ray.Result:
+    # Without decay, and far too fast: the loss of the evaluation is at its least before the end.
+    overshoots = {"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 9.0}}}
+    return dp_ray.run(**{**FILE, **overshoots, "workers": 0, "storage": str(folder), "name": name, **others})
+
+
+def eval_loss(weights: dict[str, torch.Tensor]) -> float:
+    """The loss over the evaluation's 20 rows, by plain torch; the keys are those of the bare module."""
+    model, data = training.mlp().eval(), training.Pairs(20)
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        return torch.nn.functional.cross_entropy(model(data.inputs), data.targets).item()
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dp_ray.Result:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[1])
+        return trained(tmp_path_factory.mktemp("runs"), quiet=True)
+
+
+def test_the_best_weights_are_a_file_that_the_result_names(result: dp_ray.Result) -> None:
+    losses = {row["step"] + 1: row["eval_loss"] for row in result.history if row["eval_loss"] is not None}
+    step = min(losses, key=lambda one: losses[one])
+    assert step < max(losses), "else the best are the last"
+    file = Path(result.run_dir) / "best.safetensors"
+    assert result.best == {"metric": "eval_loss", "value": losses[step], "step": step, "weights": str(file)}
+    assert eval_loss(load_file(file)) == pytest.approx(losses[step], rel=1e-6)
+    assert eval_loss(load_file(file.with_name("weights.safetensors"))) == pytest.approx(losses[max(losses)], rel=1e-6)
+    with safe_open(file, "pt") as opened:
+        assert f'"step": {step}' in str(opened.metadata())
+
+
+def test_a_run_that_was_moved_knows_its_best(result: dp_ray.Result, tmp_path: Path) -> None:
+    moved = Path(result.run_dir).rename(tmp_path / "moved")
+    try:
+        best = dp_ray.load(moved).best
+    finally:
+        moved.rename(result.run_dir)
+    assert best is not None and best["weights"] == str(moved / "best.safetensors")
+
+
+def test_without_best_there_is_no_such_file(tmp_path: Path) -> None:
+    plain = trained(tmp_path, checkpoint={}, quiet=True)
+    assert plain.best is None
+    assert not (tmp_path / "trained" / "best.safetensors").exists()
+
+
+def test_a_training_that_broke_off_at_its_end_has_the_best_too(tmp_path: Path, result: dp_ray.Result) -> None:
+    data = {"target": "tests.test_init_from:FragilePairs", "args": {"folder": str(tmp_path)}}
+    (tmp_path / "broken").touch()
+    with pytest.raises(DataError, match="sector 50"):
+        trained(tmp_path, dataset=data, quiet=True, drop_last=False)
+    (tmp_path / "broken").unlink()
+    again = trained(tmp_path, dataset=data, quiet=True, drop_last=False)
+    assert again.best is not None
+    assert eval_loss(load_file(again.best["weights"])) == pytest.approx(again.best["value"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "takes RUN/checkpoints/step-12.safetensors, the run's newest checkpoint; its best weights are "
+             "RUN/best.safetensors (eval_loss 0.XX after step 8)"),
+        ("/best.safetensors", "takes RUN/best.safetensors (eval_loss 0.XX after step 8)"),
+        ("/weights.safetensors", "takes RUN/weights.safetensors"),
+    ],
+)  # fmt: skip
+def test_what_init_from_took_is_said_in_one_line(
+    result: dp_ray.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, says: str
+) -> None:
+    assert result.best is not None
+    says = (
+        says.replace("RUN", result.run_dir)
+        .replace("0.XX", f"{result.best['value']:.6g}")
+        .replace("step 8", f"step {result.best['step']}")
+    )
+    start = f"{result.run_dir}{given}"
+    dp_ray.run(
+        **{**FILE, "task": "evaluate", "workers": 0, "storage": str(tmp_path), "name": "e", "init_from": start}
+    )
+    said = " ".join(capsys.readouterr().err.split())  # the console breaks long lines
+    assert said.count("init_from: ") == 1
+    assert f"e: init_from: {says} e: done" in said

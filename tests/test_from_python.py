@@ -1,0 +1,140 @@
+"""Classes, functions and partials wherever a target may stand; a result to start from."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+import dp_ray
+from dp_ray.errors import JobError
+from dp_ray.job import Job
+from tests import training
+from tests.test_three_tasks import FILE, UNTRAINED
+
+
+class Net(nn.Module):
+    """6 numbers to 3 logits."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(inputs)
+        return logits
+
+
+def accuracy(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(1) == target).float()
+
+
+def target(name: str, **args: Any) -> dict[str, Any]:
+    return {"target": name, "args": args}
+
+
+NAMES: dict[str, Any] = {
+    "model": target("tests.test_from_python:Net", width=5),
+    "dataset": target("tests.training:Pairs", length=40),
+    "loss": target("torch.nn:CrossEntropyLoss", label_smoothing=0.1),
+    "optimizer": target("torch.optim:AdamW", lr=0.02),
+    "scheduler": target("torch.optim.lr_scheduler:StepLR", step_size=2),
+    "metrics": {
+        "right": "tests.test_from_python:accuracy",
+        "f1": target("torchmetrics:F1Score", task="multiclass", num_classes=3),
+    },
+    "eval": {"dataset": target("tests.training:Pairs", length=20)},
+    "collate": "torch.utils.data:default_collate",
+}  # fmt: skip
+OBJECTS: dict[str, Any] = {
+    "model": functools.partial(Net, width=5),
+    "dataset": functools.partial(training.Pairs, 40),
+    "loss": functools.partial(nn.CrossEntropyLoss, label_smoothing=0.1),
+    "optimizer": functools.partial(torch.optim.AdamW, lr=0.02),
+    "scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+    "metrics": {
+        "right": accuracy,
+        "f1": {"target": torchmetrics.F1Score, "args": {"task": "multiclass", "num_classes": 3}},
+    },
+    "eval": {"dataset": lambda: training.Pairs(20)},
+    "collate": torch.utils.data.default_collate,
+}
+ARGS: dict[str, Any] = {
+    **OBJECTS,
+    "model": Net,
+    "model_args": {"width": 5},
+    "dataset": training.Pairs,
+    "dataset_args": {"length": 40},
+    "loss": functools.partial(nn.functional.cross_entropy, label_smoothing=0.1),
+    "optimizer": {"target": torch.optim.AdamW, "args": {"lr": 0.02}},
+    "scheduler": {"target": torch.optim.lr_scheduler.StepLR, "args": {"step_size": 2}},
+}
+
+
+def run(folder: Path, name: str, **keys: Any) -> dp_ray.Result:
+    given = {"task": "train", "batch_size": 11, "shards": 3, "shuffle": True, "seed": 3, "workers": 0}
+    return dp_ray.run(**{**given, "storage": str(folder), "name": name, "quiet": True, **keys})
+
+
+def test_objects_train_to_what_their_names_do(tmp_path: Path) -> None:
+    runs = [run(tmp_path, f"run-{at}", **keys) for at, keys in enumerate((NAMES, OBJECTS, ARGS))]
+    assert len({one.weights_sha256 for one in runs}) == 1
+    assert runs[0].metrics == runs[1].metrics == runs[2].metrics
+    assert "eval_f1" in runs[0].metrics
+
+
+def test_classes_alone(tmp_path: Path) -> None:
+    job = run(
+        tmp_path, "run", model=Net, dataset=training.Pairs, loss=nn.CrossEntropyLoss, optimizer=torch.optim.Adam
+    )
+    assert job.rows == 101
+    assert job.weights["layers.0.weight"].shape == (8, 6)
+
+
+def test_a_class_is_built_anew_from_the_seed_and_an_object_keeps_its_weights(tmp_path: Path) -> None:
+    net, data = Net(), training.Pairs()
+    given = {"task": "predict", "dataset": data}
+    with torch.no_grad():
+        assert torch.allclose(run(tmp_path, "object", model=net, **given).outputs, net(data.inputs), atol=1e-6)
+        torch.manual_seed(3)
+        assert torch.allclose(run(tmp_path, "class", model=Net, **given).outputs, Net()(data.inputs), atol=1e-6)
+
+
+def test_weights_of_a_class_that_nobody_trained_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "run", model=Net, dataset=training.Pairs, task="predict", quiet=False)
+    assert f"{UNTRAINED} (unless tests.test_from_python:Net loads trained ones itself)" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_a_result_to_start_from(tmp_path: Path) -> None:
+    trained = run(tmp_path, "trained", **OBJECTS)
+    keys = {**OBJECTS, "task": "evaluate"}
+    found = run(tmp_path, "evaluated", **keys, init_from=trained)
+    assert {f"eval_{name}": one for name, one in found.metrics.items()}.items() <= trained.metrics.items()
+    assert run(tmp_path, "again", **keys, init_from=Path(trained.run_dir)).metrics == found.metrics
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"model_args": {"wdith": 3}}, r"model\.args: tests\.test_from_python:Net\(width.*rejects \{'wdith': 3\}"),
+        ({"model": Net(), "model_args": {"width": 3}}, r"must be 'module:attribute'.*or a class or function"),
+        ({"optimizer": {"target": torch.optim.Adam, "args": {"rl": 1}}}, r"optimizer\.args: torch\.optim\.adam:Adam"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
+    given = {"model": Net, "dataset": training.Pairs, "loss": accuracy, "optimizer": torch.optim.Adam, **keys}
+    with pytest.raises(JobError, match=says):
+        run(tmp_path, "run", **given)
+
+
+def test_a_job_of_classes_is_told_from_one_of_names(tmp_path: Path) -> None:
+    job = Job.make({**FILE, "model": Net}, "job")
+    assert not job.is_all_targets
+    assert job.describe()["model"] == {"target": "<tests.test_from_python:Net>", "args": {}}
+    again = Job.make({**dict(job), "model_args": {"width": 2}}, "job")
+    assert again.describe()["model"] == {"target": "<tests.test_from_python:Net>", "args": {"width": 2}}
