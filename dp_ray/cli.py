@@ -36,8 +36,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+    except (click.Abort, KeyboardInterrupt) as stopped:
+        says = stopped.__cause__ if isinstance(stopped, click.Abort) else stopped
+        click.echo(str(says or "") or "interrupted", err=True)
         sys.exit(130)
     except Error as error:
         _show(error)

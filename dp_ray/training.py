@@ -89,7 +89,8 @@ def train(
                 update = trainer.step(split, number, shards, batches, on_shard, border.wants_stop)
                 recorder.on_step(number)
                 measured = advance(running, split, number, update, trainer, evaluator)
-                stops = update.stops and number + 1 < split.total_steps
+                is_asked = update.stops or (world.world_size == 1 and border.wants_stop)  # alone, at once
+                stops = is_asked and number + 1 < split.total_steps
                 if keeper:
                     keeper.after_step(number, update, measured, must_save=stops or border.take_save())
                 if stops:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dp_ray.border import Border
-from dp_ray.errors import DataError, JobError, StorageError
+from dp_ray.border import Border, Yielded
+from dp_ray.errors import DataError, JobError, RunInterrupted, StorageError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split, chunk_sizes
@@ -45,6 +45,8 @@ from dp_ray.runner.messages import Hello, Started, message_of
 from dp_ray.runner.monitor import Monitor
 from dp_ray.runner.rehearsal import Fault, parse_faults
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located
+from dp_ray.runner.stop_signals import planned_stops
+from dp_ray.runner.unfinished import interruption
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
 from dp_ray.tensorfile import sha256_of
@@ -69,7 +71,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     `job` is a Job, the path of a job file, or None; the job's keys may be given, or overridden, as keywords,
     with objects in place of targets. So may `address`, `overwrite`, `shapes`, `inject`, `quiet` and `verbose`, which
     are the command line's flags of the same name. Without a `name`, a run from Python is named by its time.
-    Raises an Error of dp_ray.errors.
+    Raises an Error of dp_ray.errors, and RunInterrupted where SIGINT or SIGTERM stopped the run.
     """
     names = {field.name for field in dataclasses.fields(Options)}
     options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
@@ -118,20 +120,23 @@ def _execute(
     claimed.storage.remove_unfinished(recursive=True)
     monitors: list[Monitor] = []
     try:
-        with _monitor(job, split, claimed, console, options) as monitor:
-            monitors.append(monitor)
-            if job.max_workers == 0:
-                _run_here(job, claimed, monitor, rows)
-            else:
-                run_on_ray(job, claimed, rows, monitor, console, options.address, options.verbose, faults)
+        with planned_stops(lambda: any(one.ask_to_stop() for one in monitors)):
+            with _monitor(job, split, claimed, console, options) as monitor:
+                monitors.append(monitor)
+                if job.max_workers == 0:
+                    _run_here(job, claimed, monitor, rows)
+                else:
+                    run_on_ray(job, claimed, rows, monitor, console, options.address, options.verbose, faults)
+            check_ours(claimed)
+            _merge(job, split, claimed.storage, console)
+    except (KeyboardInterrupt, Yielded) as stopped:
         check_ours(claimed)
-        _merge(job, split, claimed.storage, console)
+        told = RunInterrupted(interruption(job, claimed.storage, split, options.overwrite))
+        _save_unfinished(_result(job, split, claimed, monitors, started, "interrupted", told), claimed.storage)
+        raise told from (None if isinstance(stopped, Yielded) else stopped)
     except BaseException as error:
         check_ours(claimed)
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
-            _result(job, split, claimed, monitors, started, status, error).save(claimed.storage)
-            claimed.storage.remove_unfinished(recursive=True)
+        _save_unfinished(_result(job, split, claimed, monitors, started, "failed", error), claimed.storage)
         raise
     result = _result(job, split, claimed, monitors, started, "done")
     result.save(claimed.storage)
@@ -142,6 +147,12 @@ def _execute(
     claimed.storage.remove_unfinished(recursive=True)
     console.say(f"{job.run_name}: {_summary(result)}")
     return result
+
+
+def _save_unfinished(result: Result, run: Storage) -> None:
+    with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
+        result.save(run)
+        run.remove_unfinished(recursive=True)
 
 
 def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
@@ -258,8 +269,14 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int])
         with one_at_a_time:
             monitor.take(Started("here", 0, step))
 
-    with contextlib.redirect_stdout(sys.stderr), environment(job.env):
-        run_task(job, world, claimed.storage, send, BorderHere(started), rows)
+    border = BorderHere(started)
+
+    def ask_to_stop() -> bool:
+        border.wants_stop = monitor.ask_to_stop()
+        return border.wants_stop
+
+    with planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
+        run_task(job, world, claimed.storage, send, border, rows)
 
 
 class BorderHere(Border):
