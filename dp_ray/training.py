@@ -14,6 +14,7 @@ from torch import nn
 
 from dp_ray.border import Border
 from dp_ray.errors import JobError, ModelError
+from dp_ray.holdings import replacing
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Work
@@ -309,7 +310,8 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
         name = broadcast("")
         found = (name, *load(checkpoints, name)) if name else None
     if found:
-        check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, "start anew with --overwrite")
+        advice = f"start anew {replacing(run)}"
+        check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, advice)
         return resume(trainer, found[1], found[2])
     return Running() if job.init_from is None else start_from(job, trainer, split, run, job.init_from)
 

@@ -44,7 +44,7 @@ from dp_ray.runner.lease import held, wait_until_free
 from dp_ray.runner.messages import Hello, Started, message_of
 from dp_ray.runner.monitor import Monitor
 from dp_ray.runner.rehearsal import Fault, parse_faults
-from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located
+from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located, with_shards_of_run
 from dp_ray.runner.stop_signals import planned_stops
 from dp_ray.runner.unfinished import interruption
 from dp_ray.storage import Storage
@@ -96,13 +96,24 @@ def execute(job: Job, options: Options) -> Result:
         raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
     if job.init_from is not None:
         job = job.model_copy(update={"init_from": located(job.init_from).location})
+    base, asked = base_storage(job), job
+    if not options.overwrite:
+        job = with_shards_of_run(asked, base)
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):  # what user code prints was not asked for
         split, rows = check_targets(job)
-    base = base_storage(job)
     wait_until_free(base.child(job.run_name), lambda what: console.say(f"{job.run_name}: {what}"))
     claimed = claim(job, base, options.overwrite, rows)
+    if claimed.carried_on and job is not asked:
+        console.say(f"{job.run_name}: {_taken_over(asked, job)}")
     with held(claimed):
         return _execute(job, split, rows, claimed, console, options, faults, started)
+
+
+def _taken_over(asked: Job, job: Job) -> str:
+    """What a run that is carried on keeps, though the job that was asked for would have it otherwise."""
+    fewer = f"; at most so many workers share them, {asked.max_workers} were asked for"
+    kept = f"shards: {job.num_shards}, with which this run began"
+    return kept + fewer * (asked.max_workers > job.num_shards)
 
 
 def _execute(
