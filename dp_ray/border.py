@@ -10,8 +10,8 @@ class Yielded(Error):
 class Border:
     """What a worker's loop meets between two steps. Alone in its process, nobody asks it for anything.
 
-    `wants_stop`: the worker is to stop once all workers agree; `take_save` says, once, that what is done so far is
-    to be kept at this border.
+    `wants_stop`: the worker is to stop once all workers agree; one that is alone, after the step that it is in.
+    `take_save` says, once, that what is done so far is to be kept at this border.
     """
 
     wants_stop = False

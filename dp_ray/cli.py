@@ -36,8 +36,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+    except (click.Abort, KeyboardInterrupt) as stopped:
+        says = stopped.__cause__ if isinstance(stopped, click.Abort) else stopped
+        click.echo(str(says or "") or "interrupted", err=True)
         sys.exit(130)
     except Error as error:
         _show(error)
@@ -66,7 +67,9 @@ def cli() -> None:
 @click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
 @click.option("--storage", help="Folder or URL of the run directories.")
 @click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
-@click.option("--overwrite", is_flag=True, help="Replace a run of the same name.")
+@click.option(
+    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
+)
 @click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
 @INJECT
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
@@ -163,7 +166,9 @@ def verify(
 @click.option("--name", help="The run's name.")
 @click.option("--storage", help="Folder or URL of the run directories, as the cluster sees it.")
 @click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
-@click.option("--overwrite", is_flag=True, help="Replace a run of the same name.")
+@click.option(
+    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
+)
 @click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
 @INJECT
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")

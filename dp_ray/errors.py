@@ -7,6 +7,8 @@ Error                 whatever dp_ray raises on purpose
 ├── ModelError        the model raised, or gave outputs that cannot be merged
 ├── StorageError      the run directory cannot be used, or does not hold what it should
 └── WorkerError       a worker was lost
+
+RunInterrupted is a KeyboardInterrupt: the user stopped the run.
 """
 
 from dp_ray.secrets import hide
@@ -48,3 +50,7 @@ class StorageError(Error):
 
 class WorkerError(Error):
     """A worker process was lost: killed, out of memory, or its node gone."""
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """The run was stopped by Ctrl-C or SIGTERM: the message says after which step, and how to carry on."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from dp_ray.border import Border
 from dp_ray.errors import JobError, ModelError, StorageError
+from dp_ray.holdings import replacing
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Work
@@ -99,7 +100,8 @@ def train(
                 update = trainer.step(split, number, shards, batches, on_shard, border.wants_stop)
                 recorder.on_step(number)
                 measured = advance(running, split, number, update, trainer, evaluator)
-                stops = update.stops and number + 1 < split.total_steps
+                is_asked = update.stops or (world.world_size == 1 and border.wants_stop)  # alone, at once
+                stops = is_asked and number + 1 < split.total_steps
                 if keeper:
                     keeper.after_step(number, update, measured, must_save=stops or border.take_save())
                 if stops:
@@ -330,7 +332,8 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
         name = broadcast("")
         found = (name, *load(checkpoints, name)) if name else None
     if found:
-        check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, "start anew with --overwrite")
+        advice = f"start anew {replacing(run)}"
+        check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, advice)
         return resume(trainer, found[1], found[2])
     if job.init_from is None:
         return Running()

@@ -17,6 +17,7 @@ FLOORS = [
     "job",
     "uploads",
     "storage",
+    "holdings",
     "tensorfile",
     "border",
     "replica",

@@ -1,5 +1,6 @@
 """The driver's ear: what workers tell, in order; what goes wrong while listening ends the job."""
 
+import asyncio
 import io
 import signal
 import threading
@@ -21,7 +22,8 @@ from dp_ray.results.shapes import Seen
 from dp_ray.runner import driver
 from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console, Progressed
-from dp_ray.runner.messages import Failed, Hello, Message, Printed, Shapes
+from dp_ray.runner.inbox import END, Inbox
+from dp_ray.runner.messages import Failed, Hello, Interrupted, Message, Printed, Shapes, Started
 from dp_ray.runner.monitor import Monitor, error_of, listening
 from dp_ray.storage import Storage
 from dp_ray.training import Note
@@ -125,6 +127,40 @@ def test_what_was_sent_before_the_end_is_taken_in() -> None:
     monitor.close()
 
 
+def test_a_stop_can_be_asked_for_once_and_only_while_steps_are_run(capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = monitor_of()
+    assert not monitor.ask_to_stop(), "no workers yet"
+    monitor.take(hello("a", 0))
+    monitor.take(hello("a", 1))
+    assert not monitor.ask_to_stop(), "they build their models"
+    monitor.take(Started("a", 0, 0))
+    monitor.take(Interrupted("worker", "killed", (1,)))
+    assert not monitor.ask_to_stop(), "they are being replaced"
+    for message in (hello("b", 0), hello("b", 1), Started("b", 0, 0)):
+        monitor.take(message)
+    assert [monitor.ask_to_stop(), monitor.ask_to_stop()] == [True, False]
+    monitor.close()
+
+
+def test_a_monitor_that_is_closed_asks_nobody_to_stop() -> None:
+    monitor = monitor_of(quiet=True)
+    for message in (hello("a", 0), hello("a", 1), Started("a", 0, 0)):
+        monitor.take(message)
+    monitor.close()
+    assert not monitor.ask_to_stop()
+
+
+def test_the_order_to_end_stays() -> None:
+    async def orders() -> tuple[str, str]:
+        inbox = Inbox()
+        await inbox.order("stop", "there is room for 3 workers")
+        await inbox.order(END, "the user stops the run")
+        await inbox.order("", "")
+        return await inbox.ordered()
+
+    assert asyncio.run(orders()) == (END, "the user stops the run")
+
+
 def test_progress_says_how_far_it_is() -> None:
     progress = Progressed("job", steps=10, rows=100)
     assert str(progress) == "starting the workers, 0 s"
@@ -147,7 +183,7 @@ def test_with_no_workers_reports_of_two_threads_are_taken_one_at_a_time(
         time.sleep(0.02)
         inside.pop()
 
-    def two_threads(job: Any, world: Any, run: Any, send: Any, border: Any, rows: Any) -> None:
+    def two_threads(job: Any, world: Any, run: Any, send: Any, *_: Any) -> None:
         threads = [threading.Thread(target=lambda: [send(Note("x")) for _ in range(5)]) for _ in range(2)]
         for thread in threads:
             thread.start()

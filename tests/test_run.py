@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -353,11 +354,19 @@ def test_ctrl_c_ends_the_run_with_130(cluster: Cluster, tmp_path: Path) -> None:
         until = time.monotonic() + 120
         while not (tmp_path / "worker.pid").exists() and time.monotonic() < until:
             time.sleep(0.2)
+        time.sleep(2)  # for some steps
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "interrupted" in errors
+    steps = re.fullmatch(
+        r"interrupted after step (\d+) of 300; run the same command to carry on", errors.splitlines()[-1]
+    )
+    assert steps, errors
     assert dp_ray.load(tmp_path / "slow").status == "interrupted"
+    parts = [path.name for path in (tmp_path / "slow" / "parts").iterdir()]
+    assert len(parts) == 2, "each of the two workers committed what it had"
+    ends = [int(name.split("-")[2]) for name in parts]
+    assert min(ends) == int(steps[1]) > 0
 
 
 @contextlib.contextmanager

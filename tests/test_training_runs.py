@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,6 +130,27 @@ def test_drivers_and_workers_killed_at_any_step_change_nothing(cluster: Cluster,
     result = run(path, workers=4, name="killed")
     assert result.weights_sha256 == undisturbed.weights_sha256
     assert told(result) == told(undisturbed)
+
+
+def test_ctrl_c_in_a_terminal_is_a_planned_stop_of_a_ray_of_its_own_too(run: Run, tmp_path: Path) -> None:
+    """All processes of the terminal get it: Ray's own, and the workers."""
+    path = job_file(tmp_path, checkpoint={"every_steps": None, "every_seconds": None})
+    line = [sys.executable, "-m", "dp_ray", "run", path, "--workers", "2", "--name", "run"]
+    line += ["--storage", str(tmp_path), "--inject", "pause worker 1 for 3s at step 7"]
+    with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr
+        said = []
+        for text in process.stderr:
+            said.append(text.rstrip())
+            if "rehearsal: pause" in text:
+                os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+    assert process.returncode == 130, said
+    stopped = re.fullmatch(r"interrupted after step (\d+) of 20; run the same command to carry on", said[-1])
+    assert stopped and 8 <= int(stopped[1]) < 20, said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{stopped[1]}.safetensors"]
+    result = run(path, workers=0, shards=8)
+    assert result.weights_sha256 == run(path, workers=0, name="undisturbed").weights_sha256
 
 
 def test_verify_says_yes_and_removes_what_it_ran(cluster: Cluster, tmp_path: Path) -> None:

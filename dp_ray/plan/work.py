@@ -33,6 +33,11 @@ class Done:
         before = bisect_right(spans, (piece.step, float("inf"))) - 1
         return before >= 0 and piece.step < spans[before][1]
 
+    def through(self, shards: Iterable[int]) -> int:
+        """How many steps from the first on are done in all of these shards."""
+        firsts = [self._steps.get(shard, [(0, 0)])[0] for shard in shards]
+        return min((end if first == 0 else 0 for first, end in firsts), default=0)
+
 
 def _join(spans: list[tuple[int, int]], first: int, end: int) -> None:
     """Append a span to ordered ones, or lengthen the last: a later attempt's part spans what earlier ones hold."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -183,7 +184,13 @@ def _loader(job: Job, dataset: Any, pieces: Callable[[], Iterator[Shard]], devic
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
         persistent_workers=loader.persistent and loader.processes > 0,
         multiprocessing_context=loader.context if loader.processes else None,
+        worker_init_fn=_leave_ctrl_c_to_the_trainer,
     )
+
+
+def _leave_ctrl_c_to_the_trainer(_: int) -> None:
+    """A terminal's Ctrl-C reaches the loader's processes too, which the step that is to be kept still needs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _collate(read: tuple[Wanted, Any], collate: Callable[[Any], Any], seed: int | None) -> Batch:

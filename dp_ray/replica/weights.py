@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from dp_ray.errors import JobError, ModelError, StorageError
+from dp_ray.holdings import replacing
 from dp_ray.replica.state import CHECKPOINTS, NAME, load, name_of, parse, steps_of
 from dp_ray.replica.world import broadcast, is_rank_0
 from dp_ray.storage import Storage
@@ -26,7 +27,6 @@ BEST = "best.safetensors"
 TORCH_FILES = (".pt", ".pth", ".bin")
 PIN = "init_from.json"
 LINKS = "init_from"
-ADVICE = "put that file back, or start anew with --overwrite (overwrite=True)"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def pinned(run: Storage) -> Start | None:
     try:
         return Start(**json.loads(run.read_text(PIN)))
     except (ValueError, TypeError) as error:
-        raise StorageError(f"{run}/{PIN}: is damaged: {error}; run again with --overwrite") from None
+        raise StorageError(f"{run}/{PIN}: is damaged: {error}; start anew {replacing(run)}") from None
 
 
 def check_start(run: Storage, location: str) -> None:
@@ -102,7 +102,7 @@ def read_start(run: Storage, location: str) -> tuple[dict[str, Any], dict[str, A
     if (got := hashlib.sha256(data).hexdigest()) != start.sha256:
         raise JobError(
             f"init_from: {where} is not the file with which this run began: "
-            f"its sha256 is {got}, expected {start.sha256}; {ADVICE}"
+            f"its sha256 is {got}, expected {start.sha256}; {_advice(run)}"
         )
     if NAME.fullmatch(name):
         about, state = parse(data, where)
@@ -172,8 +172,12 @@ def _file_of(run: Storage, location: str, start: Start) -> tuple[Storage, str]:
             return place, start.name
     raise JobError(
         f"init_from: {place}/{start.name}, with which this run began (sha256 {start.sha256}), is gone "
-        f"(a training keeps its newest checkpoints only); {ADVICE}"
+        f"(a training keeps its newest checkpoints only); {_advice(run)}"
     )
+
+
+def _advice(run: Storage) -> str:
+    return f"put that file back, or start anew {replacing(run)}"
 
 
 def _read_torch(data: bytes, where: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
+from dp_ray.holdings import replacing
 from dp_ray.plan.split import Split
 from dp_ray.replica.train import Update
 from dp_ray.storage import Storage
@@ -129,7 +130,7 @@ def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> 
             tables.append(pq.read_table(stream))
         at = end
     if at != steps:
-        raise StorageError(f"{folder}: the history ends at step {at} of {steps}; run again with --overwrite")
+        raise StorageError(f"{folder}: the history ends at step {at} of {steps}; start anew {replacing(run)}")
     merged = pa.concat_tables(tables, promote_options="default")
     evaluated = [name for name in merged.column_names if name.startswith("eval_")]
     never = [name for name in evaluated if merged.column(name).null_count == len(merged)]

@@ -9,6 +9,7 @@ import re
 from typing import NamedTuple
 
 from dp_ray.errors import StorageError
+from dp_ray.holdings import replacing
 from dp_ray.plan.work import Range
 from dp_ray.storage import Storage
 
@@ -45,7 +46,7 @@ def read(run: Storage) -> Ledger:
         values = json.loads(run.read_text(LEDGER))
         return Ledger(str(values["attempt"]), [str(name) for name in values["parts"]])
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{run}/{LEDGER}: is damaged: {error!r}; run again with --overwrite") from None
+        raise StorageError(f"{run}/{LEDGER}: is damaged: {error!r}; start anew {replacing(run)}") from None
 
 
 def counted(run: Storage) -> list[str]:

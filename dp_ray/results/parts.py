@@ -13,6 +13,7 @@ from dp_ray.results.columns import SAMPLE_INDEX, Layout, from_arrow, to_arrow
 from dp_ray.storage import Storage
 
 POSITION = "position"
+AGAIN = "run again, which makes what is missing; if this comes back, start anew under another name (--name, name=)"
 MERGE_BYTES = 4 << 20  # rows held of each part while they are merged
 MERGE_BYTES_IN_ALL = 256 << 20
 READ_BYTES = 256 << 10
@@ -118,19 +119,17 @@ def proven(blocks: Iterator[pa.Table], order: Order, rows: int) -> Iterator[pa.T
         if len(wrong):
             expected, got = at + int(wrong[0]), int(positions[wrong[0]])
             what = "is missing" if got > expected else "is there twice"
-            raise StorageError(f"the outputs of position {min(expected, got)} {what}; run again with --overwrite")
+            raise StorageError(f"the outputs of position {min(expected, got)} {what}; {AGAIN}")
         if at + len(block) > rows:
-            raise StorageError(
-                f"there are outputs of position {rows}, the job has {rows} rows; run again with --overwrite"
-            )
+            raise StorageError(f"there are outputs of position {rows}, the job has {rows} rows; {AGAIN}")
         samples = block.column(SAMPLE_INDEX).to_numpy()
         wrong = np.flatnonzero(samples != order.indices(at, at + len(block)))
         if len(wrong):
             raise StorageError(
                 f"position {at + int(wrong[0])} holds the outputs of sample {int(samples[wrong[0]])}, "
-                f"where the order has sample {order[at + int(wrong[0])]}; run again with --overwrite"
+                f"where the order has sample {order[at + int(wrong[0])]}; {AGAIN}"
             )
         at += len(block)
         yield block.drop_columns([POSITION])
     if at != rows:
-        raise StorageError(f"the outputs end at position {at} of {rows}; run again with --overwrite")
+        raise StorageError(f"the outputs end at position {at} of {rows}; {AGAIN}")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dp_ray.border import Border
-from dp_ray.errors import DataError, JobError, StorageError
+from dp_ray.border import Border, Yielded
+from dp_ray.errors import DataError, JobError, RunInterrupted, StorageError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split, chunk_sizes
@@ -45,7 +45,9 @@ from dp_ray.runner.lease import held, wait_until_free
 from dp_ray.runner.messages import Hello, Started, message_of
 from dp_ray.runner.monitor import Monitor
 from dp_ray.runner.rehearsal import Fault, parse_faults
-from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located
+from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located, with_shards_of_run
+from dp_ray.runner.stop_signals import planned_stops
+from dp_ray.runner.unfinished import interruption
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
 from dp_ray.tensorfile import sha256_of
@@ -70,7 +72,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     `job` is a Job, the path of a job file, or None; the job's keys may be given, or overridden, as keywords,
     with objects in place of targets. So may `address`, `overwrite`, `shapes`, `inject`, `quiet` and `verbose`, which
     are the command line's flags of the same name. Without a `name`, a run from Python is named by its time.
-    Raises an Error of dp_ray.errors.
+    Raises an Error of dp_ray.errors, and RunInterrupted where SIGINT or SIGTERM stopped the run.
     """
     names = {field.name for field in dataclasses.fields(Options)}
     options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
@@ -96,13 +98,24 @@ def execute(job: Job, options: Options) -> Result:
         raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
     if job.init_from is not None:
         job = job.model_copy(update={"init_from": located(job.init_from).location})
+    base, asked = base_storage(job), job
+    if not options.overwrite:
+        job = with_shards_of_run(asked, base)
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):  # what user code prints was not asked for
         split, rows = check_targets(job)
-    base = base_storage(job)
     wait_until_free(base.child(job.run_name), lambda what: console.say(f"{job.run_name}: {what}"))
     claimed = claim(job, base, options.overwrite, rows)
+    if claimed.carried_on and job is not asked:
+        console.say(f"{job.run_name}: {_taken_over(asked, job)}")
     with held(claimed):
         return _execute(job, split, rows, claimed, console, options, faults, started)
+
+
+def _taken_over(asked: Job, job: Job) -> str:
+    """What a run that is carried on keeps, though the job that was asked for would have it otherwise."""
+    fewer = f"; at most so many workers share them, {asked.max_workers} were asked for"
+    kept = f"shards: {job.num_shards}, with which this run began"
+    return kept + fewer * (asked.max_workers > job.num_shards)
 
 
 def _execute(
@@ -120,20 +133,23 @@ def _execute(
     claimed.storage.remove_unfinished(recursive=True)
     monitors: list[Monitor] = []
     try:
-        with _monitor(job, split, claimed, console, options) as monitor:
-            monitors.append(monitor)
-            if job.max_workers == 0:
-                _run_here(job, claimed, monitor, rows)
-            else:
-                run_on_ray(job, claimed, rows, monitor, console, options.address, options.verbose, faults)
+        with planned_stops(lambda: any(one.ask_to_stop() for one in monitors)):
+            with _monitor(job, split, claimed, console, options) as monitor:
+                monitors.append(monitor)
+                if job.max_workers == 0:
+                    _run_here(job, claimed, monitor, rows)
+                else:
+                    run_on_ray(job, claimed, rows, monitor, console, options.address, options.verbose, faults)
+            check_ours(claimed)
+            _merge(job, split, claimed.storage, console)
+    except (KeyboardInterrupt, Yielded) as stopped:
         check_ours(claimed)
-        _merge(job, split, claimed.storage, console)
+        told = RunInterrupted(interruption(job, claimed.storage, split, options.overwrite))
+        _save_unfinished(_result(job, split, claimed, monitors, started, "interrupted", told), claimed.storage)
+        raise told from (None if isinstance(stopped, Yielded) else stopped)
     except BaseException as error:
         check_ours(claimed)
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
-            _result(job, split, claimed, monitors, started, status, error).save(claimed.storage)
-            claimed.storage.remove_unfinished(recursive=True)
+        _save_unfinished(_result(job, split, claimed, monitors, started, "failed", error), claimed.storage)
         raise
     result = _result(job, split, claimed, monitors, started, "done")
     result.save(claimed.storage)
@@ -144,6 +160,12 @@ def _execute(
     claimed.storage.remove_unfinished(recursive=True)
     console.say(f"{job.run_name}: {_summary(result)}")
     return result
+
+
+def _save_unfinished(result: Result, run: Storage) -> None:
+    with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
+        result.save(run)
+        run.remove_unfinished(recursive=True)
 
 
 def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
@@ -265,8 +287,14 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int])
         with one_at_a_time:
             monitor.take(Started("here", 0, step))
 
-    with contextlib.redirect_stdout(sys.stderr), environment(job.env):
-        run_task(job, world, claimed.storage, send, BorderHere(started), rows)
+    border = BorderHere(started)
+
+    def ask_to_stop() -> bool:
+        border.wants_stop = monitor.ask_to_stop()
+        return border.wants_stop
+
+    with planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
+        run_task(job, world, claimed.storage, send, border, rows)
 
 
 class BorderHere(Border):

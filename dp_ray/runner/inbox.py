@@ -11,6 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 HOLD_SECONDS = 0.25
+END = "end"  # the order to stop between two steps and not to start anew: no later order takes its place
 
 
 class Inbox:
@@ -42,8 +43,9 @@ class Inbox:
         return messages
 
     async def order(self, what: str, why: str) -> None:
-        """Ask the workers, from now on, to `save` or to `stop` between two steps; or, with "", for nothing."""
-        self._order = what, why
+        """Ask the workers, from now on, to `save`, `stop` or END between two steps; or, with "", for nothing."""
+        if self._order[0] != END:
+            self._order = what, why
 
     async def ordered(self) -> tuple[str, str]:
         """What the workers are asked to do, and why."""

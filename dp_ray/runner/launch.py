@@ -14,12 +14,13 @@ from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dp_ray.border import Yielded
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
 from dp_ray.runner.environment import set_environment
-from dp_ray.runner.inbox import drain, open_inbox
+from dp_ray.runner.inbox import END, drain, open_inbox
 from dp_ray.runner.messages import Hello
 from dp_ray.runner.monitor import Monitor, Reach, error_of, listening
 from dp_ray.runner.network import BoundTorchConfig
@@ -27,6 +28,7 @@ from dp_ray.runner.recovery import Recovery, cause_of
 from dp_ray.runner.rehearsal import Fault
 from dp_ray.runner.rundir import RunDir
 from dp_ray.runner.sizing import Sizing, Wanted, answers_at
+from dp_ray.runner.stop_signals import planned_stops
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 
 
@@ -107,7 +109,7 @@ def run_on_ray(
             console.say(f"{job.run_name}: {waiting}")
         check_can_be_shipped(job)
         inbox = open_inbox(job.max_workers)
-        monitor.reach = RayReach()
+        monitor.reach = RayReach(inbox)
         here = ray.get_runtime_context().get_node_id()
         shipped = job.model_copy(update={"env": {}})  # which travels by itself, and sooner
         config = WorkerConfig(
@@ -126,9 +128,12 @@ def run_on_ray(
             env=dict(job.env),
         )
         try:
-            with listening(monitor, lambda: drain(inbox), trainer.abort):
+            # Ray has put a handler of SIGTERM of its own in the place of ours.
+            with planned_stops(monitor.ask_to_stop), listening(monitor, lambda: drain(inbox), trainer.abort):
                 trainer.fit()
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+            if monitor.is_stopping and (monitor.failed is None or monitor.failed.kind == WorkerError.__name__):
+                raise Yielded("stopped as it was asked") from None
             raise _cause(error, monitor) from None
 
 
@@ -182,6 +187,13 @@ def _wanted(job: Job, each: dict[str, float]) -> Wanted:
 
 class RayReach(Reach):
     """Other nodes, by way of Ray."""
+
+    def __init__(self, inbox: Any) -> None:
+        self._inbox = inbox
+
+    def stop(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # it ended by itself
+            ray.get(self._inbox.order.remote(END, "the user stops the run"))
 
     def kill(self, hello: Hello) -> None:
         there = NodeAffinitySchedulingStrategy(hello.node_id, soft=False)

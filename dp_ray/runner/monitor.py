@@ -63,6 +63,9 @@ class Reach:
         """Whether a node does not answer any more."""
         return False
 
+    def stop(self) -> None:
+        """Ask all workers to stop after the step that they are in, for good."""
+
 
 class Monitor:
     """Takes in what workers tell: one thread calls `take`, in the order of arrival."""
@@ -89,6 +92,8 @@ class Monitor:
         self._hangs_left = job.retries
         self._moved = time.monotonic()
         self.failed: Failed | None = None
+        self.is_stopping = False
+        self.is_deaf = False  # nobody listens to the workers any more, so none can be asked for anything
         self._said_nan = False
         self.metrics: dict[str, float] = {}
         self._job = job
@@ -214,12 +219,31 @@ class Monitor:
         self._console.say(f"{self._job.run_name}: interrupted, {by}")
         self._tell_story(self.story)
 
+    def ask_to_stop(self) -> bool:
+        """Have the run stop after the step that it is in, which is kept; False where there is no such step.
+
+        So it is before the first step, in an evaluation, which keeps nothing, and where this was asked before.
+        It is called by a signal handler: what may wait is done in a thread.
+        """
+        runs_a_step = self._current in self._begun and not self.story.is_interrupted
+        if self.is_deaf or self.is_stopping or not runs_a_step or self._job.task == "evaluate":
+            return False
+        self.is_stopping = True
+        threading.Thread(target=self._stop, name="planned stop", daemon=True).start()
+        return True
+
+    def _stop(self) -> None:
+        self.reach.stop()
+        says = "stops after this step, which is kept; once more leaves at once"
+        self._console.say(f"{self._job.run_name}: {says}")
+
     def _rehearsed(self, message: Rehearsed) -> None:
         self._console.say(f"{self._job.run_name}: rehearsal: {message.what}, by {message.world}")
         if message.is_the_drivers:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def close(self) -> None:
+        self.is_deaf = True
         self._collector.close()
         self._file.close()
         self._board.close()
@@ -325,6 +349,7 @@ def listening(
                     return
         except BaseException as error:
             trouble.append(error)
+            monitor.is_deaf = True
             while not ended.is_set():
                 abort()
                 if caller is threading.main_thread():

@@ -12,7 +12,7 @@ import ray
 
 from dp_ray.border import Border
 from dp_ray.replica.world import World
-from dp_ray.runner.inbox import encoded, tell
+from dp_ray.runner.inbox import END, encoded, tell
 from dp_ray.runner.messages import Beat, Rehearsed, Started
 from dp_ray.runner.rehearsal import Fault, bring_about
 
@@ -110,7 +110,7 @@ class Pulse(Border):
                 order = ray.get(self._inbox.put.remote(encoded(beat)))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and this worker soon will be
-            self.wants_stop = order == "stop"
+            self.wants_stop = order in ("stop", END)
             if order == "save" and not self._has_saved:
                 self._save = self._has_saved = True
 

@@ -14,7 +14,7 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from dp_ray.runner.inbox import tell
+from dp_ray.runner.inbox import END, tell
 from dp_ray.runner.messages import Ended, Interrupted, Waits
 
 DEATHS = {
@@ -40,6 +40,8 @@ class Recovery(FailurePolicy):  # type: ignore[misc]
         self._lost_peer_since: float | None = None
 
     def make_decision(self, training_failed_error: Exception) -> Any:
+        if ray.get(self._inbox.ordered.remote())[0] == END:
+            return FailureDecision.RAISE  # the user stops the run
         if not isinstance(training_failed_error, WorkerGroupError):
             return self._on_start_failure(training_failed_error)
         failures: dict[int, Exception] = training_failed_error.worker_failures

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job import Job
+from dp_ray.holdings import replacing
+from dp_ray.job import Elastic, Job
 from dp_ray.replica.state import CHECKPOINTS, steps_of
 from dp_ray.replica.weights import check_start, find_start
 from dp_ray.results.result import RESULT
+from dp_ray.runner.differences import differences
 from dp_ray.storage import Storage
 
 RUN = "run.json"
@@ -52,6 +54,21 @@ def claim(job: Job, base: Storage, overwrite: bool = False, rows: Mapping[str, i
     storage.child("parts").create()
     claimed = RunDir(storage, token, carried_on)
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
+
+
+def with_shards_of_run(job: Job, base: Storage) -> Job:
+    """The job with the shards that the run in STORAGE/NAME began with, where the job itself sets none.
+
+    A shard is one worker's, so there are as many workers as shards at most.
+    """
+    storage = base.child(job.run_name)
+    shards = _claimed(storage).get("job", {}).get("shards")
+    if job.shards is not None or shards in (None, job.num_shards):
+        return job
+    workers: Any = min(job.max_workers, shards)
+    if isinstance(job.workers, Elastic):
+        workers = Elastic(min=min(job.min_workers, shards), max=workers)
+    return Job.make({**dict(job), "shards": shards, "workers": workers}, job.run_name)
 
 
 def is_ours(claimed: RunDir) -> bool:
@@ -97,7 +114,7 @@ def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int]) -> 
     if not claimed:
         _check_is_run(storage)
         return False
-    advice = "give it another name (--name, name=), or replace it (--overwrite, overwrite=True)"
+    advice = f"give it another name (--name, name=), or replace it {replacing(storage)}"
     if claimed.get("fingerprint") != job.fingerprint():
         raise JobError(f"{storage} holds a run of a different job ({_difference(claimed, job)}); {advice}")
     if others := _other_rows(claimed.get("rows", {}), rows):
@@ -120,9 +137,10 @@ def _check_start(job: Job, storage: Storage, carried_on: bool) -> None:
 
 def _difference(claimed: dict[str, Any], job: Job) -> str:
     """The keys that tell the job which made the run from this one."""
-    there, here = claimed.get("job", {}), job.describe()
-    keys = [key for key in here if key not in job.CANNOT_CHANGE_THE_RESULT and there.get(key) != here[key]]
-    return "; ".join(f"{key}: {there.get(key)!r:.80} there, {here[key]!r:.80} here" for key in keys)
+    there, here = claimed.get("job", {}), json.loads(json.dumps(job.describe(), default=str))
+    keys = [key for key in here if key not in job.CANNOT_CHANGE_THE_RESULT]
+    found = differences({key: there.get(key) for key in keys}, {key: here[key] for key in keys})
+    return "; ".join(found)
 
 
 def _other_rows(there: Mapping[str, int], here: Mapping[str, int]) -> str:

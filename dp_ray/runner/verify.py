@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dp_ray.errors import JobError
+from dp_ray.errors import JobError, RunInterrupted
 from dp_ray.job import Job, Target
 from dp_ray.replica.state import CHECKPOINTS, load, name_of
 from dp_ray.replica.tree import flatten
@@ -85,7 +85,10 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
 
     def run(count: int, **changes: Any) -> Result:
         changes = {"name": f"{job.run_name}-verify-{count}", "workers": count, "shards": shards, **changes}
-        return execute(job.model_copy(update={"metrics": _metrics(job), **changes}), options)
+        try:
+            return execute(job.model_copy(update={"metrics": _metrics(job), **changes}), options)
+        except RunInterrupted:
+            raise RunInterrupted("interrupted; verify begins anew") from None
 
     def compare_all() -> Verdict:
         runs.extend(run(count) for count in counts)

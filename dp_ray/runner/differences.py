@@ -1,0 +1,35 @@
+"""How two descriptions of a job differ, key by key."""
+
+from collections.abc import Iterator
+from typing import Any
+
+NOT_SET = object()
+
+
+def differences(there: Any, here: Any, path: str = "") -> Iterator[str]:
+    """One text for each value that differs: `optimizer.args.lr: 0.003 there, 0.01 here`; never a whole mapping.
+
+    >>> list(differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "d": 3}}))
+    ['a.c: 2 there, not set here', 'a.d: not set there, 3 here']
+    """
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in dict.fromkeys([*there, *here]):
+            yield from differences(there.get(key, NOT_SET), here.get(key, NOT_SET), _inside(path, key))
+    elif isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for number, (one, other) in enumerate(zip(there, here, strict=True)):
+            yield from differences(one, other, _inside(path, number))
+    elif there != here:
+        yield f"{path}: {_shown(there)} there, {_shown(here)} here"
+
+
+def _inside(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _shown(value: Any) -> str:
+    """A value in a few words; a mapping by its target, if it is one."""
+    if value is NOT_SET:
+        return "not set"
+    if isinstance(value, dict):
+        return repr(value["target"]) if "target" in value else "set"
+    return f"{len(value)} items" if isinstance(value, list) and len(repr(value)) > 80 else f"{value!r:.80}"

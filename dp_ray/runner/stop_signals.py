@@ -1,0 +1,46 @@
+"""SIGINT (Ctrl-C) and SIGTERM as planned stops: the first one asks the run to stop, the second one leaves at once."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def planned_stops(ask: Callable[[], bool]) -> Iterator[None]:
+    """While the block runs, SIGINT and SIGTERM call `ask`; where it refuses, KeyboardInterrupt is raised.
+
+    `ask` runs inside a signal handler, so it must not wait for anything. Off the main thread Python takes no
+    handlers, and all stays as it was. So does a signal that is ignored, as a shell's background job ignores SIGINT.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner = os.getpid()
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if os.getpid() != owner:
+            _in_forked_process(number)
+        elif not ask():
+            raise KeyboardInterrupt
+
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    taken = {number: before for number, before in handlers.items() if before not in (None, signal.SIG_IGN)}
+    try:
+        for number in taken:
+            signal.signal(number, on_signal)
+        yield
+    finally:
+        for number, before in taken.items():
+            signal.signal(number, before)
+
+
+def _in_forked_process(number: int) -> None:
+    """A terminal's Ctrl-C reaches forked processes too, which the step needs; SIGTERM is meant for this one."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)

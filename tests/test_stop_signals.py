@@ -1,0 +1,191 @@
+"""Ctrl-C and SIGTERM: the first is a planned stop that keeps the step, the second leaves at once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+import dp_ray
+import tests.training
+from dp_ray.errors import RunInterrupted
+from dp_ray.runner.stop_signals import planned_stops
+from tests import models
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.usefixtures("in_project", "foreground")
+NEVER = {"every_steps": None, "every_seconds": None}
+
+
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the run left a handler"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the run left a handler"
+    signal.signal(signal.SIGINT, before)
+
+
+class Signals(models.SlowPairs):
+    """96 pairs; their reading sends this process the signals that the file `signals` lists, one for each read."""
+
+    def __init__(self, folder: str, at: int) -> None:
+        super().__init__(0.0)
+        self.folder, self.at, self.reads = Path(folder), at, 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads += 1
+        pending = (self.folder / "signals").read_text().split() if (self.folder / "signals").exists() else []
+        if self.reads >= self.at and pending:
+            (self.folder / "signals").write_text(" ".join(pending[1:]))
+            signal.raise_signal(signal.Signals[pending[0]])
+        return super().__getitem__(index)
+
+
+class SignalledInputs(Signals):
+    """The inputs alone."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0]
+
+
+def training(folder: Path, at: int = 0, *signals: str, **others: Any) -> dict[str, Any]:
+    """A training of 48 steps of 6 rows, which gets `signals` from its read number `at` on."""
+    (folder / "signals").write_text(" ".join(signals))
+    target = {"target": "tests.test_stop_signals:Signals", "args": {"folder": str(folder), "at": at}}
+    keys = {"task": "train", "model": "tests.training:mlp", "dataset": target, "loss": "torch.nn:CrossEntropyLoss"}
+    optimizer = {"target": "torch.optim:AdamW", "args": {"lr": 0.01}}
+    given = {"optimizer": optimizer, "batch_size": 6, "epochs": 3, "shuffle": True, "bitwise": True}
+    where = {"name": "run", "storage": str(folder), "workers": 0, "quiet": True}
+    return {**keys, **given, **where, "checkpoint": NEVER, **others}
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_the_first_keeps_the_step_and_the_same_command_goes_on(tmp_path: Path, name: str) -> None:
+    keys = training(tmp_path, 15 * 6 + 2, name)
+    with pytest.raises(RunInterrupted) as stopped:
+        dp_ray.run(**keys)
+    assert str(stopped.value) == "interrupted after step 16 of 48; run the same command to carry on"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-16.safetensors"]
+    assert dp_ray.load(tmp_path / "run").status == "interrupted"
+    result = dp_ray.run(**keys)
+    undisturbed = dp_ray.run(**{**keys, "name": "undisturbed"})
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert [row["loss"] for row in result.history] == [row["loss"] for row in undisturbed.history]
+
+
+def test_the_second_leaves_at_once(tmp_path: Path) -> None:
+    keys = training(tmp_path, 15 * 6 + 2, "SIGINT", "SIGINT", checkpoint={"every_steps": 4, "every_seconds": None})
+    with pytest.raises(RunInterrupted, match=r"^interrupted after step 12 of 48; run the same command to carry on$"):
+        dp_ray.run(**keys)
+    assert dp_ray.load(tmp_path / "run").status == "interrupted"
+
+
+def test_a_step_that_is_the_last_ends_the_run_as_ever(tmp_path: Path) -> None:
+    result = dp_ray.run(**training(tmp_path, 47 * 6 + 2, "SIGINT"))
+    assert (result.status, len(result.history)) == ("done", 48)
+
+
+def predicting(folder: Path, at: int, *signals: str, **others: Any) -> dict[str, Any]:
+    (folder / "signals").write_text(" ".join(signals))
+    target = {"target": "tests.test_stop_signals:SignalledInputs", "args": {"folder": str(folder), "at": at}}
+    keys = {"model": "tests.training:mlp", "dataset": target, "batch_size": 6, "shards": 2}
+    return {**keys, "name": "run", "storage": str(folder), "workers": 0, "quiet": True, **others}
+
+
+def test_a_prediction_commits_what_it_has(tmp_path: Path) -> None:
+    keys = predicting(tmp_path, 5 * 6 + 2, "SIGTERM")
+    with pytest.raises(RunInterrupted, match=r"^interrupted after step 6 of 16; run the same command to carry on$"):
+        dp_ray.run(**keys)
+    (part,) = (tmp_path / "run" / "parts").iterdir()
+    assert part.name.startswith("steps-0-6-shards-0-2-")
+    assert dp_ray.run(**keys).outputs_sha256 == dp_ray.run(**{**keys, "name": "undisturbed"}).outputs_sha256
+
+
+def test_an_evaluation_has_nothing_to_keep_and_leaves_at_once(tmp_path: Path) -> None:
+    keys = training(tmp_path, 5 * 6 + 2, "SIGINT", task="evaluate")
+    with pytest.raises(RunInterrupted, match=r"^interrupted; an evaluation keeps nothing: it begins anew$"):
+        dp_ray.run(**keys)
+
+
+def test_what_would_destroy_what_is_kept_is_not_what_carries_on(tmp_path: Path) -> None:
+    keys = training(tmp_path, 2, "SIGINT")
+    with pytest.raises(RunInterrupted, match=r"after step 1 of 48; run it again without --overwrite to carry on$"):
+        dp_ray.run(**keys, overwrite=True)
+    keys = training(tmp_path, 2, "SIGINT", name=None)
+    with pytest.raises(RunInterrupted, match=r"of 48; run it again with name='run-\d{8}-\d{6}-\d{6}' to carry on$"):
+        dp_ray.run(**keys)
+
+
+def test_off_the_main_thread_a_run_is_as_ever(tmp_path: Path) -> None:
+    results: list[dp_ray.Result] = []
+    thread = threading.Thread(target=lambda: results.append(dp_ray.run(**training(tmp_path))))
+    thread.start()
+    thread.join()
+    assert [one.status for one in results] == ["done"]
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    ask = Mock(return_value=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with planned_stops(ask):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    ask.assert_not_called()
+
+
+def test_a_forked_process_ends_by_sigterm_and_leaves_ctrl_c_to_its_parent() -> None:
+    """A terminal's Ctrl-C reaches the processes of a loader too, which the step that is being ended still needs."""
+    ask = Mock(return_value=True)
+    with planned_stops(ask):
+        pid = os.fork()
+        if not pid:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    ask.assert_not_called()
+
+
+class Interrupts(nn.Module):
+    """An MLP whose 20th forward does what Ctrl-C in a terminal does: all processes of the group get SIGINT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tests.training.mlp()
+        self.forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.forwards == 20:
+            os.killpg(0, signal.SIGINT)
+        outputs: torch.Tensor = self.inner(inputs)
+        return outputs
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_ctrl_c_in_a_terminal_reaches_the_processes_of_a_loader_too(tmp_path: Path, context: str) -> None:
+    keys = training(tmp_path, model="tests.test_stop_signals:Interrupts")
+    keys["loader"] = {"processes": 2, "context": context}
+    del keys["quiet"]
+    (tmp_path / "job.yaml").write_text(json.dumps(keys))  # JSON is YAML
+    line = [sys.executable, "-m", "dp_ray", "run", str(tmp_path / "job.yaml")]
+    with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "stops after this step, which is kept; once more leaves at once" in errors
+    assert errors.splitlines()[-1] == "interrupted after step 20 of 48; run the same command to carry on"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-20.safetensors"]
