@@ -1,0 +1,92 @@
+"""The page of a first day: each of its commands does what it says, in an empty folder."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "first-day.md").read_text()
+COMMANDS = re.findall(r"^    (dp-ray .*)$", PAGE, re.M)
+
+
+def program(command: str) -> list[str]:
+    return [sys.executable, "-m", "dp_ray", *shlex.split(command)[1:]]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def done(command: str, folder: Path) -> str:
+    """What the command said, once it ended well."""
+    ended = subprocess.run(program(command), cwd=folder, env=environment(), capture_output=True, text=True)
+    assert ended.returncode == 0, f"{command}: {ended.stderr}"
+    return ended.stdout + ended.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The page's own files."""
+    for name in ("mine.py", "train.yaml"):
+        (code,) = re.findall(rf"```\w+\n# {re.escape(name)}\n(.*?)```", PAGE, re.S)
+        (tmp_path / name).write_text(code)
+    return tmp_path
+
+
+def result_of(folder: Path, name: str) -> dict[str, object]:
+    values = json.loads((folder / "runs" / name / "result.json").read_text())
+    assert isinstance(values, dict)
+    return values
+
+
+def test_the_first_day(folder: Path) -> None:
+    train, stopped, again, *others = COMMANDS
+    done(train, folder)
+    trained = result_of(folder, "train")
+    metrics = trained["metrics"]
+    assert isinstance(metrics, dict)
+    assert metrics["eval_accuracy"] > 0.8
+
+    with subprocess.Popen(
+        program(stopped), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as running:
+        history = folder / "runs" / "stopped" / "checkpoints"
+        until = time.monotonic() + 60
+        while not (history.exists() and list(history.glob("step-*"))) and time.monotonic() < until:
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=60)[1]
+    assert running.returncode == 130
+    assert re.search(r"interrupted after step \d+ of 120; run the same command to carry on", said.splitlines()[-1])
+    done(again, folder)
+    assert result_of(folder, "stopped")["weights_sha256"] == trained["weights_sha256"]
+
+    for command in others:
+        done(command, folder)
+    outputs = pq.read_table(folder / "runs" / "train-predict" / "outputs.parquet")
+    assert outputs.column("sample_index").to_pylist() == list(range(600))
+    scored = result_of(folder, "train-evaluate")["metrics"]
+    best = trained["best"]
+    assert isinstance(scored, dict) and isinstance(best, dict)
+    assert scored["accuracy"] == pytest.approx(best["value"])
+    losses = [
+        torch.tensor(pq.read_table(folder / "runs" / name / "metrics.parquet").column("loss").to_pylist())
+        for name in ("train", "accumulated", "bf16")
+    ]
+    assert torch.allclose(losses[0][:30], losses[1][:30], rtol=1e-3)
+    assert not torch.allclose(losses[0][:30], losses[2][:30], rtol=1e-6)
+    rates = pq.read_table(folder / "runs" / "warm" / "metrics.parquet").column("learning_rate").to_pylist()
+    assert rates[0] == pytest.approx(0.01 / 30) and rates[60] == pytest.approx(0.01)
+    code = re.findall(r"```python\n(from safetensors.*?)```", PAGE, re.S)[0]
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), check=True)
