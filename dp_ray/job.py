@@ -166,10 +166,14 @@ class Best(Strict):
 
 
 class Checkpoint(Strict):
-    """When the state of a training is kept, beside at its end, and how many of them."""
+    """When the state of a training is kept, beside at its end, and how many of them.
+
+    `every_seconds: auto` without `every_steps`: as often as costs at most 1 % of the time measured, at the latest
+    every 300 s, and at each epoch's end; with `every_steps`: every 300 s.
+    """
 
     every_steps: PositiveInt | None = None
-    every_seconds: NonNegativeFloat | None = 300
+    every_seconds: Literal["auto"] | NonNegativeFloat | None = "auto"
     keep: PositiveInt = 2
     best: Annotated[Best, BeforeValidator(_metric)] | None = None
 
@@ -620,6 +624,7 @@ def _message(path: str, detail: Any) -> str:
 _ALLOWED = {
     "workers": "a number of workers from 0 up, or {min: N, max: M}",
     "gpus_per_worker": "'auto' or a number from 0 up",
+    "checkpoint.every_seconds": "'auto', null or seconds from 0 up",
     "loader.pin_memory": "'auto', true or false",
     "loader.context": "null, 'fork', 'spawn' or 'forkserver'",
     "find_unused_parameters": "'auto', true or false",

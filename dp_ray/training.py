@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
@@ -21,6 +20,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.data import load_shards, seeded_dataset
 from dp_ray.replica.evaluate import Evaluation, build_measures, check_measured, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
+from dp_ray.replica.pace import Pace
 from dp_ray.replica.parallel import input_device
 from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest, pack, steps_of
 from dp_ray.replica.step import Stepped, build_step
@@ -237,22 +237,29 @@ class Keeper:
         self._saver = Saver(run.child(CHECKPOINTS), job.checkpoint.keep, [one for one in kept if one > running.step])
         self._begin_best(kept)
         self._saved = running.step
-        self._saved_at = time.monotonic()
+        self._pace = Pace(job.checkpoint)
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         if step == self._first:  # optimizers make their state in the first step
-            pack(self._trainer.state_dict())
+            _, tensors = pack(self._trainer.state_dict())
+            self._pace.expect(sum(tensor.nbytes for tensor in tensors.values()))
         self._history.add(step, update, measured)
         is_best = self._note_best(measured)
         if measured:
             self._history.resume_clock()
-        when = self._job.checkpoint
-        late = when.every_seconds is not None and time.monotonic() - self._saved_at >= when.every_seconds
-        if must_save or is_best or late or (when.every_steps and (step + 1) % when.every_steps == 0):
+        every = self._job.checkpoint.every_steps
+        at_step = every is not None and (step + 1) % every == 0
+        at_epoch = self._pace.is_auto and (step + 1) % self._split.steps == 0
+        by_clock = self._pace.is_due(self._saver.seconds, self._saver.is_writing)
+        if must_save or is_best or by_clock or at_step or at_epoch:
             self.save()
 
     def save(self) -> None:
         """Keep the state as it is now."""
+        with self._pace.saving():
+            self._save()
+
+    def _save(self) -> None:
         about = describe(self._job, self._trainer, self._split, self._running)
         state = self._trainer.state_dict()
         write_history = self._history.take()
@@ -263,7 +270,7 @@ class Keeper:
             self.before_commit()
 
         self._saver.save(self._running.step, about, state, self._running.best_step, before)
-        self._saved, self._saved_at = self._running.step, time.monotonic()
+        self._saved = self._running.step
 
     def finish(self) -> None:
         """The training stops here: this is kept too."""

@@ -6,6 +6,7 @@ scaler, and running metrics. All workers hold the same state, so rank 0 writes i
 
 import json
 import re
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
@@ -140,6 +141,11 @@ class Saver:
         self._staged: dict[str, torch.Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self.seconds = 0.0  # that all writing took so far
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
 
     def save(
         self,
@@ -180,12 +186,14 @@ class Saver:
         self._staged = staged
 
     def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:
+        began = time.monotonic()
         before()
         write_tensors(self._checkpoints, name_of(step), self._staged, text)
         passed_over, self._passed_over = self._passed_over - {step}, set()
         good = [one for one in steps_of(self._checkpoints) if one not in passed_over]
         for old in {*passed_over, *good[: -self._keep]} - {best_step}:
             self._checkpoints.delete(name_of(old))
+        self.seconds += time.monotonic() - began
 
 
 def newest(
