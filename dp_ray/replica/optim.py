@@ -11,10 +11,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dp_ray.errors import Error, JobError, ModelError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job, Optimizer, Scheduler
 from dp_ray.replica.layout import is_dense, laid_out, overlaps
 from dp_ray.replica.targets import bind
+from dp_ray.replica.user_code import raising
 
 
 def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -160,9 +161,5 @@ def build_scaler(job: Job, device: torch.device) -> torch.amp.GradScaler | None:
 
 
 def _called(key: str, function: Any, first: Any) -> Any:
-    try:
+    with raising(key, kind=JobError):
         return function(first)
-    except Error:
-        raise
-    except Exception as error:
-        raise JobError(f"{key}: {error.__class__.__name__}: {error}") from error

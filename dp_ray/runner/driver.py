@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dp_ray.border import Border
-from dp_ray.errors import DataError, JobError, StorageError
+from dp_ray.errors import DataError, Error, JobError, StorageError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split, chunk_sizes
@@ -48,6 +48,7 @@ from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, locate
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
 from dp_ray.tensorfile import sha256_of
+from dp_ray.traces import shorten
 from dp_ray.training import split_of
 
 
@@ -73,7 +74,12 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     """
     names = {field.name for field in dataclasses.fields(Options)}
     options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
-    return execute(_job_of(job, keys), options)
+    try:
+        return execute(_job_of(job, keys), options)
+    except Error as error:
+        if not options.verbose:
+            shorten(error)
+        raise error  # from here, so that Python shows no frames of dp_ray
 
 
 def _job_of(job: Job | str | os.PathLike[str] | None, keys: dict[str, Any]) -> Job:
