@@ -15,6 +15,7 @@ FLOORS = [
     "errors",
     "traces",
     "plan",
+    "elsewhere",
     "job",
     "uploads",
     "storage",
