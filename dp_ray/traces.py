@@ -13,6 +13,7 @@ from dp_ray.errors import Error
 
 PACKAGE = str(Path(__file__).resolve().parent)
 INSTALLED = {"site-packages", "dist-packages"}
+COMPILED = {".pyx", ".pxi"}  # as pyarrow's, whose frames have no folder
 Wanted: TypeAlias = Callable[[str], bool]
 
 
@@ -31,7 +32,7 @@ def is_others(filename: str) -> bool:
 def _is_outside(filename: str) -> bool:
     """Whether a file is neither dp_ray's nor of Python's own library."""
     path = Path(filename)
-    if filename.startswith("<frozen ") or path.is_relative_to(PACKAGE):
+    if filename.startswith("<frozen ") or path.suffix in COMPILED or path.is_relative_to(PACKAGE):
         return False
     return bool(INSTALLED & set(path.parts)) or not any(path.is_relative_to(folder) for folder in _library())
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.errors import DataError, Error, JobError, ModelError
+from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError
 from dp_ray.job import Job
 from dp_ray.replica.step import build_step
 from dp_ray.replica.world import World
@@ -316,6 +316,13 @@ def test_an_error_that_python_shows_has_no_frames_but_the_users(tmp_path: Path) 
     assert isinstance(cause, LookupError) and cause.__traceback__ is not None
     assert Path(cause.__traceback__.tb_frame.f_code.co_filename).name == "test_traces.py"
     assert cause.__traceback__.tb_next is None
+
+
+def test_what_is_no_mistake_in_code_shows_no_frames(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be made") as raised:
+        dp_ray.run(**keys_of(storage=str(tmp_path / "file")))
+    assert frames_of(raised.value) == ""
 
 
 def test_a_chain_of_the_users_own_is_shown() -> None:

@@ -27,7 +27,7 @@ def build_measures(job: Job) -> tuple[Measures, dict[str, Any]]:
     states: dict[str, Any] = {}
     for name, given in job.metrics.items():
         made = _make(f"metrics.{name}", given)
-        (states if _keeps_state(made) else functions)[name] = made
+        (states if keeps_state(made) else functions)[name] = made
     return Measures(functions, job.batch_dim), states
 
 
@@ -58,8 +58,20 @@ def check_measured(job: Job, measured: Mapping[str, float]) -> None:
             raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
 
 
-def _keeps_state(made: Any) -> bool:
+def keeps_state(made: Any) -> bool:
+    """Whether a metric, or its class, is one of torchmetrics' kind."""
     return all(hasattr(made, name) for name in ("update", "compute", "merge_state", "reset"))
+
+
+def unmeasured(job: Job) -> Iterator[str]:
+    """Lines on the metrics of a training that nothing measures."""
+    if job.task != "train" or job.eval is not None:
+        return
+    for name, given in job.metrics.items():
+        found = resolve(f"metrics.{name}", given) if isinstance(given, Target) else given
+        if keeps_state(found):
+            only = "is measured over a whole dataset, so by evaluations only"
+            yield f"metrics.{name}: {only}, and there are none: set eval"
 
 
 class Evaluation:

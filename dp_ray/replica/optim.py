@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job, Optimizer, Scheduler
 from dp_ray.replica.layout import is_dense, laid_out, overlaps
-from dp_ray.replica.targets import bind
+from dp_ray.replica.targets import bind, check_gives
 from dp_ray.replica.user_code import raising
 
 
@@ -44,7 +44,8 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def check_optimizer(found: Any) -> None:
-    """Raise JobError where a class of optimizers computes the loss several times in a step, as LBFGS does."""
+    """Raise JobError where a class is no optimizer's, or computes the loss several times in a step, as LBFGS does."""
+    check_gives("optimizer", found, torch.optim.Optimizer, "torch.optim.Optimizer")
     if not inspect.isclass(found) or not issubclass(found, torch.optim.Optimizer):
         return
     closure = inspect.signature(found.step).parameters.get("closure")
