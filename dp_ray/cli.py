@@ -13,6 +13,7 @@ import click
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job, load_job, parse_counts, parse_setting, parse_workers
 from dp_ray.secrets import hide
+from dp_ray.traces import frames_of, notes_of
 
 JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
 WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
@@ -41,16 +42,17 @@ def main() -> None:
         click.echo(str(says or "") or "interrupted", err=True)
         sys.exit(130)
     except Error as error:
-        _show(error)
+        _show(error, is_verbose="--verbose" in sys.argv)
         sys.exit(error.exit_status)
 
 
-def _show(error: Error) -> None:
-    """The error, after the traceback of the user's code that caused it, here or on a worker."""
-    for note in getattr(error, "__notes__", ()):
-        click.echo(hide(note), err=True)
-    if error.__cause__ is not None:
-        click.echo(hide("".join(traceback.format_exception(error.__cause__))), err=True)
+def _show(error: Error, is_verbose: bool) -> None:
+    """The error, after the user's frames of what caused it, here or on a worker; verbose: after all frames."""
+    shown = frames_of(error)
+    if is_verbose and not notes_of(error) and error.__cause__ is not None:
+        shown = "".join(traceback.format_exception(error.__cause__))
+    if shown:
+        click.echo(hide(shown.rstrip("\n")), err=True)
     click.echo(f"error: {error}", err=True)
 
 
@@ -74,7 +76,7 @@ def cli() -> None:
 @INJECT
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-@click.option("--verbose", is_flag=True, help="With Ray's own log lines.")
+@click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
 @click.option("--env-from", hidden=True, help="Where `submit` left the settings of env.")
 def run(
     job_file: str,
@@ -135,7 +137,7 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
 @click.option("--tolerance", type=float, help="Relative difference to allow where the job is not bitwise.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.option("--quiet", is_flag=True, help="No progress.")
-@click.option("--verbose", is_flag=True, help="With Ray's own log lines.")
+@click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
 def verify(
     job_file: str,
     workers: str,

@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from dp_ray.elsewhere import answer_to
 from dp_ray.errors import JobError
 from dp_ray.secrets import hide, hide_in
 
@@ -649,7 +650,11 @@ def _nearest(path: str) -> str:
     """A hint at the key that was meant, or all that there are."""
     *parents, key = path.split(".")
     owner = _OWNERS.get(".".join(parents), Target) if parents else Job
-    close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.5)
+    is_of_target = issubclass(owner, Target)
+    close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.8 if is_of_target else 0.5)
+    answer = answer_to(path, is_of_target and not close)
+    if answer is not None:
+        return f"; here it is {answer}"
     if close:
         return f"; did you mean {'.'.join([*parents, close[0]])}?"
     return f"; its keys are {', '.join(owner.model_fields)}"

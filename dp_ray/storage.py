@@ -6,6 +6,7 @@ themselves: an object is there once its upload is completed, so it is written st
 
 import copy
 import ctypes
+import errno
 import hashlib
 import os
 import tempfile
@@ -65,7 +66,7 @@ class Storage:
         return guarded
 
     def create(self) -> None:
-        with self._named("cannot be made"):
+        with self._named("cannot be made", is_writing=True):
             self.fs.create_dir(self.path, recursive=True)
 
     def remove(self) -> None:
@@ -169,11 +170,13 @@ class Storage:
         return Held(self) if self.is_atomic else Unfinished(self, "part")
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _named(self, what: str, is_writing: bool = False) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"{self}: {what}: {error}") from error
+            may_not = is_writing and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+            advice = "; set storage to a folder that you may read and write" if may_not else ""
+            raise StorageError(f"{self}: {what}: {error}{advice}") from error
 
 
 class Unfinished:
@@ -227,7 +230,7 @@ class Unfinished:
             self.storage.fs.delete_file(self._path)
 
     def _named(self) -> AbstractContextManager[None]:
-        return self.storage._named(f"cannot write {self.name}")
+        return self.storage._named(f"cannot write {self.name}", is_writing=True)
 
 
 class Held:

@@ -25,6 +25,7 @@ from dp_ray.replica.parallel import input_device
 from dp_ray.replica.state import CHECKPOINTS, Running, Saver, load, newest, pack, steps_of
 from dp_ray.replica.step import Stepped, build_step
 from dp_ray.replica.train import Trainer, Update
+from dp_ray.replica.user_code import raising
 from dp_ray.replica.weights import (
     BEST,
     WEIGHTS,
@@ -164,7 +165,8 @@ def advance(
     running.measured.update(measured)
     if ends_epoch:
         measured = {**measured, "epoch_loss": running.end_epoch()}
-        trainer.schedule.after_epoch({**running.measured, "loss": measured["epoch_loss"]})
+        with raising(f"step {step}: scheduler"):
+            trainer.schedule.after_epoch({**running.measured, "loss": measured["epoch_loss"]})
     return measured
 
 
@@ -206,7 +208,8 @@ class Evaluator:
         if not self.is_due(split, step):
             return {}
         work = Work(self._split, self._world.world_size, self._world.rank)
-        batches = load_shards(self._job, self._dataset, work, self._world.device)
+        device = self._world.device
+        batches = load_shards(self._job, self._dataset, work, device, name="eval.dataset")
         found = self._evaluation.run(self._model, work, batches, on_step=lambda _: self._border.touch())
         measured = {f"eval_{name}": value for name, value in found.items()}
         check_measured(self._job, measured)

@@ -35,7 +35,7 @@ class Exits(nn.Module):
 
 
 def test_a_model_that_exits_is_no_success(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="the model raised SystemExit in step 0, shard 0"):
+    with pytest.raises(ModelError, match="step 0, shard 0: model raised SystemExit: 0"):
         run(tmp_path, Exits(), models.Rows(9))
 
 
@@ -93,7 +93,7 @@ def broken_collate(items: list[Any]) -> Any:
 
 
 def test_a_collate_that_raises_is_told_with_its_samples(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="collate raised LookupError on samples 0, 1, 2: no such thing"):
+    with pytest.raises(DataError, match="collate raised LookupError: no such thing; it got samples 0, 1, 2"):
         run(tmp_path, models.Doubler(), models.Rows(9), collate=broken_collate)
 
 

@@ -79,7 +79,7 @@ def test_metrics_alone_need_no_loss(tmp_path: Path) -> None:
 
 def test_a_metric_that_raises_is_named(tmp_path: Path) -> None:
     wrong = {"f1": {"target": "torchmetrics.classification:MulticlassF1Score", "args": {"num_classes": 7}}}
-    with pytest.raises(Ended, match=r"metrics\.f1: "):
+    with pytest.raises(Ended, match=r"evaluation step 0, shard \d: metrics\.f1 raised ValueError: If `preds`"):
         run_group(job_of(workers=2, metrics=wrong), tmp_path)
 
 

@@ -13,7 +13,9 @@ PACKAGE = Path(dp_ray.__file__).parent
 FLOORS = [
     "secrets",
     "errors",
+    "traces",
     "plan",
+    "elsewhere",
     "job",
     "uploads",
     "storage",

@@ -75,14 +75,14 @@ def test_attempts_are_counted_when_all_their_workers_are_there() -> None:
 
 def test_the_first_error_told_is_the_one_that_counts() -> None:
     monitor = monitor_of(quiet=True)
-    first = Failed("a", World(1, 2, node="n"), "DataError", "sample 7 ...", "Traceback of rank 1")
+    first = Failed("a", World(1, 2, node="n"), "DataError", "sample 7 ...", "all", "frames of rank 1")
     monitor.take(first)
-    monitor.take(Failed("a", World(0, 2), "ModelError", "a consequence", "Traceback of rank 0"))
+    monitor.take(Failed("a", World(0, 2), "ModelError", "a consequence", "all of rank 0"))
     assert monitor.failed == first
     error = error_of(first)
     assert type(error) is errors.DataError
     assert str(error) == "rank 1 on n: sample 7 ..."
-    assert error.__notes__ == ["Traceback of rank 1"]
+    assert error.__notes__ == ["frames of rank 1"]
     monitor.close()
 
 

@@ -216,7 +216,9 @@ def test_ray_job_submit_runs_the_program(cluster: Cluster, tmp_path: Path) -> No
 def test_a_sample_that_raises_ends_the_job_with_its_rank_and_traceback(run: Run, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rank 0 on .*sample 7 of the dataset raised OSError") as caught:
         run(model=models.Linear(), dataset=models.Breaks(), batch_size=30, workers=2)
-    assert "the disk has a hole" in "".join(caught.value.__notes__)
+    (frames,) = caught.value.__notes__
+    assert 'raise OSError("the disk has a hole")' in frames
+    assert set(re.findall(r'(\w+)\.py"', frames)) == {"models"}, "of the user's code alone"
     left = dp_ray.load(tmp_path / "run")
     assert (left.status, left.outputs_path, left.restarts) == ("failed", None, 0)
     with pytest.raises(StorageError, match="has no merged outputs"):
@@ -225,7 +227,7 @@ def test_a_sample_that_raises_ends_the_job_with_its_rank_and_traceback(run: Run,
 
 def test_a_model_that_raises_on_one_rank_is_told_once(run: Run) -> None:
     with pytest.raises(
-        ModelError, match=r"rank 1 on .*ArithmeticError in step 0, shard 1: a number that I"
+        ModelError, match=r"rank 1 on .*step 0, shard 1: model raised ArithmeticError: a number that I"
     ) as caught:
         run(model=models.RaisesOn(20), dataset=models.Rows(), batch_size=30, workers=2)
     assert len(caught.value.__notes__) == 1

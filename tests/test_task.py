@@ -173,7 +173,9 @@ def test_a_sample_that_raises_is_named(tmp_path: Path, loader: dict[str, int]) -
 
 def test_a_model_that_raises_is_told_by_step_and_shard(tmp_path: Path) -> None:
     job = job_of(models.RaisesOn(12), models.Rows(), workers=2)
-    with pytest.raises(ModelError, match="ArithmeticError in step 1, shard 1: a number that I do not like"):
+    with pytest.raises(
+        ModelError, match="step 1, shard 1: model raised ArithmeticError: a number that I do not like"
+    ):
         run_alone(job, tmp_path)
 
 

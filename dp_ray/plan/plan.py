@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dp_ray.plan.split import Split, chunk_sizes, worker_shards
+from dp_ray.plan.split import Split, chunk_sizes, num_filled, worker_shards
 
 
 def plan(split: Split, workers: int) -> dict[str, Any]:
@@ -13,6 +13,7 @@ def plan(split: Split, workers: int) -> dict[str, Any]:
     """
     total = split.total_steps
     epochs, steps = -(-total // max(1, split.steps)), min(split.steps, total)
+    told = remarks(split, workers)
     dealt = [list(worker_shards(split.shards, max(1, workers), rank)) for rank in range(max(1, workers))]
     return {
         "rows": split.rows,
@@ -33,6 +34,7 @@ def plan(split: Split, workers: int) -> dict[str, Any]:
         ],
         "padded": 0,
         "dropped": split.dropped,
+        **({"remarks": told} if told else {}),
     }
 
 
@@ -42,6 +44,23 @@ def _first(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple[int, 
         if steps > 0:
             yield min(count, steps), rows
         steps -= count
+
+
+def remarks(split: Split, workers: int) -> list[str]:
+    """What may surprise in how a job is cut and dealt, a line each."""
+    found = []
+    largest = min(split.rows, split.batch_size)
+    if split.batch_size > split.rows:
+        found.append(f"batch_size {split.batch_size} is larger than the dataset: its {split.rows} rows are one batch")
+    filled = num_filled(largest, split.shards)
+    idle = sum(worker_shards(split.shards, workers, rank).start >= filled for rank in range(workers))
+    if idle:
+        never = "never has a row" if idle == 1 else "never have a row"
+        found.append(
+            f"{idle} of {workers} workers {never}: the largest batch is {largest} rows in {filled} shards; "
+            "use fewer workers or a larger batch_size"
+        )
+    return found
 
 
 def table(planned: dict[str, Any]) -> str:
@@ -63,6 +82,7 @@ def table(planned: dict[str, Any]) -> str:
         f"  block {block['name']:<24}{block['bytes']:>16,} bytes on {block['device']}"
         for block in planned.get("blocks", ())
     ]
+    lines += planned.get("remarks", ())
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dp_ray.errors import DataError, Error
 from dp_ray.job import Job, Loader, Target
@@ -20,9 +20,15 @@ from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.randomness import Quiet, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.targets import bound, build_dataset, resolve
 from dp_ray.replica.tree import flatten, map_leaves, num_rows, scatter, sizes
+from dp_ray.replica.user_code import raising, said
+from dp_ray.traces import frames_of
 
 CPU = torch.device("cpu")
 ORDER_BLOCK = 4096  # positions computed at once: a shard is often far smaller than numpy's overhead
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+Batch = tuple[Indices, Any]
+Pick: TypeAlias = Callable[[Any], Any]
 
 
 class Wanted(NamedTuple):
@@ -34,6 +40,30 @@ class Wanted(NamedTuple):
     indices: list[int]
 
 
+class Told(NamedTuple):
+    """What a loader's process raised, as it travels to the worker: torch would put its traceback into its text."""
+
+    error: Error
+    frames: str
+
+
+def _as_told(error: Error) -> Told:
+    """The error to send from a loader's process; in the worker itself it is raised."""
+    if get_worker_info() is None:
+        raise error
+    return Told(error, frames_of(error))
+
+
+def _received(batch: Batch) -> Batch:
+    """The batch; raises what a loader's process sent in its place."""
+    if not isinstance(batch[1], Told):
+        return batch
+    error, frames = batch[1]
+    if frames:
+        error.add_note(frames)
+    raise error
+
+
 class Samples(Dataset[Any]):
     """The user's dataset, whose errors name the sample, and whose random numbers are each sample's own.
 
@@ -42,8 +72,9 @@ class Samples(Dataset[Any]):
     A dataset with generators of its own is read so from the start.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, name: str = "the dataset") -> None:
         self.dataset = dataset
+        self.name = name
         self.seed = seed
         self._own = own_generators(dataset)
         self._quiet = Quiet()
@@ -54,6 +85,12 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, wanted: Wanted) -> tuple[Wanted, Any]:
         """The samples, with what was wanted, so that nobody else need say which they are."""
+        try:
+            return self._read_wanted(wanted)
+        except Error as error:
+            return wanted, _as_told(error)
+
+    def _read_wanted(self, wanted: Wanted) -> tuple[Wanted, Any]:
         if not self._draws:
             self._quiet.begin()
             items = self._read(wanted.indices)
@@ -71,7 +108,7 @@ class Samples(Dataset[Any]):
     def _read(self, indices: list[int]) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None:
-            return _read_many(many, indices)
+            return _read_many(many, indices, self.name)
         items, get, index = [], self.dataset.__getitem__, -1
         try:
             for index in indices:
@@ -79,13 +116,8 @@ class Samples(Dataset[Any]):
         except Error:
             raise
         except (Exception, SystemExit) as error:
-            raise DataError(f"sample {index} of the dataset raised {type(error).__name__}: {error}") from error
+            raise DataError(said(f"sample {index} of {self.name}", error)) from error
         return items
-
-
-Indices = np.ndarray[Any, np.dtype[np.int64]]
-Batch = tuple[Indices, Any]
-Pick: TypeAlias = Callable[[Any], Any]
 
 
 class Positions:
@@ -135,34 +167,41 @@ def seeded_dataset(job: Job, name: str = "dataset") -> Any:
 
 
 def load_shards(
-    job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick | None = None
+    job: Job,
+    dataset: Any,
+    work: Work,
+    device: torch.device,
+    pick: Pick | None = None,
+    name: str = "the dataset",
 ) -> Iterator[Batch]:
     """The sample indices and the batch of each shard of `work`, in its order, on `device`.
 
-    The batch is as collated, or what `pick` picks of it. Raises DataError where a sample raises (its index is
-    named) or where a leaf of the model's inputs has not the shard's rows.
+    The batch is as collated, or what `pick` picks of it. Raises DataError where a sample raises (its index and the
+    dataset's `name` are told) or where a leaf of the model's inputs has not the shard's rows.
     """
     make = _whole_batches if job.scatter == "batch" else _shards
-    return on_device(make(job, dataset, work, device, pick), device)
+    return on_device(make(job, Samples(dataset, job.seed, name), work, device, pick), device)
 
 
-def _shards(job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
+def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
     """Read and collate each shard by itself: only the worker's own rows are read."""
-    loaded = iter(_loader(job, dataset, lambda: (shard for _, shards in work for shard in shards), device))
+    loaded = iter(_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device))
     for _, shards in work:
         for shard in shards:
-            indices, batch = next(loaded)
+            indices, batch = _received(next(loaded))
             picked = _checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
             yield indices, picked
 
 
-def _whole_batches(job: Job, dataset: Any, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
+def _whole_batches(
+    job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None
+) -> Iterator[Batch]:
     """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
-    loaded = iter(_loader(job, dataset, lambda: (work.split.whole(step) for step, mine in work if mine), device))
+    loaded = iter(_loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device))
     for step, shards in work:
         if not shards:
             continue
-        indices, batch = next(loaded)
+        indices, batch = _received(next(loaded))
         whole = work.split.whole(step)
         picked = _checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
         pieces = scatter(picked, job.num_shards, job.batch_dim)
@@ -170,11 +209,13 @@ def _whole_batches(job: Job, dataset: Any, work: Work, device: torch.device, pic
             yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
 
 
-def _loader(job: Job, dataset: Any, pieces: Callable[[], Iterator[Shard]], device: torch.device) -> DataLoader[Any]:
+def _loader(
+    job: Job, samples: Samples, pieces: Callable[[], Iterator[Shard]], device: torch.device
+) -> DataLoader[Any]:
     loader: Loader = job.loader
-    order = Order(len(dataset), job.seed, 0, job.is_shuffled)
+    order = Order(len(samples), job.seed, 0, job.is_shuffled)
     return DataLoader(
-        Samples(dataset, job.seed),
+        samples,
         batch_sampler=IndexLists(order, pieces),  # type: ignore[arg-type]
         collate_fn=functools.partial(
             _collate, collate=collate_of(job), seed=None if job.collate is None else job.seed
@@ -196,13 +237,16 @@ def _leave_ctrl_c_to_the_trainer(_: int) -> None:
 def _collate(read: tuple[Wanted, Any], collate: Callable[[Any], Any], seed: int | None) -> Batch:
     """Collate what was read; a collate of the user's may draw random numbers, those of this shard."""
     wanted, items = read
+    indices = np.asarray(wanted.indices, np.int64)
+    if isinstance(items, Told):
+        return indices, items
     if seed is not None:
         seed_all(key(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
     try:
-        return np.asarray(wanted.indices, np.int64), collate(items)
-    except Exception as error:
-        what = f"collate raised {type(error).__name__} on samples {_shorten(wanted.indices)}: {error}"
-        raise DataError(what) from error
+        with raising("collate", lambda _: f"; it got samples {_shorten(wanted.indices)}", DataError):
+            return indices, collate(items)
+    except Error as error:
+        return indices, _as_told(error)
 
 
 def collate_of(job: Job) -> Callable[[list[Any]], Any]:
@@ -277,18 +321,14 @@ def _wait_for(batch: Batch, copies: "torch.cuda.Stream", device: torch.device) -
     return batch
 
 
-def _read_many(many: Callable[[list[int]], Any], indices: list[int]) -> Any:
+def _read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:
     what = f"samples {_shorten(indices)}"
-    try:
+    with raising(f"{what} of {name}", kind=DataError):
         items = many(list(indices))
-    except Error:
-        raise
-    except (Exception, SystemExit) as error:
-        raise DataError(f"{what} of the dataset raised {type(error).__name__}: {error}") from error
     if isinstance(items, list | tuple) and len(items) == len(indices):
         return items
     got = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
-    raise DataError(f"the dataset's __getitems__ gave {got} for {what}: it must give a list of one item for each")
+    raise DataError(f"{name}'s __getitems__ gave {got} for {what}: it must give a list of one item for each")
 
 
 def _shorten(indices: Sequence[int]) -> str:

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.errors import Error, JobError, ModelError
+from dp_ray.errors import JobError
 from dp_ray.job import Job, Target
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.data import Indices
 from dp_ray.replica.model import autocast, evaluating
-from dp_ray.replica.parallel import mixed_devices
 from dp_ray.replica.randomness import ForwardSeeds
 from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
 from dp_ray.replica.targets import bound, build, resolve
+from dp_ray.replica.user_code import at, got, raising
 
 
 def build_measures(job: Job) -> tuple[Measures, dict[str, Any]]:
@@ -27,7 +27,7 @@ def build_measures(job: Job) -> tuple[Measures, dict[str, Any]]:
     states: dict[str, Any] = {}
     for name, given in job.metrics.items():
         made = _make(f"metrics.{name}", given)
-        (states if _keeps_state(made) else functions)[name] = made
+        (states if keeps_state(made) else functions)[name] = made
     return Measures(functions, job.batch_dim), states
 
 
@@ -58,8 +58,20 @@ def check_measured(job: Job, measured: Mapping[str, float]) -> None:
             raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
 
 
-def _keeps_state(made: Any) -> bool:
+def keeps_state(made: Any) -> bool:
+    """Whether a metric, or its class, is one of torchmetrics' kind."""
     return all(hasattr(made, name) for name in ("update", "compute", "merge_state", "reset"))
+
+
+def unmeasured(job: Job) -> Iterator[str]:
+    """Lines on the metrics of a training that nothing measures."""
+    if job.task != "train" or job.eval is not None:
+        return
+    for name, given in job.metrics.items():
+        found = resolve(f"metrics.{name}", given) if isinstance(given, Target) else given
+        if keeps_state(found):
+            only = "is measured over a whole dataset, so by evaluations only"
+            yield f"metrics.{name}: {only}, and there are none: set eval"
 
 
 class Evaluation:
@@ -106,13 +118,14 @@ class Evaluation:
             for shard in shards:
                 _, batch = next(batches)
                 seeds.begin(shard)
-                stepped, row = self._shard(model, shard, batch)
-                buffers.restore()
-                if row is not None:
-                    sums[shard.shard] += row
-                for name, metric in self._states.items():
-                    own = kept.setdefault(shard.shard, {})
-                    self._update(name, own.setdefault(name, copy.deepcopy(metric)), stepped)
+                with at(f"evaluation step {shard.step}, shard {shard.shard}"):
+                    stepped, row = self._shard(model, shard, batch)
+                    buffers.restore()
+                    if row is not None:
+                        sums[shard.shard] += row
+                    for name, metric in self._states.items():
+                        own = kept.setdefault(shard.shard, {})
+                        self._update(name, own.setdefault(name, copy.deepcopy(metric)), stepped)
                 on_shard(shard, batch, stepped)
             on_step(step)
         if dist.is_initialized():
@@ -125,26 +138,17 @@ class Evaluation:
         return {**means, **computed}
 
     def _shard(self, model: nn.Module, shard: Shard, batch: Any) -> tuple[Stepped, torch.Tensor | None]:
-        where = f"step {shard.step}, shard {shard.shard}"
-        try:
-            with autocast(self.job.precision, self._device):
-                stepped = run_step(self._step, model, batch)
-                loss = [self._measures.loss(stepped, shard.rows)] if self._has_loss else []
-                measured = [*loss, *self._measures(stepped, shard.rows)]
-        except Error as error:
-            raise type(error)(f"{where}: {error}") from error
-        except (Exception, SystemExit) as error:
-            what = f"evaluation raised {type(error).__name__} in {where}: {error}"
-            raise ModelError(f"{mixed_devices(model, error) or ''}{what}") from error
+        with autocast(self.job.precision, self._device):
+            stepped = run_step(self._step, model, batch)
+            loss = [self._measures.loss(stepped, shard.rows)] if self._has_loss else []
+            measured = [*loss, *self._measures(stepped, shard.rows)]
         return stepped, as_row(measured, self._device) if measured else None
 
     def _update(self, name: str, metric: Any, stepped: Stepped) -> None:
-        try:
+        with raising(f"metrics.{name}", lambda _: got(stepped.outputs, stepped.target)):
             if isinstance(stepped.outputs, torch.Tensor):
                 metric.to(stepped.outputs.device)
             metric.update(stepped.outputs, stepped.target)
-        except Exception as error:
-            raise ModelError(f"metrics.{name}: {type(error).__name__}: {error}") from error
 
     def _computed(self, kept: dict[int, dict[str, Any]]) -> dict[str, float]:
         """What metrics with a state come to: the shards' states merged in the order of the shards."""
@@ -167,10 +171,8 @@ class Evaluation:
         return measured
 
     def _numbers_of(self, name: str, metric: Any) -> dict[str, float]:
-        try:
+        with raising(f"metrics.{name}.compute"):
             return _numbers(name, metric.compute())
-        except Exception as error:
-            raise ModelError(f"metrics.{name}: compute: {type(error).__name__}: {error}") from error
 
 
 def _on_cpu(own: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.errors import Error, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
@@ -14,6 +13,7 @@ from dp_ray.replica.data import Indices
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.parallel import mixed_devices
 from dp_ray.replica.randomness import ForwardSeeds
+from dp_ray.replica.user_code import raising
 
 
 def predict(
@@ -46,12 +46,10 @@ def predict(
 
 
 def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
-    try:
-        return call_model(model, inputs, call)
-    except Error:
-        raise
-    except (Exception, SystemExit) as error:
+    def hint(error: BaseException) -> str:
         mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
-        hint = "; the model got one dict: to pass its keys as keywords, set call: kwargs" if mistaken else ""
-        what = f"the model raised {type(error).__name__} in step {shard.step}, shard {shard.shard}: {error}{hint}"
-        raise ModelError(f"{mixed_devices(model, error) or ''}{what}") from error
+        one_dict = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
+        return one_dict * mistaken + mixed_devices(model, error)
+
+    with raising(f"step {shard.step}, shard {shard.shard}: model", hint):
+        return call_model(model, inputs, call)

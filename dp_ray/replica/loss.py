@@ -166,8 +166,15 @@ def _means(reduction: Any) -> str:
 
 
 def _unreduced(target: Target) -> Target:
-    tensors = {name: torch.tensor(value) for name, value in target.args.items() if isinstance(value, list)}
+    tensors = {
+        name: _as_weights(torch.tensor(value)) for name, value in target.args.items() if isinstance(value, list)
+    }
     return target.model_copy(update={"args": {**target.args, **tensors, "reduction": "none"}})
+
+
+def _as_weights(numbers: torch.Tensor) -> torch.Tensor:
+    """Weights of classes as losses take them: whole numbers become floats."""
+    return numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
 
 
 def _given_loss(given: Any, batch_dim: int) -> Any:
@@ -184,6 +191,7 @@ def _given_loss(given: Any, batch_dim: int) -> Any:
         )
     unreduced = copy.copy(given)
     unreduced.reduction = "none"
+    unreduced._buffers = {name: one if one is None else _as_weights(one) for name, one in given._buffers.items()}
     return functools.partial(_per_row, unreduced, batch_dim) if given.reduction == "batchmean" else unreduced
 
 

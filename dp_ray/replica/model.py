@@ -18,7 +18,7 @@ from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.layout import overlaps
 from dp_ray.replica.parallel import building_on, spread, with_devices
 from dp_ray.replica.randomness import seed_all
-from dp_ray.replica.targets import build, resolve
+from dp_ray.replica.targets import build, check_gives, resolve
 from dp_ray.replica.world import broadcast, gathered
 
 
@@ -47,6 +47,20 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     except (RuntimeError, AssertionError) as error:
         names = ", ".join(map(str, devices))
         raise JobError(f"devices: the model cannot be moved to {names}: {error}") from error
+
+
+def check_model(given: Any) -> None:
+    """Raise JobError where it is known, without building it, that this gives no module."""
+    if isinstance(given, Target):
+        found = resolve("model", given)
+        if isinstance(found, nn.Module):
+            kind = type(found).__qualname__
+            raise JobError(
+                f"model: {given.target} is a {kind} that is made already; name its class, or a function that makes it"
+            )
+        check_gives("model", found, nn.Module, "torch.nn.Module")
+    elif not isinstance(given, nn.Module):
+        raise JobError(f"model: must be a torch.nn.Module, got a {type(given).__qualname__}")
 
 
 def _give_each_element_memory(model: nn.Module) -> None:

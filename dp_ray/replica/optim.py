@@ -11,10 +11,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dp_ray.errors import Error, JobError, ModelError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job, Optimizer, Scheduler
 from dp_ray.replica.layout import is_dense, laid_out, overlaps
-from dp_ray.replica.targets import bind
+from dp_ray.replica.targets import bind, check_gives
+from dp_ray.replica.user_code import raising
 
 
 def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -43,7 +44,8 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def check_optimizer(found: Any) -> None:
-    """Raise JobError where a class of optimizers computes the loss several times in a step, as LBFGS does."""
+    """Raise JobError where a class is no optimizer's, or computes the loss several times in a step, as LBFGS does."""
+    check_gives("optimizer", found, torch.optim.Optimizer, "torch.optim.Optimizer")
     if not inspect.isclass(found) or not issubclass(found, torch.optim.Optimizer):
         return
     closure = inspect.signature(found.step).parameters.get("closure")
@@ -161,9 +163,5 @@ def build_scaler(job: Job, device: torch.device) -> torch.amp.GradScaler | None:
 
 
 def _called(key: str, function: Any, first: Any) -> Any:
-    try:
+    with raising(key, kind=JobError):
         return function(first)
-    except Error:
-        raise
-    except Exception as error:
-        raise JobError(f"{key}: {error.__class__.__name__}: {error}") from error

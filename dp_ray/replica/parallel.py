@@ -178,15 +178,15 @@ _MIXED = (
 )
 
 
-def mixed_devices(model: nn.Module, error: BaseException) -> str | None:
-    """What to say of an error that comes from tensors on two devices: which, and in which module; else None."""
+def mixed_devices(model: nn.Module, error: BaseException) -> str:
+    """What to say of an error that comes from tensors on two devices: which, and in which module; else nothing."""
     found = next((match for pattern in _MIXED if (match := pattern.search(str(error)))), None)
     if found is None:
-        return None
+        return ""
     where = _innermost(model, error)
     name = f"module {where!r}" if where else "the model's own forward"
     one, two = found["one"].rstrip(":"), found["two"].rstrip(":")
-    return f"{name} got tensors on two devices, {one} and {two}: move them in forward, as in x.to(device); "
+    return f"; {name} got tensors on two devices, {one} and {two}: move them in forward, as in x.to(device)"
 
 
 def _innermost(model: nn.Module, error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """One shard through the model: its outputs, its loss and its metrics."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,8 +12,10 @@ from dp_ray.job import Job
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.loss import Compare, Weighted, build_loss, has_fixed_size, may_have_fixed_size, weigh
 from dp_ray.replica.model import call_model
+from dp_ray.replica.parallel import mixed_devices
 from dp_ray.replica.targets import bound
 from dp_ray.replica.tree import flatten, map_leaves
+from dp_ray.replica.user_code import got, raising
 from dp_ray.replica.world import World
 
 Step: TypeAlias = Callable[[nn.Module, Any], Any]
@@ -45,10 +48,15 @@ def build_step(job: Job, world: World) -> Step:
     has_several = len(world.devices) > 1
 
     def plain_step(model: nn.Module, batch: Any) -> Stepped:
-        outputs, target = call_model(model, model_inputs(job, batch), job.call), batch[1]
+        inputs, target = model_inputs(job, batch), batch[1]
+        with raising("model", functools.partial(mixed_devices, model)):
+            outputs = call_model(model, inputs, job.call)
         if has_several:
             target = beside(outputs, target)
-        return Stepped(None if loss is None else loss(outputs, target), outputs, target, loss)
+        if loss is None:
+            return Stepped(None, outputs, target)
+        with raising("loss", lambda _: got(outputs, target)):
+            return Stepped(loss(outputs, target), outputs, target, loss)
 
     return plain_step
 
@@ -65,7 +73,8 @@ def beside(outputs: Any, target: Any) -> Any:
 
 def run_step(step: Step, model: nn.Module, batch: Any) -> Stepped:
     """Call a step; a mapping `{"loss": ..., "outputs": ..., "target": ...}` names what it gives."""
-    given = step(model, batch)
+    with raising("step", functools.partial(mixed_devices, model)):
+        given = step(model, batch)
     if isinstance(given, Stepped):
         return given
     if not isinstance(given, Mapping):
@@ -100,7 +109,8 @@ class Measures:
                 raise ModelError(
                     f"metrics.{name}: the step gave no outputs; return them: {{'loss': ..., 'outputs': ...}}"
                 )
-            value = function(stepped.outputs, stepped.target)
+            with raising(f"metrics.{name}", lambda _: got(stepped.outputs, stepped.target)):
+                value = function(stepped.outputs, stepped.target)
             measured.append(self._weigh(f"metrics.{name}", function, value, stepped, rows))
         return measured
 

@@ -34,11 +34,12 @@ def bound(key: str, target: Any) -> Any:
 def build_dataset(job: Job, key: str = "dataset") -> Any:
     """The job's dataset; raises JobError where it is not map-style and DataError where it is empty."""
     dataset = build(key, job.dataset)
-    lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    lacking = [name for name in ("__len__", "__getitem__") if not _has(dataset, name)]
     if lacking:
+        kind = type(dataset).__qualname__
+        advice = "; give the dataset that it loads" if kind == "DataLoader" else ""
         raise JobError(
-            f"{key}: must be map-style, with __len__ and __getitem__; "
-            f"{type(dataset).__qualname__} lacks {' and '.join(lacking)}"
+            f"{key}: must be map-style, with __len__ and __getitem__; {kind} lacks {' and '.join(lacking)}{advice}"
         )
     try:
         rows = len(dataset)
@@ -47,6 +48,13 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
     if rows == 0:
         raise DataError(f"{key}: {type(dataset).__qualname__} is empty, there is nothing to run")
     return dataset
+
+
+def _has(dataset: Any, name: str) -> bool:
+    """Whether a dataset has a method; torch's base class has a __getitem__ that only raises."""
+    found = getattr(type(dataset), name, None)
+    is_torchs = getattr(found, "__module__", "") == "torch.utils.data.dataset"
+    return hasattr(dataset, name) and not (is_torchs and getattr(found, "__qualname__", "") == f"Dataset.{name}")
 
 
 def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
@@ -67,6 +75,14 @@ def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
     except ValueError:
         pass  # some built-in callables have no signature to ask
     return lambda *given: _call(key, target, found, given)
+
+
+def check_gives(key: str, found: Any, kind: type, name: str) -> None:
+    """Raise JobError where a class, when it is called, gives no `kind`; what a function gives is not known."""
+    if not inspect.isclass(found) or issubclass(found, kind):
+        return
+    if found.__new__ is object.__new__ and type(found).__call__ is type.__call__:
+        raise JobError(f"{key}: must give a {name}, and {found.__qualname__} is no class of them")
 
 
 def resolve(key: str, target: Target) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dp_ray.errors import Error, JobError, ModelError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.keys import key
 from dp_ray.plan.split import Shard, Split, num_filled
@@ -19,13 +19,13 @@ from dp_ray.plan.tree import Node
 from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.data import Indices
 from dp_ray.replica.optim import Schedule, build_optimizer, build_scaler, load_optimizer, scale_by, total_norm
-from dp_ray.replica.parallel import mixed_devices
 from dp_ray.replica.randomness import ForwardSeeds, seed_all
 from dp_ray.replica.reduce import Reducer, ShardSums, SumReducer, TreeReducer
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import make_gradients_dense, numbers_of, sparse_parameters, sum_over_workers
 from dp_ray.replica.step import Measures, Step, Stepped
-from dp_ray.replica.world import World, is_lost_peer
+from dp_ray.replica.user_code import at, raising
+from dp_ray.replica.world import World
 
 OnShard = Callable[[Shard, Any, Stepped], None]
 
@@ -167,10 +167,12 @@ class Trainer:
             if self._sums is not None and (not is_last or self._reducer is None):
                 self._take(leaves, shard.shard + 1)
         if not shards:
-            self._backward(self._run(None, 0), stats)
+            self._backward(self._run(None, 0), stats, f"step {step}")
         self._check_all_reduced(step)
         self._finish_reduction()
-        return self._update(stats, stop - start, key(self.job.seed, "update", step // split.steps, step))
+        # What the optimizer draws, it draws after a seed that is the same on all workers.
+        seed_all(key(self.job.seed, "update", step // split.steps, step), self.world.device)
+        return self._update(stats, stop - start, step)
 
     def _wrap(self, shards: Sequence[Shard], batches: Sequence[Any]) -> nn.Module:
         """DDP around the shard's loss; what the first shard uses tells whether it must look for unused parameters."""
@@ -204,7 +206,7 @@ class Trainer:
         found = torch.zeros(1, device=self.world.device)
         self._buffers.begin(2)
         for shard, batch in zip(shards, batches, strict=True):
-            self._forward(self._loss, shard, batch).backward()  # type: ignore[no-untyped-call]
+            _go_back(self._forward(self._loss, shard, batch), _place(shard))
             sparse = {id(one) for one in self._sparse}
             found += any(one.grad is None for one in self._parameters if id(one) not in sparse)
         self._buffers.restore()
@@ -228,9 +230,9 @@ class Trainer:
             if is_last:
                 if self._sums is not None and self._loss.anchor is not None:
                     self._sums.stand_in()
-                self._backward(loss / rows, stats)
+                self._backward(loss / rows, stats, _place(shard))
             else:
-                self._scaled(loss / rows).backward()  # type: ignore[no-untyped-call]
+                _go_back(self._scaled(loss / rows), _place(shard))
 
     def _take(self, leaves: Sequence[Node], stop: int) -> None:
         """Take the gradients away, unless the next shard's are to be added to them as they are made."""
@@ -241,17 +243,8 @@ class Trainer:
 
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
         self._seeds.begin(shard)
-        try:
+        with at(_place(shard)):
             loss: torch.Tensor = replica(batch, shard.rows)
-        except JobError:
-            raise
-        except Error as error:
-            raise type(error)(f"step {shard.step}, shard {shard.shard}: {error}") from error
-        except (Exception, SystemExit) as error:
-            if is_lost_peer(error):
-                raise
-            what = f"training raised {type(error).__name__} in step {shard.step}, shard {shard.shard}: {error}"
-            raise ModelError(f"{mixed_devices(self.model, error) or ''}{what}") from error
         return loss
 
     def _run(self, batch: Any, rows: int) -> torch.Tensor:
@@ -259,11 +252,11 @@ class Trainer:
         loss: torch.Tensor = self._replica(batch, rows)
         return loss
 
-    def _backward(self, loss: torch.Tensor, stats: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor, stats: torch.Tensor, where: str) -> None:
         """The last way back of the step; what else the workers exchange travels meanwhile."""
         work = dist.all_reduce(stats, async_op=True) if self._reducer is not None else None
         self._buffers.share()
-        self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+        _go_back(self._scaled(loss), where)
         if work is not None:
             work.wait()
 
@@ -296,11 +289,8 @@ class Trainer:
         else:  # without waiting for the device
             scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
 
-    def _update(self, stats: torch.Tensor, rows: int, seed: int) -> Update:
-        """Clip the whole batch's gradient and step; the loss's weights count now that all are known.
-
-        What the optimizer draws, it draws after `seed`, the same on all workers.
-        """
+    def _update(self, stats: torch.Tensor, rows: int, step: int) -> Update:
+        """Clip the whole batch's gradient and step; the loss's weights count now that all are known."""
         totals = stats[:-1].sum(0)
         rate = float(self.optimizer.param_groups[0]["lr"])
         if self.scaler is not None:
@@ -310,15 +300,29 @@ class Trainer:
         norm = total_norm(gradients)
         if self.job.grad_clip is not None:
             scale_by(gradients, (self.job.grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        seed_all(seed, self.world.device)
-        if self.scaler is None:
-            self.optimizer.step()
-            self.schedule.after_step()
-        else:
-            scale = self.scaler.get_scale()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            if self.scaler.get_scale() >= scale:  # a step that overflowed was skipped, and does not count
+        with raising(f"step {step}: optimizer"):
+            is_skipped = self._step_optimizer()
+        if not is_skipped:
+            with raising(f"step {step}: scheduler"):
                 self.schedule.after_step()
         self.optimizer.zero_grad()
         return Update(totals, rate, norm, self._consent.stops(stats[-1, 0]))
+
+    def _step_optimizer(self) -> bool:
+        """Update the parameters; True where fp16 overflowed, so that this was skipped and does not count."""
+        if self.scaler is None:
+            self.optimizer.step()
+            return False
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return bool(self.scaler.get_scale() < scale)
+
+
+def _place(shard: Shard) -> str:
+    return f"step {shard.step}, shard {shard.shard}"
+
+
+def _go_back(loss: torch.Tensor, where: str) -> None:
+    with raising(f"{where}: backward"):
+        loss.backward()  # type: ignore[no-untyped-call]

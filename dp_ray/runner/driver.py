@@ -14,12 +14,15 @@ from typing import Any
 import torch
 
 from dp_ray.border import Border, Yielded
-from dp_ray.errors import DataError, JobError, RunInterrupted, StorageError
+from dp_ray.errors import DataError, Error, JobError, RunInterrupted, StorageError
 from dp_ray.job import Job, Target, load_job
 from dp_ray.plan.order import Order
+from dp_ray.plan.plan import remarks
 from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.plan.work import Done, Range
 from dp_ray.replica.data import seeded_dataset
+from dp_ray.replica.evaluate import unmeasured
+from dp_ray.replica.model import check_model
 from dp_ray.replica.optim import check_optimizer
 from dp_ray.replica.parallel import with_devices
 from dp_ray.replica.state import CHECKPOINTS, steps_of
@@ -51,6 +54,7 @@ from dp_ray.runner.unfinished import interruption
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
 from dp_ray.tensorfile import sha256_of
+from dp_ray.traces import shorten
 from dp_ray.training import split_of
 
 
@@ -76,7 +80,12 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     """
     names = {field.name for field in dataclasses.fields(Options)}
     options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
-    return execute(_job_of(job, keys), options)
+    try:
+        return execute(_job_of(job, keys), options)
+    except Error as error:
+        if not options.verbose:
+            shorten(error)
+        raise error  # from here, so that Python shows no frames of dp_ray
 
 
 def _job_of(job: Job | str | os.PathLike[str] | None, keys: dict[str, Any]) -> Job:
@@ -130,6 +139,8 @@ def _execute(
 ) -> Result:
     """Run a job in the directory that this driver holds."""
     console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
+    for line in (*remarks(split, job.max_workers), *unmeasured(job)):
+        console.say(f"{job.run_name}: {line}")
     claimed.storage.remove_unfinished(recursive=True)
     monitors: list[Monitor] = []
     try:
@@ -188,12 +199,14 @@ def _summary(result: Result) -> str:
 def check_targets(job: Job) -> tuple[Split, dict[str, int]]:
     """Find the job's targets before anything is started: how its dataset is cut, and the rows of each dataset."""
     for key, target in job.targets.items():
+        if key == "model":
+            check_model(target)
         if isinstance(target, Target) and key in ("model", "eval.dataset"):
             bind(key, with_devices(target, ()) if key == "model" else target)
         elif isinstance(target, Target) and key in ("optimizer", "scheduler"):
-            bind(key, target, leading=1)
             if key == "optimizer":
                 check_optimizer(resolve(key, target))
+            bind(key, target, leading=1)
         elif isinstance(target, Target):
             resolve(key, target)
     for name in (*(job.devices or ()), *([job.input_device] if job.input_device else ())):

@@ -134,7 +134,7 @@ def run_on_ray(
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             if monitor.is_stopping and (monitor.failed is None or monitor.failed.kind == WorkerError.__name__):
                 raise Yielded("stopped as it was asked") from None
-            raise _cause(error, monitor) from None
+            raise _cause(error, monitor, verbose) from None
 
 
 def backend_of(job: Job, gpus_per_worker: float) -> str | None:
@@ -225,7 +225,7 @@ def is_death(error: BaseException) -> bool:
     )
 
 
-def _cause(error: Exception, monitor: Monitor) -> Error:
+def _cause(error: Exception, monitor: Monitor, verbose: bool) -> Error:
     """What ended the run: the first error that a worker told, or else the death of one."""
     cause = getattr(error, "controller_failure", None)
     if isinstance(cause, Error):
@@ -236,7 +236,7 @@ def _cause(error: Exception, monitor: Monitor) -> Error:
         says = "; ".join(f"rank {rank}: {cause_of(one)}" for rank, one in sorted(deaths.items()))
         return WorkerError(f"workers were lost, more often than retries allows: {says}")
     if monitor.failed:
-        return error_of(monitor.failed)
+        return error_of(monitor.failed, verbose)
     if cause is not None:
         return WorkerError(f"the workers could not be started: {cause_of(cause)}")
     return Error(str(error))

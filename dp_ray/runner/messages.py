@@ -42,13 +42,17 @@ class Printed:
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker raised: the name of the error's class in dp_ray.errors (or none), its text and its traceback."""
+    """A worker raised: the name of the error's class in dp_ray.errors (or none), its text and its traceback.
+
+    `frames` are those of the user's code alone, which show where a mistake of the user's was made.
+    """
 
     attempt: str
     world: World
     kind: str
     text: str
     traceback: str
+    frames: str = ""
 
 
 @dataclass(frozen=True)

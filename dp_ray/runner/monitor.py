@@ -316,12 +316,16 @@ def _count(things: Sized, noun: str) -> str:
     return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
 
 
-def error_of(failed: Failed) -> errors.Error:
-    """The error that a worker told, with its rank, its node and its traceback."""
+def error_of(failed: Failed, is_verbose: bool = False) -> errors.Error:
+    """The error that a worker told, with its rank, its node and its traceback: of a mistake the user's frames alone.
+
+    What dp_ray does not know as a mistake of the user's has all frames.
+    """
     kind = getattr(errors, failed.kind, None)
     cls = kind if isinstance(kind, type) and issubclass(kind, errors.Error) else errors.Error
     error = cls(f"{failed.world}: {failed.text}")
-    error.add_note(hide(failed.traceback))
+    if note := failed.traceback if is_verbose or not failed.kind else failed.frames:
+        error.add_note(hide(note))
     return error
 
 

@@ -28,6 +28,7 @@ from dp_ray.runner.rehearsal import Fault
 from dp_ray.runner.rundir import check_shared
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
+from dp_ray.traces import frames_of
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def told_errors(given: WorkerConfig, attempt: str, world: World, pulse: Pulse) -
     except BaseException as error:
         kind = type(error).__name__ if isinstance(error, Error) else ""
         text = str(error) if kind else f"{type(error).__name__}: {error}"
-        tell(given.inbox, Failed(attempt, world, kind, text, traceback.format_exc()))
+        tell(given.inbox, Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error)))
         raise Ended(_kind_of(error), text, pulse.has_progressed) from None
 
 

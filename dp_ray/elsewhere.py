@@ -1,0 +1,141 @@
+"""What other libraries call the keys of a job: an unknown key is answered with the one that does it here."""
+
+# The answer, which begins with the key here, and the names that people write elsewhere.
+_TOP = (
+    (
+        "shards: a worker runs its shards of a batch one after another and adds up their gradients, so shards: 8 on "
+        "2 workers accumulates over 4; batch_size stays that of the whole batch",
+        "gradient_accumulation_steps gradient_accumulation accumulate accumulate_grad_batches accumulation_steps "
+        "grad_accum grad_accum_steps micro_batches num_microbatches update_freq iters_to_accumulate",
+    ),
+    (
+        "workers: one process and one GPU each; the processes of each worker's DataLoader are loader.processes",
+        "num_workers n_workers",
+    ),
+    (
+        "workers: one GPU each (gpus_per_worker), on as many nodes as they need (placement)",
+        "gpus num_gpus n_gpus n_gpu ngpus nodes num_nodes nnodes n_nodes nproc_per_node nproc world_size "
+        "num_processes num_replicas replicas",
+    ),
+    (
+        "gpus_per_worker: auto takes a GPU for each worker where there are any; devices: [cpu] stays on the CPU",
+        "device accelerator use_gpu use_cuda cuda use_cpu no_cuda tpu",
+    ),
+    ("optimizer.args.lr", "lr learning_rate base_lr max_lr init_lr"),
+    ("optimizer.args.weight_decay", "weight_decay wd"),
+    ("optimizer.args.momentum", "momentum"),
+    ("optimizer.args.betas", "betas adam_betas"),
+    ("optimizer.groups", "param_groups parameter_groups"),
+    ("optimizer", "optim optimiser optimizers"),
+    (
+        "scheduler: a target that is called with the optimizer, like 'torch.optim.lr_scheduler:OneCycleLR'",
+        "lr_scheduler lr_schedule schedule scheduler_type lr_scheduler_type warmup warmup_steps "
+        "warmup_ratio warmup_epochs",
+    ),
+    (
+        "precision: bf16 or fp16",
+        "amp use_amp fp16 bf16 half autocast mixed_precision dtype torch_dtype float16 bfloat16",
+    ),
+    (
+        "eval.dataset: evaluated while training and at its end; a dataset by itself is scored by task: evaluate",
+        "val valid validation test eval_dataset val_dataset valid_dataset validation_dataset test_dataset val_data "
+        "test_data eval_data val_dataloader val_dataloaders test_dataloader val_loader dev_dataset",
+    ),
+    (
+        "eval.every_steps",
+        "eval_steps eval_every eval_interval eval_freq val_every val_interval val_check_interval validation_steps "
+        "evaluation_strategy eval_strategy",
+    ),
+    ("eval.every_epochs", "check_val_every_n_epoch eval_epochs val_epochs"),
+    ("eval.batch_size", "eval_batch_size val_batch_size test_batch_size per_device_eval_batch_size"),
+    (
+        "init_from: weights, a run or a checkpoint to start another run from; to carry on an unfinished run, run the "
+        "same command again",
+        "resume resume_from resume_from_checkpoint resume_training ckpt ckpt_path checkpoint_path load load_from "
+        "load_checkpoint pretrained pretrained_weights weights init_weights state_dict",
+    ),
+    (
+        "split: auto spreads a model over several devices of a worker; that workers share each batch needs no key",
+        "strategy backend ddp fsdp deepspeed distributed dist distributed_backend parallel data_parallel "
+        "model_parallel tensor_parallel",
+    ),
+    ("epochs", "num_epochs max_epochs n_epochs nb_epochs num_train_epochs train_epochs total_epochs epoch"),
+    ("max_steps", "num_steps n_steps total_steps train_steps steps iterations iters max_iters num_iterations"),
+    (
+        "batch_size: of the whole batch, over all workers",
+        "train_batch_size global_batch_size per_device_train_batch_size per_gpu_train_batch_size "
+        "micro_batch_size bs batch",
+    ),
+    (
+        "grad_clip",
+        "clip clip_grad clip_grad_norm gradient_clip gradient_clip_val gradient_clipping max_grad_norm max_norm",
+    ),
+    ("loss", "criterion loss_fn loss_func loss_function objective"),
+    ("step", "training_step train_step"),
+    ("metrics", "metric compute_metrics"),
+    ("dataset", "data train_dataset train_data training_data train train_dataloader train_loader dataloader"),
+    ("model", "net network module model_name model_name_or_path"),
+    ("inputs", "input input_keys input_columns"),
+    ("collate", "collate_fn collator data_collator"),
+    ("loader.processes", "dataloader_num_workers loader_workers data_workers"),
+    ("loader.prefetch", "prefetch prefetch_factor"),
+    ("loader.pin_memory", "pin_memory"),
+    ("loader.persistent", "persistent_workers"),
+    (
+        "storage: the run's folder is STORAGE/NAME",
+        "output_dir output out_dir save_dir log_dir logdir logging_dir "
+        "default_root_dir root_dir work_dir run_dir results_dir checkpoint_dir ckpt_dir save_path storage_path",
+    ),
+    ("name", "run_name experiment experiment_name exp_name job_name project"),
+    ("seed", "random_seed random_state manual_seed rng_seed"),
+    ("checkpoint.every_steps", "save_steps save_every save_interval checkpoint_every checkpoint_interval save_freq"),
+    ("checkpoint.keep", "save_total_limit save_top_k keep_checkpoints max_checkpoints"),
+    ("checkpoint.best.metric", "metric_for_best_model monitor load_best_model_at_end save_best"),
+    ("bitwise", "deterministic reproducible use_deterministic_algorithms"),
+    ("compile", "torch_compile jit"),
+    ("sync_batchnorm", "sync_bn convert_sync_batchnorm"),
+    ("find_unused_parameters", "ddp_find_unused_parameters"),
+    ("cpus_per_worker", "cpus num_cpus cpu cpus_per_task"),
+    ("resources_per_worker", "resources memory"),
+    ("retries", "max_retries max_failures max_restarts num_retries"),
+    ("timeouts.step", "timeout step_timeout ddp_timeout"),
+    ("env", "environment env_vars"),
+)
+_NESTED = (
+    ("loader.processes", "loader.num_workers loader.workers"),
+    ("loader.prefetch", "loader.prefetch_factor"),
+    ("loader.persistent", "loader.persistent_workers"),
+    ("loader.context", "loader.multiprocessing_context"),
+    ("batch_size", "loader.batch_size"),
+    ("shuffle", "loader.shuffle"),
+    ("drop_last", "loader.drop_last"),
+    ("collate", "loader.collate_fn loader.collate"),
+    ("checkpoint.every_steps", "checkpoint.save_steps checkpoint.every checkpoint.interval checkpoint.every_n_steps"),
+    ("checkpoint.keep", "checkpoint.save_top_k checkpoint.save_total_limit checkpoint.num_to_keep"),
+    ("checkpoint.best", "checkpoint.monitor checkpoint.metric checkpoint.save_best"),
+    ("checkpoint.best.metric", "checkpoint.best.monitor checkpoint.best.name checkpoint.best.key"),
+    ("scheduler.per", "scheduler.interval"),
+    ("scheduler.metric", "scheduler.monitor"),
+    ("workers.min", "workers.min_workers"),
+    ("workers.max", "workers.max_workers"),
+    ("metrics", "eval.metrics"),
+    ("loader", "eval.loader"),
+)
+# Inside a target: what else names it or its args; any other key is meant as one of its args.
+TARGET = {
+    **dict.fromkeys(("class", "cls", "class_path", "type", "path", "function"), "target"),
+    **dict.fromkeys(("params", "parameters", "init_args", "config", "options"), "args"),
+}
+TOP = {name: answer for answer, names in _TOP for name in names.split()}
+NESTED = {name: answer for answer, names in _NESTED for name in names.split()}
+
+
+def answer_to(path: str, is_of_target: bool) -> str | None:
+    """What does here what the unknown key at a dotted path does elsewhere; None where nobody knows."""
+    *parents, key = path.split(".")
+    known = key.lower().replace("-", "_")
+    answer = NESTED.get(path) if parents else TOP.get(known)
+    if answer is not None or not is_of_target:
+        return answer
+    owner = ".".join(parents)
+    return f"{owner}.{TARGET[known]}" if known in TARGET else f"{owner}.args.{key}"

@@ -1,0 +1,125 @@
+"""Which frames of a traceback are the user's: those that show a mistake where it was made."""
+
+import functools
+import itertools
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from dp_ray.errors import Error
+
+PACKAGE = str(Path(__file__).resolve().parent)
+INSTALLED = {"site-packages", "dist-packages"}
+COMPILED = {".pyx", ".pxi"}  # as pyarrow's, whose frames have no folder
+Wanted: TypeAlias = Callable[[str], bool]
+
+
+def is_users(filename: str) -> bool:
+    """Whether a frame's file is of the user's own project: not of dp_ray, of Python or installed."""
+    return _is_outside(filename) and not INSTALLED & set(Path(filename).parts)
+
+
+def is_others(filename: str) -> bool:
+    """Whether a frame's file is the user's or of a package that is neither dp_ray, torch nor Ray."""
+    parts = Path(filename).parts
+    package = next((after for part, after in itertools.pairwise(parts) if part in INSTALLED), "")
+    return _is_outside(filename) and package not in ("torch", "ray")
+
+
+def _is_outside(filename: str) -> bool:
+    """Whether a file is neither dp_ray's nor of Python's own library."""
+    path = Path(filename)
+    if filename.startswith("<frozen ") or path.suffix in COMPILED or path.is_relative_to(PACKAGE):
+        return False
+    return bool(INSTALLED & set(path.parts)) or not any(path.is_relative_to(folder) for folder in _library())
+
+
+@functools.cache
+def _library() -> frozenset[str]:
+    known = sysconfig.get_paths()
+    found = {known["stdlib"], known["platstdlib"]}
+    return frozenset(found | {str(Path(folder).resolve()) for folder in found})
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """What the user's code raised, of which an Error tells; None where dp_ray itself found something wrong."""
+    found: BaseException | None = error
+    while isinstance(found, Error):
+        found = found.__cause__
+    return found
+
+
+def frames_of(error: BaseException) -> str:
+    """The user's frames of what caused an Error, as Python shows them; "" where there are none.
+
+    The last line, which says what was raised, is left out: the Error says it. What another process raised has come
+    as a note.
+    """
+    cause = cause_of(error)
+    if (notes := notes_of(error)) or cause is None:
+        return notes
+    wanted = _wanted(cause)
+    shown = traceback.TracebackException.from_exception(cause)
+    _keep(shown, wanted)
+    final = list(shown.format_exception_only())
+    lines = list(shown.format())[: -len(final)]
+    lines += final[:-1] if isinstance(cause, SyntaxError) else []  # where it is
+    return "".join(lines) if any('File "' in line for line in lines) else ""
+
+
+def notes_of(error: BaseException) -> str:
+    """What was added to an Error of what another process raised."""
+    return "\n".join(getattr(error, "__notes__", ())) if isinstance(error, Error) else ""
+
+
+def shorten(error: Error) -> None:
+    """Leave the user's frames alone in what Python is to show of an Error and its cause."""
+    error.__traceback__ = None
+    error.__cause__ = cause = cause_of(error)
+    if cause is None:
+        return
+    wanted = _wanted(cause)
+    for one in _chain(cause):
+        one.__traceback__ = _part(one.__traceback__, wanted)
+
+
+def _wanted(cause: BaseException) -> Wanted:
+    """Which frames to show: the user's, or where none is (a project that is installed) those of other packages."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    return is_users if any(map(is_users, files)) or isinstance(cause, SyntaxError) else is_others
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that led to it."""
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        seen.append(following)
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _keep(shown: traceback.TracebackException, wanted: Wanted) -> bool:
+    """Leave out all frames but those wanted, and what led to it without any; whether any are left."""
+    shown.stack = traceback.StackSummary.from_list([one for one in shown.stack if wanted(one.filename)])
+    if shown.__cause__ is not None and not _keep(shown.__cause__, wanted):
+        shown.__cause__ = None
+    if shown.__context__ is not None and not _keep(shown.__context__, wanted):
+        shown.__context__ = None
+    return bool(shown.stack) or shown.__cause__ is not None or shown.__context__ is not None
+
+
+def _part(trace: TracebackType | None, wanted: Wanted) -> TracebackType | None:
+    """The frames that are wanted, of a traceback."""
+    kept: list[TracebackType] = []
+    while trace is not None:
+        if wanted(trace.tb_frame.f_code.co_filename):
+            kept.append(trace)
+        trace = trace.tb_next
+    part: TracebackType | None = None
+    for one in reversed(kept):
+        part = TracebackType(part, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return part
