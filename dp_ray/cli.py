@@ -258,30 +258,28 @@ def _follow_up(
 
 
 @cli.command()
-@click.argument("run_dir", metavar="RUN_DIR")
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 @click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
-def report(run_dir: str, shapes: bool, as_json: bool) -> None:
-    """Show what a run left behind."""
+def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
+    """Show what a run left behind; of several, compare them side by side."""
+    from dp_ray.results.report import compared, compared_values, lines
     from dp_ray.results.result import load
 
-    result = load(run_dir)
-    values = result.to_json()
+    result, *others = map(load, run_dirs)
+    if others:
+        if shapes:
+            raise click.UsageError("--shapes prints those of one run: give one RUN_DIR")
+        results = [result, *others]
+        click.echo(json.dumps(compared_values(results)) if as_json else compared(results))
+        return
     if shapes:
         for line in result.shape_lines():
             click.echo(line)
     if as_json:
-        click.echo(json.dumps(values))
+        click.echo(json.dumps(result.to_json()))
     elif not shapes:
-        click.echo("\n".join(f"{key:<16}{_plainly(value)}" for key, value in values.items()))
-
-
-def _plainly(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
-        return "; ".join(f"{one['kind']} in step {one['step']}: {one['what']}" for one in value)
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "; ".join(f"rank {one['rank']} {one['node']} {one['device']}" for one in value)
-    return "-" if value in (None, [], {}) else str(value)
+        click.echo("\n".join(lines(result)))
 
 
 def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:

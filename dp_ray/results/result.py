@@ -23,12 +23,14 @@ from dp_ray.tensorfile import read_tensors
 
 RESULT = "result.json"
 SHAPES = "shapes.parquet"
+RUN = "run.json"  # the job, and which driver runs it
 
 
 @dataclass(frozen=True, repr=False)
 class Result:
     """One finished run: the numbers of `result.json`, and its outputs and shape reports read when asked for.
 
+    `steps` are those of an epoch, `total_steps` those of the whole run;
     `seconds` is the wall time from call to merged outputs; `world_sizes` the workers of each attempt, in order;
     `interruptions` what lay between these (see `results.story`), and `restarts` how many they are;
     `workers` where each of the last attempt's ran; `outputs_path` the merged Parquet file.
@@ -44,6 +46,7 @@ class Result:
     rows: int = 0
     steps: int = 0
     epochs: int = 1
+    total_steps: int = 0
     batch_size: int = 0
     shards: int = 0
     batch_dim: int = 0

@@ -36,6 +36,7 @@ from dp_ray.results.ledger import PARTS
 from dp_ray.results.outputs import MERGED, Merged, merge
 from dp_ray.results.parts import reading
 from dp_ray.results.recorder import Run
+from dp_ray.results.report import measured, relative
 from dp_ray.results.reports import ReportFile, read_runs
 from dp_ray.results.result import RESULT, SHAPES, Result, load, with_best_weights
 from dp_ray.results.shapes import Seen
@@ -138,7 +139,8 @@ def _execute(
     started: float,
 ) -> Result:
     """Run a job in the directory that this driver holds."""
-    console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {claimed.storage}")
+    where = relative(str(claimed.storage))
+    console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {where}")
     for line in (*remarks(split, job.max_workers), *unmeasured(job)):
         console.say(f"{job.run_name}: {line}")
     claimed.storage.remove_unfinished(recursive=True)
@@ -190,10 +192,10 @@ def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
 
 
 def _summary(result: Result) -> str:
-    measured = "".join(f", {name} {value:.6g}" for name, value in result.metrics.items())
+    told = "".join(f", {name} {value}" for name, value in measured(result.metrics).items())
     rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
-    where = result.outputs_path or result.weights_path or ""
-    return f"done, {rows} in {result.seconds:.1f} s{measured}" + (f": {where}" if where else "")
+    where = result.outputs_path or result.weights_path
+    return f"done, {rows} in {result.seconds:.1f} s{told}" + (f": {relative(where)}" if where else "")
 
 
 def check_targets(job: Job) -> tuple[Split, dict[str, int]]:
@@ -357,6 +359,7 @@ def _result(
         rows=split.rows_kept,
         steps=split.steps,
         epochs=split.epochs,
+        total_steps=split.total_steps,
         batch_size=job.batch_size,
         shards=job.num_shards,
         batch_dim=job.batch_dim,

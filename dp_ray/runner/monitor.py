@@ -20,6 +20,7 @@ from dp_ray.replica.world import World
 from dp_ray.results.history import Logged
 from dp_ray.results.journal import Journal
 from dp_ray.results.recorder import Keep, Run
+from dp_ray.results.report import measured
 from dp_ray.results.reports import Collector, ReportFile, Rows
 from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
 from dp_ray.results.story import Interruption, Story
@@ -155,9 +156,9 @@ class Monitor:
 
     def _say_row(self, row: dict[str, Any]) -> None:
         """What was measured at an epoch's end or by an evaluation, and the first loss that is no number."""
-        measured = {name: value for name, value in row.items() if name == "epoch_loss" or name.startswith("eval_")}
-        if measured:
-            values = ", ".join(f"{name} {value:.6g}" for name, value in measured.items())
+        told = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
+        if told:
+            values = ", ".join(f"{name} {value}" for name, value in told.items())
             self._console.say(f"{self._job.run_name}: epoch {row['epoch']}, step {row['step']}: {values}")
         if not math.isfinite(row["loss"]) and not self._said_nan:
             self._said_nan = True

@@ -13,11 +13,9 @@ from dp_ray.holdings import replacing
 from dp_ray.job import Elastic, Job
 from dp_ray.replica.state import CHECKPOINTS, steps_of
 from dp_ray.replica.weights import check_start, find_start
-from dp_ray.results.result import RESULT
+from dp_ray.results.result import RESULT, RUN
 from dp_ray.runner.differences import differences
 from dp_ray.storage import Storage
-
-RUN = "run.json"
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import torch
 
 from dp_ray.errors import JobError, RunInterrupted
 from dp_ray.job import Job, Target
+from dp_ray.replica.digest import DIGEST, is_inner
 from dp_ray.replica.state import CHECKPOINTS, load, name_of
 from dp_ray.replica.tree import flatten
 from dp_ray.results.result import Result
 from dp_ray.runner.cluster import connected
 from dp_ray.runner.driver import Options, execute
 
-DIGEST = "outputs_digest"
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 NOT_COMPARED = {"rows_per_second"}
 
@@ -196,11 +196,12 @@ def _first_difference(run: Callable[..., Result], first: tuple[int, Result], oth
     rows = [step for step, (a, b) in enumerate(zip(ours, theirs, strict=True)) if repr(a) != repr(b)]
     step = rows[0] if rows else len(ours) - 1
     seen = [name for name in ours[step] if repr(ours[step][name]) != repr(theirs[step][name])]
+    told = dict.fromkeys("the outputs" if is_inner(name) else name for name in seen)
     # What a step tells is computed before its update: the weights may have parted in the step before.
     for until in (step, step + 1):
         if until and (found := _first_parameter(run, first[0], other[0], until)):
             return f"{who}, first after step {until - 1}: {found}"
-    return f"{who}, first in step {step}: {', '.join(seen) or 'nothing that is kept'}, and no parameter with it"
+    return f"{who}, first in step {step}: {', '.join(told) or 'nothing that is kept'}, and no parameter with it"
 
 
 def _first_parameter(run: Callable[..., Result], first: int, other: int, steps: int) -> str | None:

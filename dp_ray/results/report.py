@@ -1,0 +1,128 @@
+"""What `dp-ray report` shows: one run for reading, or several side by side."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dp_ray.job import Job
+from dp_ray.replica.digest import is_inner
+from dp_ray.results.result import RUN, Result
+
+PATHS = ("run_dir", "outputs", "weights")
+NO_DIFFERENCE = ("name", "storage")  # of the jobs, since each run has its own
+WIDTH = 16
+
+
+def relative(path: str) -> str:
+    """A path from the folder in which we stand, where it is below that; else, and a URL, as it is."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if "://" not in path and Path(path).is_relative_to(here) else path
+
+
+def measured(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The metrics in six digits, without those that `verify` takes for itself."""
+    return {name: f"{value:.6g}" for name, value in metrics.items() if not is_inner(name)}
+
+
+def steps_of(result: Result) -> str:
+    """The steps of a run: `24 (3 epochs of 8)`."""
+    total = result.total_steps or result.steps * result.epochs
+    if total != result.steps * result.epochs:
+        return f"{total} ({result.steps} in an epoch)"
+    return str(total) if result.epochs == 1 else f"{total} ({result.epochs} epochs of {result.steps})"
+
+
+def lines(result: Result) -> list[str]:
+    """One run for reading: a line for each of its values, and for each metric."""
+    values = result.to_json()
+    del values["total_steps"]
+    shown = {key: _plainly(value) for key, value in values.items()}
+    shown |= {key: relative(values[key]) for key in PATHS if values[key]}
+    shown["steps"] = steps_of(result)
+    if result.best:
+        shown["best"] = "{metric} {value:.6g} after step {step}".format(**result.best)
+    metrics = measured(result.metrics)
+    width = max(map(len, metrics), default=0)
+    shown["metrics"] = f"\n{'':{WIDTH}}".join(f"{name:{width}} {value}" for name, value in metrics.items()) or "-"
+    return "\n".join(f"{key:{WIDTH}}{value}" for key, value in shown.items()).splitlines()
+
+
+def _plainly(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
+        return "; ".join(f"{one['kind']} in step {one['step']}: {one['what']}" for one in value)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "; ".join(f"rank {one['rank']} {one['node']} {one['device']}" for one in value)
+    return "-" if value in (None, [], {}) else str(value)
+
+
+def differences(results: Sequence[Result]) -> dict[str, list[Any]]:
+    """The keys in which the jobs of runs differ, as dotted paths, with each job's value."""
+    jobs = [dict(_dotted(_job_of(result))) for result in results]
+    keys = dict.fromkeys(key for job in jobs for key in job)
+    found = {key: [job.get(key) for job in jobs] for key in keys if key not in NO_DIFFERENCE}
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+
+
+def compared_values(results: Sequence[Result]) -> dict[str, Any]:
+    """Several runs as JSON values: what of their jobs differs, what they measured, and how long they took."""
+    runs = [result.to_json() for result in results]
+    names = dict.fromkeys(name for run in runs for name in run["metrics"] if not is_inner(name))
+    return {
+        "runs": runs,
+        "job": differences(results),
+        "metrics": {name: [run["metrics"].get(name) for run in runs] for name in names},
+        "seconds": [run["seconds"] for run in runs],
+    }
+
+
+def compared(results: Sequence[Result]) -> str:
+    """Several runs side by side: what of their jobs differs, what they measured, and how long they took."""
+    differing = differences(results)
+    metrics = [measured(result.metrics) for result in results]
+    names = dict.fromkeys(name for one in metrics for name in one)
+    rows = [
+        ("", [relative(result.run_dir) for result in results]),
+        *((key, [_cell(value) for value in values]) for key, values in differing.items()),
+        ("status", [result.status for result in results]),
+        ("steps", [str(result.total_steps or result.steps * result.epochs) for result in results]),
+        *((f"metrics.{name}", [one.get(name, "-") for one in metrics]) for name in names),
+        ("seconds", [f"{result.seconds:.1f}" for result in results]),
+    ]
+    table = [[name, *cells] for name, cells in rows]
+    widths = [max(len(row[at]) for row in table) for at in range(len(results) + 1)]
+    text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join([*text, ", ".join(_verdict(results, differing))])
+
+
+def _verdict(results: Sequence[Result], differing: Mapping[str, Any]) -> Iterator[str]:
+    """Whether the runs are of one job, and gave the same."""
+    counted = {key.partition(".")[0] for key in differing} - Job.CANNOT_CHANGE_THE_RESULT
+    yield "different jobs" if counted else "the same job"
+    hashes: list[tuple[str, Callable[[Result], str | None]]] = [
+        ("weights", lambda result: result.weights_sha256),
+        ("outputs", lambda result: result.outputs_sha256),
+    ]
+    for what, hash_of in hashes:
+        found = [hash_of(result) for result in results]
+        if all(found):
+            yield f"{'the same' if len(set(found)) == 1 else 'different'} {what}"
+
+
+def _job_of(result: Result) -> dict[str, Any]:
+    """The job of a run, as it was claimed; nothing where that is not kept."""
+    run = result.storage()
+    return dict(json.loads(run.read_text(RUN)).get("job", {})) if run.exists(RUN) else {}
+
+
+def _dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings, by their dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
