@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job, job_of
 from dp_ray.replica.weights import BEST, WEIGHTS
-from dp_ray.results.result import RESULT
-from dp_ray.runner.rundir import RUN, located
+from dp_ray.results.result import RESULT, RUN
+from dp_ray.runner.rundir import located
 from dp_ray.storage import Storage
 
 Weights = Literal["best", "last"]
