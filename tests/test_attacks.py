@@ -11,7 +11,7 @@ from torch import nn
 
 import dp_ray
 from dp_ray import cli
-from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError
+from dp_ray.errors import DataError, Error, JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job import Job
 from dp_ray.replica.model import build_model, synchronise
 from dp_ray.runner.rundir import check_ours, claim
@@ -247,5 +247,5 @@ def test_odd_buffers_pass_through_a_process_group_and_lazy_ones_are_named() -> N
 
 def test_every_error_of_ours_is_an_error() -> None:
     kinds = [kind for kind in vars(dp_ray.errors).values() if isinstance(kind, type)]
-    assert all(issubclass(kind, Error) for kind in kinds)
+    assert all(issubclass(kind, Error | RunInterrupted) for kind in kinds)
     assert (JobError.exit_status, DataError.exit_status) == (2, 1)
