@@ -227,7 +227,7 @@ EVAL = {"dataset": "tests.training:Pairs"}
             ModelError,
             "step 0: optimizer raised LookupError: nothing there",
         ),
-        ({"optimizer": fails}, JobError, "optimizer raised LookupError: nothing there"),
+        ({"optimizer": fails}, JobError, "optimizer: tests.test_traces:fails raised LookupError: nothing there"),
         ({"scheduler": f"{HERE}:FailingSchedule"}, ModelError, "step 0: scheduler raised LookupError: nothing there"),
         (
             {"scheduler": {"target": f"{HERE}:FailingSchedule", "per": "epoch"}},
