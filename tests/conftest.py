@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,8 +19,10 @@ import torch
 
 import dp_ray
 import dp_ray.runner.driver
+from dp_ray.runner.stop_signals import SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
+OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes of this session's cluster
 torch.set_num_threads(1)
 # No deadline, for the machine may be busy; the same examples each time, for a failure should be of the change.
 hypothesis.settings.register_profile("dp_ray", deadline=None, derandomize=True)
@@ -34,10 +37,11 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """A test that leaves an environment variable or a process group behind fails."""
-    before = environment()
+    """A test that leaves an environment variable, a handler of a signal or a process group behind fails."""
+    before, handlers = environment(), list(map(signal.getsignal, SIGNALS))
     yield
     assert environment() == before, "the test changed the environment"
+    assert list(map(signal.getsignal, SIGNALS)) == handlers, "the test left a handler of a signal"
     assert not torch.distributed.is_initialized(), "the test left a process group"
 
 
@@ -107,7 +111,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
     command += ["--disable-usage-stats"]
     # As from an activated environment: a job's `python` is this one.
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", OURS: "1"}
     log = (tmp_path_factory.mktemp("ray") / "ray.log").open("wb")
     with log, subprocess.Popen(command, stdout=log, stderr=log, cwd="/", env=environment) as process:
         try:

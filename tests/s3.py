@@ -1,6 +1,7 @@
 """A server of the S3 protocol on localhost: moto's, as a process. It refuses copies, as S3 does above 5 GiB."""
 
 import contextlib
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from werkzeug.serving import run_simple
 
 from tests.conftest import free_port, wait_for_port
 
-SECRET = "hush/hush+hush"
+SECRET = f"hush/{secrets.token_hex(8)}+hush"  # its text stands in no file of the project
 IN_URL = SECRET.replace("/", "%2F").replace("+", "%2B")
 
 

@@ -16,7 +16,7 @@ import torch
 import dp_ray
 from dp_ray.errors import DataError, JobError, WorkerError
 from tests import models
-from tests.conftest import Cluster, Run
+from tests.conftest import OURS, Cluster, Run
 from tests.test_training_runs import SLOW, driver, job_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -135,9 +135,17 @@ def test_faults_that_cannot_be_are_refused_before_anything_starts(run: Run, tmp_
 
 
 def listening() -> set[int]:
-    """The ports of this machine on which something listens."""
+    """The ports on which this process or one of the cluster's listens."""
+    pids = {os.getpid(), *(process.pid for process in psutil.process_iter() if is_ours(process))}
     found = psutil.net_connections("inet")
-    return {one.laddr[1] for one in found if one.status == psutil.CONN_LISTEN and one.laddr}
+    return {one.laddr[1] for one in found if one.pid in pids and one.status == psutil.CONN_LISTEN and one.laddr}
+
+
+def is_ours(process: psutil.Process) -> bool:
+    """Whether the cluster of this session started it: another session's tests may run beside these."""
+    with contextlib.suppress(psutil.Error):
+        return OURS in process.environ()
+    return False
 
 
 def shared_memory() -> set[str]:
@@ -145,11 +153,11 @@ def shared_memory() -> set[str]:
 
 
 def processes() -> set[int]:
-    """The workers and controllers that there are."""
+    """The workers and controllers of this session's cluster."""
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
-        if "RayTrainWorker" in line or "TrainController" in line:
+        if ("RayTrainWorker" in line or "TrainController" in line) and is_ours(process):
             found.add(process.pid)
     return found
 

@@ -26,6 +26,7 @@ from torch.utils.data import default_collate
 import dp_ray
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
 from dp_ray.runner.cluster import wants_token
+from dp_ray.runner.stop_signals import handlers_kept
 from tests import models
 from tests.conftest import ROOT, Cluster, Run
 
@@ -377,14 +378,16 @@ def users_own_ray(cluster: Cluster) -> Iterator[None]:
     before = dict(os.environ)
     if wants_token(cluster.address):
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    try:
-        ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env={"working_dir": str(ROOT)})
-        yield
-    finally:
-        ray.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
-        Config.initialize("")
+    with handlers_kept():
+        try:
+            runtime_env = {"working_dir": str(ROOT)}
+            ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env=runtime_env)
+            yield
+        finally:
+            ray.shutdown()
+            os.environ.clear()
+            os.environ.update(before)
+            Config.initialize("")
 
 
 def test_a_callers_own_ray_is_used_and_left_alone(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:

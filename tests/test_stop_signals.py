@@ -29,11 +29,13 @@ NEVER = {"every_steps": None, "every_seconds": None}
 @pytest.fixture
 def foreground() -> Iterator[None]:
     """Ctrl-C as in a terminal: a shell's background jobs ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    wanted: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the run left a handler"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the run left a handler"
-    signal.signal(signal.SIGINT, before)
+    left = {number: signal.getsignal(number) for number in wanted}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert left == wanted, "the run left a handler"
 
 
 class Signals(models.SlowPairs):

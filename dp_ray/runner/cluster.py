@@ -23,6 +23,7 @@ from dp_ray.errors import ClusterError
 from dp_ray.job import Job
 from dp_ray.runner.environment import is_env, without_values
 from dp_ray.runner.folders import own_folder
+from dp_ray.runner.stop_signals import handlers_kept
 
 Resources = Mapping[str, float]
 CONNECT_SECONDS = 10.0
@@ -51,7 +52,7 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
     # An embedded Ray gets a folder of its own: the usual one holds the address of the Ray that was started last, and
     # some of Ray Train's actors would wait for one that died, or ask the wrong one.
     short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path may have 107 characters, TMPDIR many
-    with _environment_kept(), own_folder(short) as folder, _raylets_hushed(verbose):
+    with _environment_kept(), handlers_kept(), own_folder(short) as folder, _raylets_hushed(verbose):
         _start(job, address or os.environ.get("RAY_ADDRESS"), verbose, folder)
         try:
             yield

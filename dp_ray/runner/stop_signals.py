@@ -39,6 +39,19 @@ def planned_stops(ask: Callable[[], bool]) -> Iterator[None]:
             signal.signal(number, before)
 
 
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Put back, after the block, the handlers of SIGINT and SIGTERM that were there before it."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+
+
 def _in_forked_process(number: int) -> None:
     """A terminal's Ctrl-C reaches forked processes too, which the step needs; SIGTERM is meant for this one."""
     if number == signal.SIGTERM:
