@@ -9,6 +9,8 @@ from pathlib import Path
 
 import ray
 
+from dp_ray.runner.ray_internals import TMPDIR, TRAIN_VARIABLES
+
 NUM_CPUS = 4  # logical: two workers, and room for the tasks by which Ray Data reads and writes
 
 
@@ -22,9 +24,9 @@ def local_ray() -> Iterator[None]:
     before = dict(os.environ)
     with scratch() as folder:
         for key in before:
-            if key.startswith("RAY_TRAIN_"):
+            if key.startswith(TRAIN_VARIABLES):
                 del os.environ[key]
-        os.environ["RAY_TMPDIR"] = str(folder)
+        os.environ[TMPDIR] = str(folder)
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             ray.init("local", num_cpus=NUM_CPUS, log_to_driver=False, logging_level="ERROR")

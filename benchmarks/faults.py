@@ -20,6 +20,7 @@ from benchmarks.measure import alternate, medians
 from benchmarks.table import Row, share, time_text
 from benchmarks.training import pulsed, unpulsed
 from dp_ray.runner.inbox import open_inbox
+from dp_ray.runner.ray_internals import TRAIN_VARIABLES
 
 REPEATS = 3
 NODE_REPEATS = 2  # each waits for a minute
@@ -102,7 +103,7 @@ def three_nodes() -> Iterator[tuple[Path, Kill]]:
     """A Ray of three nodes with a CPU each, the last of which can be killed; Ray Train's own defaults."""
     before = dict(os.environ)
     for key in before:
-        if key.startswith("RAY_TRAIN_"):
+        if key.startswith(TRAIN_VARIABLES):
             del os.environ[key]
     with scratch() as folder:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": str(folder / "ray")})

@@ -16,20 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dp_ray.runner.ray_internals import AUTH_MODE, AUTH_TOKEN
+
 PORT = 6379
 # How soon Ray calls a silent node dead: by default after about a minute.
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
-DRAIN = """
-import sys, time, ray
-from ray.core.generated import autoscaler_pb2
-ray.init(address="auto", log_to_driver=False)
-until = int(time.time() * 1000) + 1000 * int(sys.argv[1])
-reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-context = ray.get_runtime_context()
-gcs = ray._raylet.GcsClient(address=context.gcs_address)
-assert gcs.drain_node(context.get_node_id(), reason, "a test", until)[0]
-"""
-ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+ENVIRONMENT = {**os.environ, AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32)}
 
 
 def needs_namespaces() -> None:
@@ -103,11 +95,6 @@ class Host:
     def join(self) -> None:
         """Start this host's Ray node as one of the first host's cluster."""
         self.start_ray(f"--address=10.77.0.1:{PORT}")
-
-    def drain(self, seconds: int) -> None:
-        """Tell Ray that this host will be taken away."""
-        done = self.run(sys.executable, "-c", DRAIN, str(seconds))
-        assert done.returncode == 0, done.stderr
 
     def cut(self) -> None:
         """Nothing reaches this host any more, nor leaves it."""

@@ -18,9 +18,11 @@ from ray.cluster_utils import Cluster as SeveralNodes
 import dp_ray
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
-from dp_ray.runner.cluster import in_ray_job, room_for, wants_token
+from dp_ray.runner.cluster import in_ray_job
 from dp_ray.runner.launch import backend_of
 from dp_ray.runner.network import interface_of
+from dp_ray.runner.ray_internals import JOB_CONFIG, wants_token
+from dp_ray.runner.resources import room_for
 from tests.conftest import ROOT, Cluster, free_port
 
 
@@ -103,7 +105,7 @@ def test_a_cluster_tells_whether_it_wants_a_token(cluster: Cluster, made_up_gpus
 
 def test_in_ray_job_is_told_by_rays_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not in_ray_job()
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.setenv(JOB_CONFIG, "{}")
     assert in_ray_job()
 
 
@@ -150,7 +152,7 @@ def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_p
 
 def test_the_cluster_file_is_one_that_ray_takes() -> None:
     """`ray up` checks a cluster file against its own schema before it does anything."""
-    code = "import yaml, sys; from ray.autoscaler._private.util import prepare_config, validate_config\n"
-    code += "validate_config(prepare_config(yaml.safe_load(open('cluster.yaml'))))"
+    code = "import yaml; from dp_ray.runner.ray_internals import check_cluster_file\n"
+    code += "check_cluster_file(yaml.safe_load(open('cluster.yaml')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import torch
 
 import dp_ray
 from dp_ray.errors import DataError, JobError, WorkerError
+from dp_ray.runner.ray_internals import CONTROLLER_PROCESS, WORKER_PROCESS
 from tests import models
 from tests.conftest import OURS, Cluster, Run
 from tests.test_training_runs import SLOW, driver, job_file
@@ -157,7 +158,7 @@ def processes() -> set[int]:
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
-        if ("RayTrainWorker" in line or "TrainController" in line) and is_ours(process):
+        if (WORKER_PROCESS in line or CONTROLLER_PROCESS in line) and is_ours(process):
             found.add(process.pid)
     return found
 
@@ -191,7 +192,7 @@ def test_workers_killed_while_they_start_on_a_full_cluster_leave_its_room_free(r
 
 def is_worker(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return "RayTrainWorker" in " ".join(psutil.Process(pid).cmdline())
+        return WORKER_PROCESS in " ".join(psutil.Process(pid).cmdline())
     return False
 
 

@@ -30,7 +30,8 @@ FLOORS = [
     "cli",
     "__main__",
 ]
-LAZY = {"dp_ray/__init__.py", "dp_ray/cli.py"}
+# What imports inside functions: what is slow to import, or needs Ray, where it is used.
+LAZY = {"dp_ray/__init__.py", "dp_ray/cli.py", "dp_ray/runner/driver.py", "dp_ray/runner/ray_internals.py"}
 
 
 def modules() -> list[Path]:

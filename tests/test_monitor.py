@@ -22,9 +22,10 @@ from dp_ray.results.shapes import Seen
 from dp_ray.runner import driver
 from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console, Progressed
-from dp_ray.runner.inbox import END, Inbox
+from dp_ray.runner.inbox import Inbox
 from dp_ray.runner.messages import Failed, Hello, Interrupted, Message, Printed, Shapes, Started
 from dp_ray.runner.monitor import Monitor, error_of, listening
+from dp_ray.runner.orders import END, NOTHING, Ask, Order, Why
 from dp_ray.storage import Storage
 from dp_ray.training import Note
 
@@ -151,14 +152,14 @@ def test_a_monitor_that_is_closed_asks_nobody_to_stop() -> None:
 
 
 def test_the_order_to_end_stays() -> None:
-    async def orders() -> tuple[str, str]:
+    async def orders() -> Order:
         inbox = Inbox()
-        await inbox.order("stop", "there is room for 3 workers")
-        await inbox.order(END, "the user stops the run")
-        await inbox.order("", "")
+        await inbox.order(Order(Ask.STOP, Why.GROWTH, "there is room for 3 workers"))
+        await inbox.order(END)
+        await inbox.order(NOTHING)
         return await inbox.ordered()
 
-    assert asyncio.run(orders()) == (END, "the user stops the run")
+    assert asyncio.run(orders()) == Order(Ask.END, Why.USER, "the user stops the run")
 
 
 def test_progress_says_how_far_it_is() -> None:

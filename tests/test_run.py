@@ -19,13 +19,19 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._raylet import Config  # type: ignore[attr-defined]
 from torch.utils.data import default_collate
 
 import dp_ray
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
-from dp_ray.runner.cluster import wants_token
+from dp_ray.runner.ray_internals import (
+    ADDRESS,
+    API_SERVER_ADDRESS,
+    AUTH_MODE,
+    VARIABLES,
+    find_users_token,
+    read_variables_anew,
+    wants_token,
+)
 from dp_ray.runner.stop_signals import handlers_kept
 from tests import models
 from tests.conftest import ROOT, Cluster, Run
@@ -35,7 +41,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 
 def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The program, as a user starts it in the project's folder."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
     line = [sys.executable, "-m", "dp_ray", *args]
     return subprocess.run(line, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, timeout=240)
 
@@ -179,7 +185,7 @@ def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(cluster: C
     flags = ["jobs/digits_predict.yaml", "--workers", "2", "--json", "--set", f"env.DP_SECRET={secret}"]
     flags += ["--set", "collate=tests.test_run:collate_with_secret"]
     embedded = command("run", *flags, "--storage", str(tmp_path / "embedded"))
-    started = command("run", *flags, "--storage", str(tmp_path / "started"), RAY_ADDRESS=cluster.address)
+    started = command("run", *flags, "--storage", str(tmp_path / "started"), **{ADDRESS: cluster.address})
     submitted = command(
         "submit",
         *flags,
@@ -187,7 +193,7 @@ def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(cluster: C
         str(tmp_path / "submitted"),
         "--address",
         cluster.dashboard,
-        RAY_AUTH_MODE="token",
+        **{AUTH_MODE: "token"},
     )
     results = []
     for done in (embedded, started, submitted):
@@ -207,7 +213,7 @@ def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(cluster: C
 def test_ray_job_submit_runs_the_program(cluster: Cluster, tmp_path: Path) -> None:
     line = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--working-dir", ".", "--"]
     line += ["python", "-m", "dp_ray", "run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--json"]
-    environment = {**os.environ, "RAY_API_SERVER_ADDRESS": cluster.dashboard, "RAY_AUTH_MODE": "token"}
+    environment = {**os.environ, API_SERVER_ADDRESS: cluster.dashboard, AUTH_MODE: "token"}
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"status": "done"' in done.stdout
@@ -377,7 +383,7 @@ def users_own_ray(cluster: Cluster) -> Iterator[None]:
     """A Ray that the caller has connected to, as it wants: another test may have made the first token."""
     before = dict(os.environ)
     if wants_token(cluster.address):
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        find_users_token()
     with handlers_kept():
         try:
             runtime_env = {"working_dir": str(ROOT)}
@@ -387,7 +393,7 @@ def users_own_ray(cluster: Cluster) -> Iterator[None]:
             ray.shutdown()
             os.environ.clear()
             os.environ.update(before)
-            Config.initialize("")
+            read_variables_anew()
 
 
 def test_a_callers_own_ray_is_used_and_left_alone(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:

@@ -19,6 +19,7 @@ import dp_ray
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.runner.driver import Options
+from dp_ray.runner.ray_internals import VARIABLES
 from dp_ray.runner.verify import verify
 from jobs.digits import Digits, Net
 from tests import models
@@ -55,7 +56,7 @@ def told(result: dp_ray.Result) -> str:
 
 def driver(cluster: Cluster, *args: str) -> subprocess.Popen[str]:
     """The program in a process of its own."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
     line = [sys.executable, "-m", "dp_ray", *args, "--address", cluster.address]
     pipe = subprocess.PIPE
     return subprocess.Popen(line, cwd=ROOT, env=kept, stdout=pipe, stderr=pipe, text=True)

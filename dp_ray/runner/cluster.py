@@ -4,39 +4,36 @@ import logging
 import math
 import os
 import re
-import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import ray
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._private.state import state as ray_state
-from ray._raylet import Config  # type: ignore[attr-defined]
-from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 import dp_ray
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
 from dp_ray.runner.environment import is_env, without_values
 from dp_ray.runner.folders import own_folder
+from dp_ray.runner.ray_internals import (
+    ADDRESS,
+    AUTH_MODE,
+    AUTH_TOKEN,
+    JOB_CONFIG,
+    TRAIN_ENVIRONMENT,
+    USE_TLS,
+    autoscales,
+    find_users_token,
+    forget_variables,
+    raylets_hushed,
+    shown_as,
+    start_local,
+    wants_token,
+)
+from dp_ray.runner.resources import Resources, room_for, text_of, times
 from dp_ray.runner.stop_signals import handlers_kept
-
-Resources = Mapping[str, float]
-CONNECT_SECONDS = 10.0
-
-# Told to Ray Train in the driver's environment, from where it carries them to its own processes.
-TRAIN_ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # its 2 s are waited for at start, at the end and at a failure
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # would print each line twice
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a user's relative paths keep their meaning
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more; `policy` looks at the nodes itself
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",  # of its 60: what was free a moment ago is there, or is not
-}
 
 
 @contextmanager
@@ -52,23 +49,12 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
     # An embedded Ray gets a folder of its own: the usual one holds the address of the Ray that was started last, and
     # some of Ray Train's actors would wait for one that died, or ask the wrong one.
     short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path may have 107 characters, TMPDIR many
-    with _environment_kept(), handlers_kept(), own_folder(short) as folder, _raylets_hushed(verbose):
-        _start(job, address or os.environ.get("RAY_ADDRESS"), verbose, folder)
+    with _environment_kept(), handlers_kept(), own_folder(short) as folder, raylets_hushed(verbose):
+        _start(job, address or os.environ.get(ADDRESS), verbose, folder)
         try:
             yield
         finally:
             ray.shutdown()
-
-
-@contextmanager
-def _raylets_hushed(verbose: bool) -> Iterator[None]:
-    """Keep Ray from printing a page to stdout for each worker that dies, whatever `log_to_driver` says."""
-    before = ray._private.worker._worker_logs_enabled
-    ray._private.worker._worker_logs_enabled = verbose
-    try:
-        yield
-    finally:
-        ray._private.worker._worker_logs_enabled = before
 
 
 def _start(job: Job, address: str | None, verbose: bool, folder: str) -> None:
@@ -76,51 +62,28 @@ def _start(job: Job, address: str | None, verbose: bool, folder: str) -> None:
     logging.getLogger("ray").setLevel(level)
     quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     try:
-        with _command_line_hushed():
+        with shown_as(_shown_command_line()):
             if address:
                 authenticate(address)
                 ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
             else:
-                ray.init("local", num_cpus=_logical_cpus(job), include_dashboard=False, _temp_dir=folder, **quiet)
+                start_local(_logical_cpus(job), folder, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"no Ray answers at {address or 'local'}: {error}") from error
 
 
-@contextmanager
-def _command_line_hushed() -> Iterator[None]:
-    """Keep values of `env` out of the command line of this driver, which Ray keeps and its dashboard shows."""
-    before = ray._private.utils.get_entrypoint_name
-    if any(map(is_env, sys.orig_argv)):
-        ray._private.utils.get_entrypoint_name = lambda: shlex.join(without_values(sys.orig_argv))
-    try:
-        yield
-    finally:
-        ray._private.utils.get_entrypoint_name = before
-
-
-def wants_token(address: str) -> bool:
-    """Whether the Ray at HOST:PORT takes only those who show its token.
-
-    Raises ConnectionError where none answers within CONNECT_SECONDS: Ray itself asks a dead address for minutes.
-    """
-    with grpc.insecure_channel(address) as channel:
-        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-        try:
-            stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=CONNECT_SECONDS)
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-                return True
-            raise ConnectionError(f"{error.code().name.lower()}, {error.details()}") from None
-    return False
+def _shown_command_line() -> list[str] | None:
+    """The command line that Ray may keep for this driver, where it must not be the whole one: its values of `env`."""
+    return without_values(sys.orig_argv) if any(map(is_env, sys.orig_argv)) else None
 
 
 def authenticate(address: str) -> None:
     """Show the user's token to a Ray that wants it: Ray does so by itself only at an address that it found."""
     is_host_and_port = re.fullmatch(r"\S+:\d+", address) and "://" not in address
-    if not is_host_and_port or "RAY_AUTH_MODE" in os.environ or "RAY_USE_TLS" in os.environ:
+    if not is_host_and_port or AUTH_MODE in os.environ or USE_TLS in os.environ:
         return
-    if wants_token(address) and not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
-        raise ConnectionError("it wants its token, put that into ~/.ray/auth_token or RAY_AUTH_TOKEN")
+    if wants_token(address) and not find_users_token():
+        raise ConnectionError(f"it wants its token, put that into ~/.ray/auth_token or {AUTH_TOKEN}")
 
 
 @contextmanager
@@ -130,10 +93,7 @@ def _environment_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        for key in os.environ.keys() - before.keys():
-            if key.startswith("RAY_") or key == "PYTHONBREAKPOINT":
-                del os.environ[key]
-        Config.initialize("")  # Ray has read the variables once and would go by what they were
+        forget_variables(os.environ, keep=list(before))
 
 
 @contextmanager
@@ -167,7 +127,7 @@ def check_fits(job: Job, each: Resources) -> str | None:
             f"({text_of(each)} each, {job.placement}); the cluster of {len(nodes)} nodes has "
             f"{text_of(_total(nodes, each))}, room for {room} workers{_too_large(each, nodes)}"
         )
-        if not ray_state.get_max_resources_from_cluster_config():
+        if not autoscales():
             raise ClusterError(f"{says}, and no autoscaler that could add nodes")
         return f"{says}; waiting for the autoscaler"
     free = ray.available_resources()
@@ -190,28 +150,6 @@ def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:
     return f": one worker takes {text_of(lacking)} of ONE node, and the largest has {largest}"
 
 
-def room_for(
-    each: Resources, nodes: list[dict[str, float]], placement: str = "PACK", accelerator_type: str | None = None
-) -> int:
-    """How many workers that take `each` the nodes hold, if they were idle."""
-    if accelerator_type:
-        nodes = [node for node in nodes if f"accelerator_type:{accelerator_type}" in node]
-    if not each:
-        return 1 << 30 if nodes else 0
-    counts = [min(_fit(name, node.get(name, 0), amount) for name, amount in each.items() if amount) for node in nodes]
-    if placement == "STRICT_PACK":
-        return max(counts, default=0)
-    return sum(min(count, 1) for count in counts) if placement == "STRICT_SPREAD" else sum(counts)
-
-
-def _fit(name: str, there: float, amount: float) -> int:
-    """How many times `amount` is there; a part of a GPU is a part of one."""
-    if name == "GPU" and amount < 1:
-        whole, rest = divmod(there, 1)
-        return int(whole) * int(1 / amount + 1e-9) + int(rest / amount + 1e-9)
-    return int(there / amount + 1e-9)
-
-
 def _logical_cpus(job: Job) -> int:
     """Enough for the workers, whatever the machine has: a laptop runs 8 workers on 2 cores, slowly."""
     return max(os.cpu_count() or 1, math.ceil(job.max_workers * job.cpus_per_worker))
@@ -219,7 +157,7 @@ def _logical_cpus(job: Job) -> int:
 
 def in_ray_job() -> bool:
     """Whether this process was started by `ray job submit`, which has shipped the code already."""
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    return JOB_CONFIG in os.environ
 
 
 def code_to_ship() -> dict[str, Any]:
@@ -235,14 +173,6 @@ def code_to_ship() -> dict[str, Any]:
 
 def _total(nodes: list[dict[str, float]], each: Resources) -> Resources:
     return {name: sum(node.get(name, 0) for node in nodes) for name in each}
-
-
-def times(each: Resources, count: int) -> str:
-    return text_of({name: amount * count for name, amount in each.items()})
-
-
-def text_of(resources: Resources) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 
 def _on(accelerator_type: str | None) -> str:

@@ -44,11 +44,11 @@ from dp_ray.results.story import STORY, Interruption, Story, read_story
 from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console
 from dp_ray.runner.environment import environment
-from dp_ray.runner.launch import run_on_ray
+from dp_ray.runner.faults import Fault, parse_faults
 from dp_ray.runner.lease import held, wait_until_free
 from dp_ray.runner.messages import Hello, Started, message_of
 from dp_ray.runner.monitor import Monitor
-from dp_ray.runner.rehearsal import Fault, parse_faults
+from dp_ray.runner.ray_version import check_ray
 from dp_ray.runner.rundir import RunDir, base_storage, check_ours, claim, located, with_shards_of_run
 from dp_ray.runner.stop_signals import planned_stops
 from dp_ray.runner.unfinished import interruption
@@ -106,6 +106,8 @@ def execute(job: Job, options: Options) -> Result:
     faults = parse_faults(options.inject)
     if faults and job.max_workers == 0:
         raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
+    if job.max_workers > 0:
+        check_ray()
     if job.init_from is not None:
         job = job.model_copy(update={"init_from": located(job.init_from).location})
     base, asked = base_storage(job), job
@@ -152,6 +154,8 @@ def _execute(
                 if job.max_workers == 0:
                     _run_here(job, claimed, monitor, rows)
                 else:
+                    from dp_ray.runner.launch import run_on_ray  # with Ray, which `workers: 0` does without
+
                     run_on_ray(job, claimed, rows, monitor, console, options.address, options.verbose, faults)
             check_ours(claimed)
             _merge(job, split, claimed.storage, console)

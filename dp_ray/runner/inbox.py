@@ -10,8 +10,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dp_ray.runner.orders import NOTHING, Ask, Order
+
 HOLD_SECONDS = 0.25
-END = "end"  # the order to stop between two steps and not to start anew: no later order takes its place
 
 
 class Inbox:
@@ -20,16 +21,16 @@ class Inbox:
     def __init__(self) -> None:
         self._messages: list[bytes] = []
         self._arrived = asyncio.Event()
-        self._order: tuple[str, str] = ("", "")
+        self._order = NOTHING
         self._fired: set[int] = set()
         self._ended: dict[str, set[int]] = {}
         self._all_ended = asyncio.Condition()
 
-    async def put(self, message: bytes) -> str:
+    async def put(self, message: bytes) -> Ask:
         """Take a message in; what the workers are asked to do now is the answer."""
         self._messages.append(message)
         self._arrived.set()
-        return self._order[0]
+        return self._order.ask
 
     async def drain(self) -> list[bytes]:
         """All messages since the last call; waits a moment for the first one."""
@@ -42,12 +43,12 @@ class Inbox:
         messages, self._messages = self._messages, []
         return messages
 
-    async def order(self, what: str, why: str) -> None:
-        """Ask the workers, from now on, to `save`, `stop` or END between two steps; or, with "", for nothing."""
-        if self._order[0] != END:
-            self._order = what, why
+    async def order(self, order: Order) -> None:
+        """Ask the workers for something from now on; once they are asked to end, nothing else is asked."""
+        if self._order.ask is not Ask.END:
+            self._order = order
 
-    async def ordered(self) -> tuple[str, str]:
+    async def ordered(self) -> Order:
         """What the workers are asked to do, and why."""
         return self._order
 

@@ -1,17 +1,14 @@
-"""A job's workers on Ray: a TorchTrainer with dp_ray's policies, followed to its end."""
+"""A job's workers on Ray: a trainer with dp_ray's policies, followed to its end."""
 
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
 from ray.train import LoggingConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_ray.border import Yielded
@@ -20,19 +17,22 @@ from dp_ray.job import Job
 from dp_ray.runner.cluster import check_fits, connected, train_environment, worker_resources
 from dp_ray.runner.console import Console
 from dp_ray.runner.environment import set_environment
-from dp_ray.runner.inbox import END, drain, open_inbox
+from dp_ray.runner.faults import Fault
+from dp_ray.runner.inbox import drain, open_inbox
 from dp_ray.runner.messages import Hello
 from dp_ray.runner.monitor import Monitor, Reach, error_of, listening
 from dp_ray.runner.network import BoundTorchConfig
-from dp_ray.runner.recovery import Recovery, cause_of
-from dp_ray.runner.rehearsal import Fault
+from dp_ray.runner.orders import END
+from dp_ray.runner.ray_internals import ControlledTrainer, WorkersStart, cause_of, is_death
+from dp_ray.runner.recovery import Recovery
 from dp_ray.runner.rundir import RunDir
-from dp_ray.runner.sizing import Sizing, Wanted, answers_at
+from dp_ray.runner.scaling_decision import Wanted
+from dp_ray.runner.sizing import Sizing, answers_at
 from dp_ray.runner.stop_signals import planned_stops
 from dp_ray.runner.worker import WorkerConfig, train_loop_per_worker
 
 
-class EnvironmentCallback(WorkerGroupCallback):  # type: ignore[misc]
+class EnvironmentCallback(WorkersStart):
     """Sets the job's `env` in each worker's process, before anything of torch or of the user is imported there.
 
     The values do not go into Ray's runtime_env, which its agent logs.
@@ -41,54 +41,9 @@ class EnvironmentCallback(WorkerGroupCallback):  # type: ignore[misc]
     def __init__(self, env: dict[str, str]) -> None:
         self._env = env
 
-    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+    def on_processes(self, call: Callable[..., list[Any]]) -> None:
         if self._env:
-            ray.get([worker.execute_async(set_environment, self._env) for worker in workers])
-        return {}
-
-
-class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
-    """A TorchTrainer with dp_ray's policies; `is_own` says that its Ray, or its job there, ends with the run."""
-
-    def __init__(
-        self, *args: Any, wanted: Wanted, retries: int, inbox: Any, is_own: bool, env: dict[str, str], **keys: Any
-    ) -> None:
-        super().__init__(*args, **keys)
-        self._environment = EnvironmentCallback(env)
-        self._unneeded = {"DatasetsCallback"}  # of Ray Data, of which there is none
-        if is_own:
-            self._unneeded.add("PlacementGroupCleanerCallback")  # what it would clean up goes with the job
-        self._controller: Any = None
-        self._policies = {
-            "scaling_policy": Sizing(self.scaling_config, wanted, inbox),
-            "failure_policy": Recovery(self.run_config.failure_config, retries, inbox),
-        }
-
-    def _create_default_callbacks(self) -> list[Any]:
-        """With ours, without those that start a process for nothing: together two seconds of each run."""
-        made = super()._create_default_callbacks()
-        return [self._environment, *(one for one in made if type(one).__name__ not in self._unneeded)]
-
-    def _initialize_and_run_controller(self, **given: Any) -> Any:
-        """Run Ray Train's controller on this node; unlike Ray's own, this can be aborted at any time.
-
-        Ray asks the controller to abort itself, which one that waits for room does not hear.
-        """
-        here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
-        variables = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
-        actor = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": variables})(TrainController)
-        self._controller = actor.remote(**{**given, **self._policies})
-        try:
-            ray.get(self._controller.run.remote())
-            return ray.get(self._controller.get_result.remote())
-        except KeyboardInterrupt:
-            self.abort()
-            raise
-
-    def abort(self) -> None:
-        """End the controller, and with it its workers."""
-        if self._controller is not None:
-            ray.kill(self._controller)
+            call(set_environment, self._env)
 
 
 def run_on_ray(
@@ -115,17 +70,16 @@ def run_on_ray(
         config = WorkerConfig(
             shipped, claimed.storage.location, claimed.token, inbox, keep_prints, faults, here, rows
         )
-        trainer = PolicyTrainer(
+        trainer = ControlledTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": config},
             torch_config=BoundTorchConfig(backend=backend_of(job, each.get("GPU", 0))),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, verbose),
-            wanted=_wanted(job, each),
-            retries=job.retries,
-            inbox=inbox,
+            scaling=lambda given: Sizing(given, _wanted(job, each), inbox),
+            restarts=lambda given: Recovery(given, job.retries, inbox),
+            start=EnvironmentCallback(dict(job.env)),
             is_own=is_own,
-            env=dict(job.env),
         )
         try:
             # Ray has put a handler of SIGTERM of its own in the place of ours.
@@ -193,7 +147,7 @@ class RayReach(Reach):
 
     def stop(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # it ended by itself
-            ray.get(self._inbox.order.remote(END, "the user stops the run"))
+            ray.get(self._inbox.order.remote(END))
 
     def kill(self, hello: Hello) -> None:
         there = NodeAffinitySchedulingStrategy(hello.node_id, soft=False)
@@ -215,13 +169,6 @@ def _run_config(job: Job, folder: str, verbose: bool) -> RunConfig:
         name=job.run_name,
         storage_path=folder,
         logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
-    )
-
-
-def is_death(error: BaseException) -> bool:
-    """Whether a worker's process ended, rather than raised."""
-    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.NodeDiedError) or (
-        "HealthCheck" in type(error).__name__
     )
 
 

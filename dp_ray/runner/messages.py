@@ -1,6 +1,7 @@
 """What workers tell the driver while they run."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from dp_ray.replica.world import World
@@ -107,13 +108,19 @@ class Waits:
     what: str
 
 
+class Ending(StrEnum):
+    """How a worker's loop can end before its work is done."""
+
+    YIELDED = "yielded"  # as it was asked
+    LOST_PEER = "lost peer"
+    RAISED = "raised"  # which may pass
+    MISTAKEN = "mistaken"  # which never will
+
+
 class Ended(Exception):
-    """How a worker's loop ended, in plain words: all that Ray Train's controller needs to know of an error.
+    """How a worker's loop ended, in plain words: all that Ray Train's controller needs to know of an error."""
 
-    `kind` is yielded, lost peer, raised (it may pass) or mistaken (it never will).
-    """
-
-    def __init__(self, kind: str, text: str, has_progressed: bool) -> None:
+    def __init__(self, kind: Ending, text: str, has_progressed: bool) -> None:
         super().__init__(kind, text, has_progressed)
         self.kind = kind
         self.text = text
@@ -121,6 +128,10 @@ class Ended(Exception):
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def first_line(self) -> str:
+        return next(iter(self.text.strip().splitlines()), type(self).__name__)
 
 
 Message = Hello | Shapes | Told | Printed | Failed | Started | Beat | Rehearsed | Interrupted | Waits

@@ -12,9 +12,11 @@ import ray
 
 from dp_ray.border import Border
 from dp_ray.replica.world import World
-from dp_ray.runner.inbox import END, encoded, tell
+from dp_ray.runner.faults import Fault
+from dp_ray.runner.inbox import encoded, tell
 from dp_ray.runner.messages import Beat, Rehearsed, Started
-from dp_ray.runner.rehearsal import Fault, bring_about
+from dp_ray.runner.orders import Ask
+from dp_ray.runner.rehearsal import bring_about
 
 BEAT_SECONDS = 0.5
 SHOWN_FRAMES = 12
@@ -107,11 +109,11 @@ class Pulse(Border):
             stack = self._stack() if self._limit is not None and seconds > self._limit else ""
             beat = Beat(self._attempt, self._world.rank, self._step, seconds, stack)
             try:
-                order = ray.get(self._inbox.put.remote(encoded(beat)))
+                order: Ask = ray.get(self._inbox.put.remote(encoded(beat)))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and this worker soon will be
-            self.wants_stop = order in ("stop", END)
-            if order == "save" and not self._has_saved:
+            self.wants_stop = order in (Ask.STOP, Ask.END)
+            if order is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True
 
     def _stack(self) -> str:

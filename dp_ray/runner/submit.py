@@ -6,15 +6,13 @@ import logging
 import os
 import shlex
 import sys
-import uuid
 from typing import Any
 
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from dp_ray.errors import ClusterError
 from dp_ray.runner.cluster import authenticate, code_to_ship
+from dp_ray.runner.ray_internals import ADDRESS, find_users_token, leave_on_head, take_from_head
 
 
 def submit_and_follow(address: str, program: list[str], secrets: list[str]) -> int:
@@ -25,10 +23,12 @@ def submit_and_follow(address: str, program: list[str], secrets: list[str]) -> i
     `--env-from`, takes and removes. Raises ClusterError where no dashboard answers.
     """
     logging.getLogger("ray").setLevel("ERROR")
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    find_users_token()
     try:
         client = JobSubmissionClient(address)
-        program = [*program, "--env-from", _leave(client, secrets)] if secrets else program
+        program = (
+            [*program, "--env-from", leave_on_head(client, json.dumps(secrets).encode())] if secrets else program
+        )
         submission = client.submit_job(entrypoint=shlex.join(program), runtime_env=code_to_ship())
     except (ConnectionError, RuntimeError) as error:
         raise ClusterError(f"no Ray dashboard takes the job at {address}: {error}") from error
@@ -41,23 +41,12 @@ def submit_and_follow(address: str, program: list[str], secrets: list[str]) -> i
     return info.driver_exit_code or 1
 
 
-def _leave(client: Any, secrets: list[str]) -> str:
-    """Leave settings as Ray's client leaves packages of code; Ray removes what nobody has used for ten minutes."""
-    name = f"_ray_pkg_{uuid.uuid4().hex}.zip"
-    answer = client._do_request("PUT", f"/api/packages/gcs/{name}", data=json.dumps(secrets).encode())
-    if answer.status_code != 200 or not client._package_exists(f"gcs://{name}"):
-        raise RuntimeError(f"it does not take the values of env: status {answer.status_code}")
-    return f"gcs://{name}"
-
-
 def take_settings(place: str) -> list[str]:
     """The settings that `submit` left for this job, which are removed; ClusterError where they are gone."""
-    address = os.environ.get("RAY_ADDRESS", "")
+    address = os.environ.get(ADDRESS, "")
     try:
         authenticate(address)
-        head = GcsClient(address=address)
-        left = head.internal_kv_get(place.encode(), None)
-        head.internal_kv_del(place.encode(), False, None)
+        left = take_from_head(address, place)
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"the values of env cannot be fetched from Ray at {address!r}: {error}") from error
     if left is None:

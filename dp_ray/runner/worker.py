@@ -21,10 +21,10 @@ from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.replica.memory import keep_freed_memory
 from dp_ray.replica.world import World, broadcast
+from dp_ray.runner.faults import Fault
 from dp_ray.runner.inbox import tell
-from dp_ray.runner.messages import Ended, Failed, Hello, Printed, message_of
+from dp_ray.runner.messages import Ended, Ending, Failed, Hello, Printed, message_of
 from dp_ray.runner.pulse import Pulse
-from dp_ray.runner.rehearsal import Fault
 from dp_ray.runner.rundir import check_shared
 from dp_ray.storage import Storage
 from dp_ray.task import run_task
@@ -89,7 +89,7 @@ def told_errors(given: WorkerConfig, attempt: str, world: World, pulse: Pulse) -
     try:
         yield
     except Yielded as stopped:
-        raise Ended("yielded", str(stopped), True) from None
+        raise Ended(Ending.YIELDED, str(stopped), True) from None
     except BaseException as error:
         kind = type(error).__name__ if isinstance(error, Error) else ""
         text = str(error) if kind else f"{type(error).__name__}: {error}"
@@ -97,11 +97,11 @@ def told_errors(given: WorkerConfig, attempt: str, world: World, pulse: Pulse) -
         raise Ended(_kind_of(error), text, pulse.has_progressed) from None
 
 
-def _kind_of(error: BaseException) -> str:
+def _kind_of(error: BaseException) -> Ending:
     if isinstance(error, WorkerError):
-        return "lost peer"
+        return Ending.LOST_PEER
     passes = isinstance(error, Exception) and not isinstance(error, JobError)
-    return "raised" if passes else "mistaken"
+    return Ending.RAISED if passes else Ending.MISTAKEN
 
 
 @contextmanager

@@ -1,0 +1,66 @@
+"""Faults that a user asks for with `--inject`: what they are, and on which worker each falls. It knows no Ray."""
+
+import re
+from dataclasses import dataclass
+
+from dp_ray.errors import JobError
+from dp_ray.replica.world import World
+
+_FAULT = re.compile(
+    r"(?P<action>kill|pause|drain) (?P<what>worker|node|driver)(?: (?P<which>[\w.:]+?))?"
+    r"(?: for (?P<seconds>\d+(?:\.\d+)?) ?s)? at step (?P<step>\d+)"
+)
+_ALLOWED = {("kill", "worker"), ("kill", "node"), ("kill", "driver"), ("pause", "worker"), ("drain", "node")}
+_SAYS = (
+    "must be faults with ';' between them: 'kill worker 1 at step 20', 'kill node 2 at step 40' (or its address), "
+    "'kill driver at step 50', 'pause worker 0 for 30s at step 60', 'drain node 1 for 30s at step 70'"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is to go wrong, once: before the first step from `step` on that its worker comes to.
+
+    `which` is a worker's rank, or a node's rank or address; `seconds` how long a pause lasts (None: for ever), or
+    how long a drained node has left.
+    """
+
+    number: int
+    action: str
+    what: str
+    which: str
+    seconds: float | None
+    step: int
+
+    def __str__(self) -> str:
+        which = "" if self.what == "driver" else f" {self.which}"
+        lasting = "" if self.seconds is None else f" for {self.seconds:g}s"
+        return f"{self.action} {self.what}{which}{lasting} at step {self.step}"
+
+    def is_due(self, world: World, step: int) -> bool:
+        """Whether this worker is the one to bring it about, now."""
+        if step < self.step:
+            return False
+        if self.what == "worker":
+            return str(world.rank) == self.which
+        if self.what == "node":
+            return world.local_rank == 0 and self.which in (str(world.node_rank), world.node)
+        return world.rank == 0
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """The faults of `--inject`; JobError says what can be asked for."""
+    return tuple(_parse(number, part.strip()) for number, part in enumerate(text.split(";")) if part.strip())
+
+
+def _parse(number: int, text: str) -> Fault:
+    match = _FAULT.fullmatch(text)
+    if not match or (match["action"], match["what"]) not in _ALLOWED:
+        raise JobError(f"--inject {text!r}: {_SAYS}")
+    is_named = bool(match["which"]) and (match["what"] == "node" or match["which"].isdecimal())
+    if is_named == (match["what"] == "driver"):
+        raise JobError(f"--inject {text!r}: which {match['what']}? {_SAYS}")
+    if match["seconds"] and match["action"] == "kill":
+        raise JobError(f"--inject {text!r}: what is killed stays so; {_SAYS}")
+    seconds = float(match["seconds"]) if match["seconds"] else None
+    return Fault(number, match["action"], match["what"], match["which"] or "", seconds, int(match["step"]))

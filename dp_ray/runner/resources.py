@@ -1,0 +1,35 @@
+"""What workers take and nodes have: how many workers fit, node by node. It knows no Ray."""
+
+from collections.abc import Mapping
+
+Resources = Mapping[str, float]
+
+
+def room_for(
+    each: Resources, nodes: list[dict[str, float]], placement: str = "PACK", accelerator_type: str | None = None
+) -> int:
+    """How many workers that take `each` the nodes hold, if they were idle."""
+    if accelerator_type:
+        nodes = [node for node in nodes if f"accelerator_type:{accelerator_type}" in node]
+    if not each:
+        return 1 << 30 if nodes else 0
+    counts = [min(_fit(name, node.get(name, 0), amount) for name, amount in each.items() if amount) for node in nodes]
+    if placement == "STRICT_PACK":
+        return max(counts, default=0)
+    return sum(min(count, 1) for count in counts) if placement == "STRICT_SPREAD" else sum(counts)
+
+
+def _fit(name: str, there: float, amount: float) -> int:
+    """How many times `amount` is there; a part of a GPU is a part of one."""
+    if name == "GPU" and amount < 1:
+        whole, rest = divmod(there, 1)
+        return int(whole) * int(1 / amount + 1e-9) + int(rest / amount + 1e-9)
+    return int(there / amount + 1e-9)
+
+
+def times(each: Resources, count: int) -> str:
+    return text_of({name: amount * count for name, amount in each.items()})
+
+
+def text_of(resources: Resources) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
