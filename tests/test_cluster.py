@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster as SeveralNodes
 
 import dp_ray
+from dp_ray.cluster.connect import in_ray_job, room_for, wants_token
+from dp_ray.cluster.launch import backend_of
+from dp_ray.cluster.network import interface_of
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
-from dp_ray.runner.cluster import in_ray_job, room_for, wants_token
-from dp_ray.runner.launch import backend_of
-from dp_ray.runner.network import interface_of
-from dp_ray.runner.stop_signals import handlers_kept
+from dp_ray.system.stop_signals import handlers_kept
 from tests.conftest import ROOT, Cluster, free_port
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dp_ray.errors import ModelError
-from dp_ray.replica.tree import num_rows, sizes
+from dp_ray.tensors.tree import num_rows, sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,32 @@
+"""What a run directory holds that cost time, in words: each advice that names `--overwrite` says what it deletes."""
+
+from dp_ray.storage import Storage
+
+COUNTED = {"checkpoints": "checkpoint", "parts": "part of the outputs"}  # folders, and what each file in them is
+NAMED = {
+    "history": "history",
+    "metrics.parquet": "history",
+    "weights.safetensors": "weights",
+    "outputs.parquet": "outputs",
+}
+
+
+def replacing(run: Storage) -> str:
+    """The flag that replaces a run, and what is lost by it: `... which deletes its 3 checkpoints and history`."""
+    return f"(--overwrite, overwrite=True), which deletes {holdings(run)}"
+
+
+def holdings(run: Storage) -> str:
+    """`its 3 checkpoints and history`."""
+    counts = {noun: len(run.child(folder).names()) for folder, noun in COUNTED.items()}
+    committed = [f"{count} {_plural(noun, count)}" for noun, count in counts.items() if count]
+    named = [noun for name, noun in NAMED.items() if run.exists(name) or run.child(name).names()]
+    found = [*committed, *dict.fromkeys(named)]
+    if not found:
+        return "its files (it has kept no step)"
+    return "its " + " and ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
+
+
+def _plural(noun: str, count: int) -> str:
+    first, *rest = noun.split(" ")
+    return " ".join([first + "s" * (count != 1), *rest])
