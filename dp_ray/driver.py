@@ -36,7 +36,7 @@ from dp_ray.results.history import HISTORY, best_of, merge_history, summary
 from dp_ray.results.output_parts import reading
 from dp_ray.results.outputs import MERGED, Merged, merge
 from dp_ray.results.report import measured, relative
-from dp_ray.results.result import RESULT, SHAPES, Result, load, with_best_weights
+from dp_ray.results.result import Result, load, with_best_weights
 from dp_ray.results.shape_journal import REPORTS, Journal, read_journal
 from dp_ray.results.shape_recorder import Run
 from dp_ray.results.shape_reports import ReportFile, read_runs
@@ -44,6 +44,7 @@ from dp_ray.results.shapes import Seen
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, located, with_shards_of_run
+from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, Interruption, read_incidents
 from dp_ray.rundir.lease import held, wait_until_free
 from dp_ray.rundir.ledger import PARTS

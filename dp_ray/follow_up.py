@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job, job_of
-from dp_ray.results.result import RESULT, RUN
 from dp_ray.rundir.claim import located
+from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
 

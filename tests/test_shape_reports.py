@@ -433,7 +433,7 @@ def test_the_newest_attempt_counts_where_a_step_was_run_twice() -> None:
 def test_a_worker_far_ahead_keeps_sizes_and_the_sum_of_times(
     sizes: list[int | None], pieces: int, behind: list[int]
 ) -> None:
-    """Rank 0 reports two shards in many small shape_reports, while rank 1 is where `behind` says, and then at the end.
+    """Rank 0 reports two shards in many small reports, while rank 1 is where `behind` says, and then at the end.
 
     Where there is no size, shard 1 is empty.
     """

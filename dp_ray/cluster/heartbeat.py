@@ -12,17 +12,11 @@ import ray
 
 from dp_ray.cluster.channel import END, encoded, tell
 from dp_ray.cluster.fault_injection import Fault, bring_about
-from dp_ray.monitor.messages import Beat, FaultInjected, Started
+from dp_ray.monitor.messages import Beat, FaultInjected, Started, beat_interval
 from dp_ray.replica.world import World
 from dp_ray.task.step_control import StepControl
 
-BEAT_SECONDS = 0.5
 SHOWN_FRAMES = 12
-
-
-def beat_interval(world_size: int) -> float:
-    """Seconds between two beats of a worker: thousands of them share one driver."""
-    return max(BEAT_SECONDS, world_size / 1000)
 
 
 class Heartbeat(StepControl):

@@ -6,6 +6,13 @@ from typing import Any
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Report
 
+BEAT_SECONDS = 0.5
+
+
+def beat_interval(world_size: int) -> float:
+    """Seconds between two beats of a worker: thousands of them share one driver."""
+    return max(BEAT_SECONDS, world_size / 1000)
+
 
 @dataclass(frozen=True)
 class WorkerReady:

@@ -4,8 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dp_ray.cluster.heartbeat import beat_interval
-from dp_ray.monitor.messages import Beat, WorkerReady
+from dp_ray.monitor.messages import Beat, WorkerReady, beat_interval
 
 SILENT_BEATS = 10
 # Where a worker stands that waits for others: in a collective, or on a GPU that is in one.

@@ -17,13 +17,10 @@ from dp_ray.results.output_parts import reading
 from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.shape_reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
+from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import read_tensors
-
-RESULT = "result.json"
-SHAPES = "shapes.parquet"
-RUN = "run.json"  # the job, and which driver runs it
 
 
 @dataclass(frozen=True, repr=False)

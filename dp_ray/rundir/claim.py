@@ -10,10 +10,10 @@ from typing import Any
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Elastic, Job
-from dp_ray.results.result import RESULT, RUN
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.differences import differences
+from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.rundir.weights import check_start, find_start
 from dp_ray.storage import Storage
 

@@ -19,9 +19,9 @@ def replacing(run: Storage) -> str:
 def holdings(run: Storage) -> str:
     """`its 3 checkpoints and history`."""
     counts = {noun: len(run.child(folder).names()) for folder, noun in COUNTED.items()}
-    committed = [f"{count} {_plural(noun, count)}" for noun, count in counts.items() if count]
+    counted = [f"{count} {_plural(noun, count)}" for noun, count in counts.items() if count]
     named = [noun for name, noun in NAMED.items() if run.exists(name) or run.child(name).names()]
-    found = [*committed, *dict.fromkeys(named)]
+    found = [*counted, *dict.fromkeys(named)]
     if not found:
         return "its files (it has kept no step)"
     return "its " + " and ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
