@@ -20,7 +20,8 @@ from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.targets import bound, build_dataset, resolve
 from dp_ray.replica.user_code import raising, said
-from dp_ray.tensors.tree import flatten, map_leaves, num_rows, scatter, sizes
+from dp_ray.tensors.nested import flatten, map_leaves, sizes
+from dp_ray.tensors.scatter import num_rows, scatter
 from dp_ray.tracebacks import frames_of
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from dp_ray.errors import JobError
 from dp_ray.job import Job, Target
 from dp_ray.plan.partition import balance
 from dp_ray.replica.targets import build, resolve
-from dp_ray.tensors.tree import map_leaves
+from dp_ray.tensors.nested import map_leaves
 
 _devices: ContextVar[tuple[torch.device, ...]] = ContextVar("devices", default=(torch.device("cpu"),))
 

@@ -19,7 +19,8 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Target
 from dp_ray.replica.rng import preserved
 from dp_ray.replica.targets import bind, bound, resolve
-from dp_ray.tensors.tree import flatten, gather, map_leaves, num_rows, rows_dim, scatter
+from dp_ray.tensors.nested import flatten, map_leaves
+from dp_ray.tensors.scatter import gather, num_rows, rows_dim, scatter
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
 

@@ -16,7 +16,7 @@ from dp_ray.replica.model import call_model
 from dp_ray.replica.targets import bound
 from dp_ray.replica.user_code import got, raising
 from dp_ray.replica.world import World
-from dp_ray.tensors.tree import flatten, map_leaves
+from dp_ray.tensors.nested import flatten, map_leaves
 
 Step: TypeAlias = Callable[[nn.Module, Any], Any]
 

@@ -15,7 +15,8 @@ import pyarrow as pa
 import torch
 
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.tensors.tree import Keys, TreeSpec, difference, flatten, gather, is_plain, rows_dim, unflatten
+from dp_ray.tensors.nested import Keys, TreeSpec, difference, flatten, is_plain, unflatten
+from dp_ray.tensors.scatter import gather, rows_dim
 
 METADATA = b"dp_ray"
 SAMPLE_INDEX = "sample_index"

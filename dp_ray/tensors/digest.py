@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dp_ray.tensors.tree import flatten
+from dp_ray.tensors.nested import flatten
 
 DIGEST = "outputs_digest"  # the metric's name, which is no user's
 
