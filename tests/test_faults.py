@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import dp_ray
+from dp_ray.cluster.ray_internals import CONTROLLER_PROCESS, WORKER_PROCESS
 from dp_ray.errors import DataError, JobError, WorkerError
-from dp_ray.runner.ray_internals import CONTROLLER_PROCESS, WORKER_PROCESS
 from tests import models
 from tests.conftest import OURS, Cluster, Run
 from tests.test_training_runs import SLOW, driver, job_file

@@ -12,33 +12,34 @@ import pytest
 import torch
 
 import dp_ray
-from dp_ray import errors
+from dp_ray import driver, errors
+from dp_ray.cluster.channel import Channel
+from dp_ray.cluster.orders import END, NOTHING, Ask, Order, Why
 from dp_ray.job import Job
+from dp_ray.monitor.console import Console, Progressed
+from dp_ray.monitor.messages import Failed, Interrupted, Message, Printed, Shapes, Started, WorkerReady
+from dp_ray.monitor.monitor import Monitor, error_of, listening
+from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.split import Shard, Split
 from dp_ray.replica.world import World
-from dp_ray.results.recorder import Recorder
-from dp_ray.results.reports import ReportFile
+from dp_ray.results.shape_recorder import Recorder
+from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
-from dp_ray.runner import driver
-from dp_ray.runner.board import Board
-from dp_ray.runner.console import Console, Progressed
-from dp_ray.runner.inbox import Inbox
-from dp_ray.runner.messages import Failed, Hello, Interrupted, Message, Printed, Shapes, Started
-from dp_ray.runner.monitor import Monitor, error_of, listening
-from dp_ray.runner.orders import END, NOTHING, Ask, Order, Why
 from dp_ray.storage import Storage
-from dp_ray.training import Note
+from dp_ray.task.notices import Note
 
 SEEN = Seen("[5, 5]", "[5, 2]", 5)
 
 
 def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}, "job")
-    return Monitor(job, Split(20, 10, 2), ReportFile(io.BytesIO()), Board(Storage("nowhere")), Console(quiet), shapes)
+    return Monitor(
+        job, Split(20, 10, 2), ReportFile(io.BytesIO()), TensorBoardWriter(Storage("nowhere")), Console(quiet), shapes
+    )
 
 
-def hello(attempt: str, rank: int, world_size: int = 2) -> Hello:
-    return Hello(attempt, World(rank, world_size, node=f"10.0.0.{rank}"), 1, ())
+def hello(attempt: str, rank: int, world_size: int = 2) -> WorkerReady:
+    return WorkerReady(attempt, World(rank, world_size, node=f"10.0.0.{rank}"), 1, ())
 
 
 def reported(attempt: str, rank: int, steps: int) -> list[Message]:
@@ -153,11 +154,11 @@ def test_a_monitor_that_is_closed_asks_nobody_to_stop() -> None:
 
 def test_the_order_to_end_stays() -> None:
     async def orders() -> Order:
-        inbox = Inbox()
-        await inbox.order(Order(Ask.STOP, Why.GROWTH, "there is room for 3 workers"))
-        await inbox.order(END)
-        await inbox.order(NOTHING)
-        return await inbox.ordered()
+        channel = Channel()
+        await channel.order(Order(Ask.STOP, Why.GROWTH, "there is room for 3 workers"))
+        await channel.order(END)
+        await channel.order(NOTHING)
+        return await channel.ordered()
 
     assert asyncio.run(orders()) == Order(Ask.END, Why.USER, "the user stops the run")
 

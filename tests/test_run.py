@@ -22,8 +22,7 @@ import torch
 from torch.utils.data import default_collate
 
 import dp_ray
-from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
-from dp_ray.runner.ray_internals import (
+from dp_ray.cluster.ray_internals import (
     ADDRESS,
     API_SERVER_ADDRESS,
     AUTH_MODE,
@@ -32,7 +31,8 @@ from dp_ray.runner.ray_internals import (
     read_variables_anew,
     wants_token,
 )
-from dp_ray.runner.stop_signals import handlers_kept
+from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
+from dp_ray.system.stop_signals import handlers_kept
 from tests import models
 from tests.conftest import ROOT, Cluster, Run
 

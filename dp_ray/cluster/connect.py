@@ -1,0 +1,179 @@
+"""Find the cluster, or start one; ship the code to it; say at once what can never fit into it."""
+
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import dp_ray
+from dp_ray.cluster.ray_internals import (
+    ADDRESS,
+    AUTH_MODE,
+    AUTH_TOKEN,
+    JOB_CONFIG,
+    TRAIN_ENVIRONMENT,
+    USE_TLS,
+    autoscales,
+    find_users_token,
+    forget_variables,
+    raylets_hushed,
+    shown_as,
+    start_local,
+    wants_token,
+)
+from dp_ray.cluster.resources import Resources, room_for, text_of, times
+from dp_ray.errors import ClusterError
+from dp_ray.job import Job
+from dp_ray.system.environment import is_env, without_values
+from dp_ray.system.folders import own_folder
+from dp_ray.system.stop_signals import handlers_kept
+
+
+@contextmanager
+def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
+    """Ray, for as long as the block lasts: the caller's own, the one at an address, or an embedded one.
+
+    An address comes from `address`, or from RAY_ADDRESS, which Ray sets in its jobs.
+    Raises ClusterError where no Ray answers there.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    # An embedded Ray gets a folder of its own: the usual one holds the address of the Ray that was started last, and
+    # some of Ray Train's actors would wait for one that died, or ask the wrong one.
+    short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path may have 107 characters, TMPDIR many
+    with _environment_kept(), handlers_kept(), own_folder(short) as folder, raylets_hushed(verbose):
+        _start(job, address or os.environ.get(ADDRESS), verbose, folder)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _start(job: Job, address: str | None, verbose: bool, folder: str) -> None:
+    level = "INFO" if verbose else "ERROR"
+    logging.getLogger("ray").setLevel(level)
+    quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    try:
+        with shown_as(_shown_command_line()):
+            if address:
+                authenticate(address)
+                ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
+            else:
+                start_local(_logical_cpus(job), folder, **quiet)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"no Ray answers at {address or 'local'}: {error}") from error
+
+
+def _shown_command_line() -> list[str] | None:
+    """The command line that Ray may keep for this driver, where it must not be the whole one: its values of `env`."""
+    return without_values(sys.orig_argv) if any(map(is_env, sys.orig_argv)) else None
+
+
+def authenticate(address: str) -> None:
+    """Show the user's token to a Ray that wants it: Ray does so by itself only at an address that it found."""
+    is_host_and_port = re.fullmatch(r"\S+:\d+", address) and "://" not in address
+    if not is_host_and_port or AUTH_MODE in os.environ or USE_TLS in os.environ:
+        return
+    if wants_token(address) and not find_users_token():
+        raise ConnectionError(f"it wants its token, put that into ~/.ray/auth_token or {AUTH_TOKEN}")
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Undo what Ray leaves in os.environ."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        forget_variables(os.environ, keep=list(before))
+
+
+@contextmanager
+def train_environment() -> Iterator[None]:
+    """What Ray Train shall know, in os.environ where the user has not set it, for as long as the block lasts."""
+    added = {key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
+
+
+def worker_resources(job: Job) -> dict[str, float]:
+    """What one worker takes; `gpus_per_worker: auto` is 1 where the cluster has GPUs."""
+    gpus = job.gpus_per_worker
+    if gpus == "auto":
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 and job.devices is None else 0
+    wanted = {"CPU": job.cpus_per_worker, "GPU": gpus, **job.resources_per_worker}
+    return {name: amount for name, amount in wanted.items() if amount}
+
+
+def check_fits(job: Job, each: Resources) -> str | None:
+    """What the job must wait for, if anything; ClusterError where it can never fit."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = room_for(each, nodes, job.placement, job.accelerator_type)
+    if room < job.min_workers:
+        says = (
+            f"{job.min_workers} workers need {times(each, job.min_workers)}{_on(job.accelerator_type)} "
+            f"({text_of(each)} each, {job.placement}); the cluster of {len(nodes)} nodes has "
+            f"{text_of(_total(nodes, each))}, room for {room} workers{_too_large(each, nodes)}"
+        )
+        if not autoscales():
+            raise ClusterError(f"{says}, and no autoscaler that could add nodes")
+        return f"{says}; waiting for the autoscaler"
+    free = ray.available_resources()
+    lacking = {name for name, amount in each.items() if free.get(name, 0) < amount * job.min_workers}
+    if lacking:
+        return (
+            f"{job.min_workers} workers need {times(each, job.min_workers)}; "
+            f"free are {text_of({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
+        )
+    return None
+
+
+def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:
+    """What one worker takes that no node has: all of it must be on one."""
+    most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in each}
+    lacking = {name: amount for name, amount in each.items() if amount > most[name]}
+    if not lacking:
+        return ""
+    largest = text_of({name: most[name] for name in lacking})
+    return f": one worker takes {text_of(lacking)} of ONE node, and the largest has {largest}"
+
+
+def _logical_cpus(job: Job) -> int:
+    """Enough for the workers, whatever the machine has: a laptop runs 8 workers on 2 cores, slowly."""
+    return max(os.cpu_count() or 1, math.ceil(job.max_workers * job.cpus_per_worker))
+
+
+def in_ray_job() -> bool:
+    """Whether this process was started by `ray job submit`, which has shipped the code already."""
+    return JOB_CONFIG in os.environ
+
+
+def code_to_ship() -> dict[str, Any]:
+    """The working directory and dp_ray itself, for every node; Ray leaves out what .gitignore names."""
+    here = Path.cwd()
+    excludes = [f"/{name}/" for name in (".git", ".venv", "runs") if (here / name).is_dir()]
+    return {
+        "working_dir": str(here),
+        "excludes": excludes,
+        "py_modules": [str(Path(dp_ray.__file__).parent)],
+    }
+
+
+def _total(nodes: list[dict[str, float]], each: Resources) -> Resources:
+    return {name: sum(node.get(name, 0) for node in nodes) for name in each}
+
+
+def _on(accelerator_type: str | None) -> str:
+    return f" on {accelerator_type} nodes" if accelerator_type else ""

@@ -1,0 +1,46 @@
+"""Faults on purpose, for tests and for users' rehearsals: real signals to real processes at given steps."""
+
+import os
+import signal
+import subprocess
+
+import psutil
+import ray
+
+from dp_ray.cluster.ray_internals import drain_this_node, raylet_of_this_worker
+from dp_ray.errors import ClusterError, JobError
+from dp_ray.monitor.faults import Fault
+
+
+def bring_about(fault: Fault, driver_node: str) -> None:
+    """Do it, here: on the worker that is hit, or on its node. The driver ends itself."""
+    if fault.what == "worker" and fault.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.what == "worker":
+        _pause(fault.seconds)
+    elif fault.what == "node":
+        if ray.get_runtime_context().get_node_id() == driver_node:
+            raise JobError(f"--inject '{fault}': the driver itself runs on that node")
+        _kill_node() if fault.action == "kill" else _drain_node(fault.seconds)
+
+
+def _pause(seconds: float | None) -> None:
+    pid = os.getpid()
+    if seconds is not None:
+        line = ["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"]
+        subprocess.Popen(line, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    os.kill(pid, signal.SIGSTOP)
+
+
+def _kill_node() -> None:
+    """Every process of the node's Ray dies at once."""
+    raylet, here = raylet_of_this_worker(), psutil.Process()
+    family = [*raylet.children(recursive=True), raylet]
+    for process in sorted(family, key=lambda one: one == here):
+        process.kill()
+
+
+def _drain_node(seconds: float | None) -> None:
+    """What a cloud's notice comes to: Ray is told that the node will be taken away."""
+    if refusal := drain_this_node(seconds):
+        raise ClusterError(f"--inject: Ray does not drain the node: {refusal}")

@@ -1,0 +1,38 @@
+"""What workers are asked to do between two steps, and why.
+
+It imports nothing of dp_ray: the channel's process, which holds the order, stays small.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+
+class Ask(StrEnum):
+    """What workers are asked to do between two steps."""
+
+    NOTHING = ""
+    SAVE = "save"
+    STOP = "stop"  # and to be started again, fewer or more of them
+    END = "end"  # for good: no later order takes its place
+
+
+class Why(Enum):
+    """Why workers are asked for something."""
+
+    NOTHING = "nothing is asked"
+    DRAIN = "nodes are about to be taken away"
+    GROWTH = "there is room for more workers"
+    USER = "the user stops the run"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What workers are asked to do; `text` says the reason with its numbers, for people."""
+
+    ask: Ask
+    why: Why
+    text: str
+
+
+NOTHING = Order(Ask.NOTHING, Why.NOTHING, "")
+END = Order(Ask.END, Why.USER, Why.USER.value)

@@ -1,0 +1,168 @@
+"""Whether workers that failed are started anew: a pure decision, which knows no Ray.
+
+`decide` takes all that counts as one value and gives what to do, the reason, what to tell the driver, and what to
+remember. `restarts.py` asks it on behalf of Ray Train's controller.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from dp_ray.cluster.orders import Ask, Order, Why
+from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
+
+DEATH_SECONDS = 3.0  # in which Ray sees a death of which a peer already has
+
+
+class StartTrouble(Enum):
+    """Why workers could not be started."""
+
+    NO_ROOM = auto()
+    LOST = auto()
+    ERROR = auto()
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """Workers could not be started; `cause` says why in a line."""
+
+    trouble: StartTrouble
+    cause: str
+
+
+@dataclass(frozen=True)
+class WorkersFailed:
+    """Workers that failed, by rank: those that said how they ended, and those that died, with the cause in a line."""
+
+    ended: Mapping[int, WorkerExit]
+    died: Mapping[int, str]
+
+    def of(self, ending: Ending) -> dict[int, WorkerExit]:
+        return {rank: one for rank, one in self.ended.items() if one.kind is ending}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What earlier failures left: retries, the errors that were seen, since when a lost peer lacks its death."""
+
+    retries: int
+    seen: frozenset[str] = frozenset()
+    lost_peer_since: float | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that counts: what failed, what the workers had been asked for, and what is remembered."""
+
+    failure: StartFailed | WorkersFailed
+    order: Order
+    memory: Memory
+
+
+class Do(Enum):
+    """What becomes of the workers."""
+
+    RESTART = auto()
+    GIVE_UP = auto()
+    WAIT = auto()
+
+
+class Reason(Enum):
+    """Why the workers are started anew, or are not."""
+
+    USER_STOPS = "the user stops the run"
+    DEATH_TO_COME = "workers lost a peer, whose death Ray may see in a moment"
+    DIED = "processes of workers died"
+    LOST_PEER = "workers lost a peer that lives: the network failed"
+    MISTAKE = "an error that never passes"
+    NO_PROGRESS = "an error before the worker had done a step"
+    CAME_BACK = "an error that came back"
+    ERROR = "an error that may pass"
+    DRAINED = "workers stopped, since their nodes are taken away"
+    RESIZED = "workers stopped, so that there can be more or fewer"
+    NO_ROOM = "the room for the workers was taken meanwhile"
+    START_LOST = "workers were lost while they started"
+    START_ERROR = "the workers cannot be started"
+    NO_RETRIES = "all retries are used up"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, why, what to tell the driver, and what to remember."""
+
+    do: Do
+    reason: Reason
+    memory: Memory
+    tell: Interrupted | Waits | None = None
+
+
+def decide(snapshot: Snapshot, now: float) -> Decision:
+    """Whether to start workers anew: `retries` times after a loss, or after an error that may pass and is not back.
+
+    Workers that stopped because they were asked to cost no retry. `now` is in seconds, of any clock.
+    """
+    failure, memory = snapshot.failure, snapshot.memory
+    if snapshot.order.ask is Ask.END:
+        return Decision(Do.GIVE_UP, Reason.USER_STOPS, memory)
+    if isinstance(failure, StartFailed):
+        return _after_start(failure, memory)
+    if not failure.died and len(failure.of(Ending.LOST_PEER)) == len(failure.ended):
+        since = now if memory.lost_peer_since is None else memory.lost_peer_since
+        if now - since < DEATH_SECONDS:  # a worker that lost its peer is often sooner to tell than Ray is
+            return Decision(Do.WAIT, Reason.DEATH_TO_COME, replace(memory, lost_peer_since=since))
+    return _after_run(failure, snapshot.order, replace(memory, lost_peer_since=None))
+
+
+def _after_run(failure: WorkersFailed, order: Order, memory: Memory) -> Decision:
+    """A death explains what its peers raise; an error of user code, that others were asked to stop or lost it."""
+    if failure.died:
+        return _retry(memory, Reason.DIED, Interrupted("worker", _each(failure.died.values()), tuple(failure.died)))
+    for ending in (Ending.MISTAKEN, Ending.RAISED):
+        if raised := failure.of(ending):
+            return _after_error(*min(raised.items()), memory)
+    if failure.of(Ending.YIELDED):
+        is_drained = order.why is Why.DRAIN
+        told = Interrupted("preemption" if is_drained else "resize", order.text, ())
+        return Decision(Do.RESTART, Reason.DRAINED if is_drained else Reason.RESIZED, memory, told)
+    what = _each(one.first_line for one in failure.ended.values())
+    return _retry(memory, Reason.LOST_PEER, Interrupted("network", what, tuple(failure.ended)))
+
+
+def _after_error(rank: int, error: WorkerExit, memory: Memory) -> Decision:
+    if error.kind is Ending.MISTAKEN:
+        return Decision(Do.GIVE_UP, Reason.MISTAKE, memory)
+    if not error.has_progressed:
+        return Decision(Do.GIVE_UP, Reason.NO_PROGRESS, memory)
+    if (which := _identity(error)) in memory.seen:
+        return Decision(Do.GIVE_UP, Reason.CAME_BACK, memory)
+    memory = replace(memory, seen=memory.seen | {which})
+    return _retry(memory, Reason.ERROR, Interrupted("error", error.first_line, (rank,)))
+
+
+def _after_start(failure: StartFailed, memory: Memory) -> Decision:
+    """Workers died, or found no place, while they were started."""
+    match failure.trouble:
+        case StartTrouble.NO_ROOM:  # somebody else was sooner: the next start waits for room
+            told = Waits("the room that there was is taken, or lies in pieces too small: waiting")
+            return Decision(Do.RESTART, Reason.NO_ROOM, memory, told)
+        case StartTrouble.LOST:
+            what = f"the workers could not be started: {failure.cause}"
+            return _retry(memory, Reason.START_LOST, Interrupted("worker", what, ()))
+        case StartTrouble.ERROR:
+            return Decision(Do.GIVE_UP, Reason.START_ERROR, memory)
+
+
+def _retry(memory: Memory, reason: Reason, told: Interrupted) -> Decision:
+    if memory.retries == 0:
+        return Decision(Do.GIVE_UP, Reason.NO_RETRIES, memory)
+    return Decision(Do.RESTART, reason, replace(memory, retries=memory.retries - 1), told)
+
+
+def _identity(error: WorkerExit) -> str:
+    """By what an error is known when it comes back: all that it says, without ids that differ each time."""
+    return re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")
+
+
+def _each(causes: Iterable[str]) -> str:
+    return "; ".join(sorted(set(causes)))

@@ -1,0 +1,28 @@
+"""Whether Ray Train's controller starts workers anew when some were lost, or raised: asks `restart_decision`."""
+
+import time
+from typing import Any
+
+import ray
+from ray.train import FailureConfig
+
+from dp_ray.cluster.channel import tell
+from dp_ray.cluster.ray_internals import WorkerRestarts
+from dp_ray.cluster.restart_decision import Do, Memory, Snapshot, StartFailed, WorkersFailed, decide
+
+
+class RestartPolicy(WorkerRestarts):
+    """Holds what earlier failures left behind, and tells the driver what is decided."""
+
+    def __init__(self, config: FailureConfig, retries: int, channel: Any) -> None:
+        super().__init__(config)
+        self._memory = Memory(retries)
+        self._channel = channel
+
+    def on_failure(self, failure: WorkersFailed | StartFailed) -> Do:
+        order = ray.get(self._channel.ordered.remote())
+        decision = decide(Snapshot(failure, order, self._memory), time.monotonic())
+        self._memory = decision.memory
+        if decision.tell is not None:
+            tell(self._channel, decision.tell)
+        return decision.do

@@ -1,0 +1,163 @@
+"""With how many workers Ray Train's controller starts, and when they are to stop for there to be more or fewer.
+
+Ray's own elastic policy believes in a lost node until a placement has timed out (60 s), and resizes without a word to
+the workers. This one looks at the nodes that answer, asks `scaling_decision`, and has the workers stop between two
+steps first.
+"""
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.train import ScalingConfig
+
+from dp_ray.cluster.channel import tell
+from dp_ray.cluster.orders import NOTHING, Ask, Order
+from dp_ray.cluster.ray_internals import RunningWorkers, WorkerScaling, autoscales, draining_nodes, free_resources
+from dp_ray.cluster.resources import Resources
+from dp_ray.cluster.scaling_decision import Do, Idle, Running, Seen, Wanted, decide, is_worth_a_look
+from dp_ray.errors import ClusterError
+from dp_ray.monitor.messages import Waits
+
+ANSWER_SECONDS = 2.0  # in which a node that is there takes a connection
+LOOK_SECONDS = 1.0  # between two looks at the cluster
+
+
+class ElasticScalingPolicy(WorkerScaling):
+    """How many workers: as many as the nodes that answer have room for, between the job's least and most."""
+
+    def __init__(self, config: ScalingConfig, wanted: Wanted, channel: Any) -> None:
+        super().__init__(config)
+        self.max_workers = wanted.max_workers
+        self._wanted = wanted
+        self._channel = channel
+        self._held: Mapping[str, int] = {}  # workers of ours, by the id of the node that they hold room on
+        self._has_started = False  # then a node may have gone that the cluster still believes in
+        self._may_hold = False  # the last workers keep their room until they are told to make way for new ones
+        self._waiting_since: float | None = None
+        self._said = float("-inf")
+        self._looked = float("-inf")
+        self._seen = Seen(0, 0.0)
+        self._ordered = Ask.NOTHING
+        self._usable: list[str] | None = None
+
+    # While no workers run
+
+    def workers_to_start(self) -> int | None:
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        nodes = self._nodes(must_answer=self._has_started)
+        decision = decide(self._idle(nodes, self._waiting_since), now)
+        if decision.do is Do.START:
+            self._prepare_start(decision.num_workers, nodes)
+            return decision.num_workers
+        if decision.do is Do.GIVE_UP:
+            raise ClusterError(decision.text)
+        if decision.text:
+            self._said = now
+            tell(self._channel, Waits(decision.text))
+        time.sleep(0.2)  # the controller would ask again at once
+        return None
+
+    def _idle(self, nodes: list[dict[str, Any]], waiting_since: float) -> Idle:
+        return Idle(
+            self._wanted,
+            room=self._room(nodes),
+            idle_room=self._wanted.room([node["Resources"] for node in nodes]),
+            num_nodes=len(nodes),
+            has_started=self._has_started,
+            may_hold=self._may_hold,
+            autoscales=autoscales(),
+            waiting_since=waiting_since,
+            said=self._said,
+        )
+
+    def _prepare_start(self, workers: int, nodes: list[dict[str, Any]]) -> None:
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        usable = [node["NodeID"] for node in nodes]
+        self._usable = usable if len(usable) < len(alive) else None
+        self._waiting_since = None
+        self._held = {}  # they go before the new ones come
+        self._may_hold = self._has_started = True
+        self._seen = Seen(workers, time.monotonic())
+        self._order(NOTHING)
+
+    def usable_nodes(self) -> Sequence[str] | None:
+        """Only nodes that answer, where the cluster still believes in others."""
+        return self._usable
+
+    def start_failed(self) -> None:
+        self._may_hold = False  # there are no last workers
+
+    # While workers run
+
+    def while_running(self, workers: RunningWorkers) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        self._held = Counter(workers.node_ids)
+        if self._ordered is not Ask.STOP:
+            self._look(workers, now)
+
+    def _look(self, workers: RunningWorkers, now: float) -> None:
+        going = draining_nodes() & self._held.keys()
+        running = Running(self._wanted, len(workers.node_ids), workers.started, self._seen, _addresses(going))
+        if is_worth_a_look(running, now):
+            running = replace(running, room=self._room(self._nodes(must_answer=False)))
+        decision = decide(running, now)
+        self._seen = decision.seen or self._seen
+        if decision.order is not None and decision.order.ask is not self._ordered:
+            self._order(decision.order)
+
+    def _order(self, order: Order) -> None:
+        self._ordered = order.ask
+        ray.get(self._channel.order.remote(order))
+
+    # The cluster
+
+    def _room(self, nodes: list[dict[str, Any]]) -> int:
+        return self._wanted.room(_free(nodes, self._held, self._wanted.each))
+
+    def _nodes(self, must_answer: bool) -> list[dict[str, Any]]:
+        """The nodes that are there to stay."""
+        going = draining_nodes()
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in going]
+        if not must_answer or len(nodes) == 1:
+            return nodes
+        with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:
+            answers = list(pool.map(answers_at, nodes))
+        return [node for node, is_there in zip(nodes, answers, strict=True) if is_there]
+
+
+def _addresses(node_ids: Set[str]) -> tuple[str, ...]:
+    """The addresses of nodes, in order."""
+    nodes = ray.nodes() if node_ids else []
+    return tuple(sorted(node["NodeManagerAddress"] for node in nodes if node["NodeID"] in node_ids))
+
+
+def answers_at(node: dict[str, Any]) -> bool:
+    """Whether a node's raylet takes a connection: Ray itself believes in a lost one for up to a minute."""
+    try:
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _free(nodes: list[dict[str, Any]], held: Mapping[str, int], each: Resources) -> list[dict[str, float]]:
+    """What is free on each node, with what workers of ours hold there."""
+    free = free_resources()
+    found = []
+    for node in nodes:
+        here = dict(free.get(node["NodeID"], {}))
+        for name, amount in each.items():
+            here[name] = here.get(name, 0.0) + amount * held.get(node["NodeID"], 0)
+        found.append(here)
+    return found

@@ -1,0 +1,197 @@
+"""How many workers to start, and when to ask them to stop for more or fewer: a pure decision, which knows no Ray.
+
+`decide` takes all that counts as one value and gives what to do and the reason. `scaling.py` looks at the cluster and
+asks it on behalf of Ray Train's controller.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from dp_ray.cluster.orders import Ask, Order, Why
+from dp_ray.cluster.resources import Resources, room_for, text_of, times
+
+SETTLE_SECONDS = 3.0  # for which the cluster must look the same before workers are started or asked to stop
+GROW_AFTER_SECONDS = 10.0  # of running: what a start costs should be worth it
+SAY_SECONDS = 30.0  # between two lines that say what is waited for
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the job asks of the cluster: `each` are one worker's resources; `room_seconds` as in its `timeouts`."""
+
+    min_workers: int
+    max_workers: int
+    each: Resources
+    placement: str
+    accelerator_type: str | None
+    can_stop: bool
+    room_seconds: float | None
+
+    def room(self, nodes: list[dict[str, float]]) -> int:
+        return min(self.max_workers, room_for(self.each, nodes, self.placement, self.accelerator_type))
+
+
+@dataclass(frozen=True)
+class Idle:
+    """All that counts while no workers run.
+
+    `room` are the workers for which there is room now, with what the last workers held; `idle_room` those for which
+    there would be if the `num_nodes` nodes were idle. `has_started`: the job had workers before. `may_hold`: the last
+    workers may hold their room still. `autoscales`: somebody may add nodes.
+    """
+
+    wanted: Wanted
+    room: int
+    idle_room: int
+    num_nodes: int
+    has_started: bool
+    may_hold: bool
+    autoscales: bool
+    waiting_since: float
+    said: float = float("-inf")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The room for workers that was seen last, and since when."""
+
+    room: int
+    since: float
+
+
+@dataclass(frozen=True)
+class Running:
+    """All that counts while workers run.
+
+    `draining` are the addresses of the nodes of ours that are about to be taken away; `room` the workers for which
+    there is room with those that run, None where nobody has counted (`is_worth_a_look`).
+    """
+
+    wanted: Wanted
+    num_workers: int
+    started: float
+    seen: Seen
+    draining: tuple[str, ...] = ()
+    room: int | None = None
+
+
+class Do(Enum):
+    """What becomes of the workers."""
+
+    START = auto()
+    WAIT = auto()
+    GIVE_UP = auto()
+    GO_ON = auto()
+    ASK = auto()
+
+
+class Reason(Enum):
+    """Why workers are started, waited with, left alone or asked for something."""
+
+    ALL_ROOM = "all that the nodes have is free"
+    SETTLED = "what is free has stayed so for a while"
+    OWN_HOLD = "our own last workers may hold what is not free"
+    SETTLING = "more may become free in a moment"
+    TOO_FEW_NODES = "the nodes have too little room"
+    OTHERS_HOLD = "others hold the room"
+    TIMED_OUT = "no nodes came in the time that the job allows"
+    AS_WANTED = "as many workers run as there can be"
+    TOO_YOUNG = "the workers have not run for long enough to be replaced"
+    NO_MORE_ROOM = "there is room for no more workers"
+    MUST_NOT_STOP = "the task keeps nothing from which it could go on"
+    DRAIN = Why.DRAIN.value
+    GROWTH = Why.GROWTH.value
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and why.
+
+    `num_workers` to start; the `order` to give; `text` to tell the user, if any; the room that has been `seen`.
+    """
+
+    do: Do
+    reason: Reason
+    num_workers: int = 0
+    order: Order | None = None
+    text: str = ""
+    seen: Seen | None = None
+
+
+def decide(snapshot: Idle | Running, now: float) -> Decision:
+    """What to do about the number of workers; `now` is in seconds, of the same clock as the snapshot's times."""
+    return _start_or_wait(snapshot, now) if isinstance(snapshot, Idle) else _ask_or_go_on(snapshot, now)
+
+
+def _start_or_wait(idle: Idle, now: float) -> Decision:
+    """Start as many as there is room for, once that is all or has settled; or the least, where ours hold the rest."""
+    wanted, waited = idle.wanted, now - idle.waiting_since
+    if idle.room >= wanted.min_workers:
+        if idle.room == max(wanted.min_workers, idle.idle_room):
+            return Decision(Do.START, Reason.ALL_ROOM, idle.room)
+        if waited > SETTLE_SECONDS:
+            return Decision(Do.START, Reason.SETTLED, idle.room)
+    if idle.may_hold and idle.idle_room >= wanted.min_workers and waited > 2 * SETTLE_SECONDS:
+        return Decision(Do.START, Reason.OWN_HOLD, wanted.min_workers)
+    if idle.room >= wanted.min_workers:
+        return Decision(Do.WAIT, Reason.SETTLING)
+    return _lack_room(idle, now)
+
+
+def _lack_room(idle: Idle, now: float) -> Decision:
+    """Wait, and say so now and then; give up where there were workers, and nobody adds nodes for too long."""
+    wanted = idle.wanted
+    needs = f"{wanted.min_workers} workers need {times(wanted.each, wanted.min_workers)}"
+    fits = idle.idle_room >= wanted.min_workers
+    who = "others hold it" if fits else f"{idle.num_nodes} nodes have room for {idle.idle_room}"
+    if not fits and _is_too_late(idle, now):
+        return Decision(
+            Do.GIVE_UP,
+            Reason.TIMED_OUT,
+            text=f"{needs} ({text_of(wanted.each)} each); {who}, and none came in {wanted.room_seconds:g} s "
+            "(timeouts.room); run the job again when there are more, or with fewer workers: it carries on",
+        )
+    text = f"{needs}; {who}: waiting" if now - idle.said > SAY_SECONDS else ""
+    return Decision(Do.WAIT, Reason.OTHERS_HOLD if fits else Reason.TOO_FEW_NODES, text=text)
+
+
+def _is_too_late(idle: Idle, now: float) -> bool:
+    limit = idle.wanted.room_seconds
+    may_give_up = idle.has_started and not idle.autoscales and limit is not None
+    return may_give_up and now - idle.waiting_since > (limit or 0.0)
+
+
+def is_worth_a_look(running: Running, now: float) -> bool:
+    """Whether counting the room could change anything: it asks all nodes."""
+    return bool(running.draining) or _why_not_to_grow(running, now) is None
+
+
+def _why_not_to_grow(running: Running, now: float) -> Reason | None:
+    if running.num_workers == running.wanted.max_workers:
+        return Reason.AS_WANTED
+    return Reason.TOO_YOUNG if now - running.started < GROW_AFTER_SECONDS else None
+
+
+def _ask_or_go_on(running: Running, now: float) -> Decision:
+    """Ask the workers to save or to stop where nodes are about to go, or to stop where there is room for more."""
+    if running.draining:
+        return _on_drain(running)
+    if why := _why_not_to_grow(running, now):
+        return Decision(Do.GO_ON, why)
+    room = running.room or 0
+    if room <= running.num_workers:
+        return Decision(Do.GO_ON, Reason.NO_MORE_ROOM, seen=Seen(room, now))
+    if room != running.seen.room:
+        return Decision(Do.GO_ON, Reason.SETTLING, seen=Seen(room, now))
+    if now - running.seen.since <= SETTLE_SECONDS:
+        return Decision(Do.GO_ON, Reason.SETTLING)
+    if not running.wanted.can_stop:
+        return Decision(Do.GO_ON, Reason.MUST_NOT_STOP)
+    return Decision(Do.ASK, Reason.GROWTH, order=Order(Ask.STOP, Why.GROWTH, f"there is room for {room} workers"))
+
+
+def _on_drain(running: Running) -> Decision:
+    """Stop where enough room is left to go on at once; else keep what is done, and run on as long as it goes."""
+    can_go_on = (running.room or 0) >= running.wanted.min_workers and running.wanted.can_stop
+    text = f"Ray drains {', '.join(running.draining)}"
+    return Decision(Do.ASK, Reason.DRAIN, order=Order(Ask.STOP if can_go_on else Ask.SAVE, Why.DRAIN, text))

@@ -1,0 +1,58 @@
+"""Submit a command as a Ray job and follow it to its end."""
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import sys
+from typing import Any
+
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from dp_ray.cluster.connect import authenticate, code_to_ship
+from dp_ray.cluster.ray_internals import ADDRESS, find_users_token, leave_on_head, take_from_head
+from dp_ray.errors import ClusterError
+
+
+def submit_and_follow(address: str, program: list[str], secrets: list[str]) -> int:
+    """Run `program` on the cluster behind a dashboard, with the working directory shipped; its exit status.
+
+    `secrets` are settings whose values nobody shall see: Ray logs a job's entrypoint and its runtime_env, and the
+    dashboard shows both. They are left in the memory of the head node, under a random name, which the program gets as
+    `--env-from`, takes and removes. Raises ClusterError where no dashboard answers.
+    """
+    logging.getLogger("ray").setLevel("ERROR")
+    find_users_token()
+    try:
+        client = JobSubmissionClient(address)
+        if secrets:
+            program = [*program, "--env-from", leave_on_head(client, json.dumps(secrets).encode())]
+        submission = client.submit_job(entrypoint=shlex.join(program), runtime_env=code_to_ship())
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(f"no Ray dashboard takes the job at {address}: {error}") from error
+    print(f"submitted as {submission}", file=sys.stderr, flush=True)
+    asyncio.run(_follow(client, submission))
+    status = client.get_job_status(submission)
+    info = client.get_job_info(submission)
+    if status == JobStatus.SUCCEEDED:
+        return 0
+    return info.driver_exit_code or 1
+
+
+def take_settings(place: str) -> list[str]:
+    """The settings that `submit` left for this job, which are removed; ClusterError where they are gone."""
+    address = os.environ.get(ADDRESS, "")
+    try:
+        authenticate(address)
+        left = take_from_head(address, place)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"the values of env cannot be fetched from Ray at {address!r}: {error}") from error
+    if left is None:
+        raise ClusterError("the values of env are kept for one job, ten minutes long, and are gone: submit it again")
+    return list(json.loads(left))
+
+
+async def _follow(client: Any, submission: str) -> None:
+    async for text in client.tail_job_logs(submission):
+        print(text, end="", flush=True)
