@@ -177,6 +177,9 @@ def verify(
 def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it."""
     _load(job_file, workers, settings, name=options["name"], storage=options["storage"])
+    from dp_ray.cluster.ray_version import check_ray
+
+    check_ray()
     from dp_ray.cluster.submit import submit_and_follow
     from dp_ray.system.environment import is_env
 

@@ -238,14 +238,14 @@ def take_from_head(address: str, place: str) -> bytes | None:
 
 _DEATHS = {
     "running low on memory": "its node ran low on memory, and Ray killed it",
-    "node has been marked dead": "its node was lost",
+    "has been marked dead because": "its node was lost",
     "node was terminated": "its node was lost",
-    "The node has died": "its node was lost",
+    "its node has died": "its node was lost",
     "temporarily unavailable": "it does not answer",
     "connection error code 2": "its process was killed, or crashed",
     "SYSTEM_ERROR": "its process was killed, or crashed",
 }
-_EXIT_DETAIL = re.compile(r"Worker exit detail: ([^.]+)")
+_EXIT_DETAIL = "Worker exit detail: "
 
 
 def cause_of(error: Any) -> str:
@@ -256,7 +256,7 @@ def cause_of(error: Any) -> str:
     for sign, says in _DEATHS.items():
         if sign in text:
             return says
-    if detail := _EXIT_DETAIL.search(text):
+    if detail := re.search(f"{_EXIT_DETAIL}([^.]+)", text):
         return detail[1]
     return text.splitlines()[0] if text else type(error).__name__
 

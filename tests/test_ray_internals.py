@@ -1,0 +1,349 @@
+"""Ray behind one wall: nobody else names its private things, and each of them is still what we rely on.
+
+The first part reads our sources: only `cluster/ray_internals.py` (and this file, which holds Ray to its contract) may
+name what is private in Ray. The second part names each private thing, one test each, so that a new Ray fails here.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import dp_ray
+from tests.conftest import ROOT
+
+WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals.py"
+FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
+# Ray's documented variable stands in the command line's help, which loads no Ray.
+ALLOWED = {("dp_ray/cli.py", "RAY_ADDRESS")}
+
+# The private things of Ray, as module:attribute, with the parameters that we give, if we call or override them.
+CONTRACT: dict[str, tuple[str, ...] | None] = {
+    "ray:init": None,  # takes _temp_dir, see below
+    "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available": (
+        "warn_if_disabled",
+    ),
+    "ray._private.state:available_resources_per_node": (),
+    "ray._private.state:state.get_draining_nodes": (),
+    "ray._private.state:state.get_max_resources_from_cluster_config": (),
+    "ray._private.utils:get_entrypoint_name": (),
+    "ray._private.worker:_worker_logs_enabled": None,
+    "ray._raylet:Config.initialize": None,
+    "ray._raylet:GcsClient": None,
+    "ray._raylet:InnerGcsClient.drain_node": ("node_id", "reason", "reason_message", "deadline_timestamp_ms"),
+    "ray._raylet:InnerGcsClient.internal_kv_del": ("key", "del_by_prefix", "namespace"),
+    "ray._raylet:InnerGcsClient.internal_kv_get": ("key", "namespace"),
+    "ray._raylet:RAY_NODE_ID_KEY": None,
+    "ray.autoscaler._private.util:prepare_config": ("config",),
+    "ray.autoscaler._private.util:validate_config": ("config",),
+    "ray.core.generated.autoscaler_pb2:DrainNodeReason.Value": None,
+    "ray.core.generated.autoscaler_pb2:DRAIN_NODE_REASON_PREEMPTION": None,
+    "ray.core.generated.gcs_service_pb2:GetClusterIdRequest": None,
+    "ray.core.generated.gcs_service_pb2_grpc:NodeInfoGcsServiceStub": ("channel",),
+    "ray.job_submission:JobSubmissionClient._do_request": ("method", "endpoint", "data"),
+    "ray.job_submission:JobSubmissionClient._package_exists": ("package_uri",),
+    "ray.train.torch:TorchTrainer._create_default_callbacks": (),
+    "ray.train.torch:TorchTrainer._initialize_and_run_controller": ("controller_init_kwargs",),
+    "ray.train:ScalingConfig._resources_per_worker_not_none": None,
+    "ray.train.v2._internal.callbacks:DatasetsCallback": None,
+    "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleanerCallback": None,
+    "ray.train.v2._internal.constants:get_env_vars_to_propagate": (),
+    "ray.train.v2._internal.exceptions:WorkerGroupStartupFailedError": None,
+    "ray.train.v2._internal.exceptions:WorkerGroupStartupTimeoutError": None,
+    "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError": ("message", "failure"),
+    "ray.train.v2._internal.exceptions:WorkerHealthCheckTimeoutError": None,
+    "ray.train.v2._internal.execution.callback:WorkerGroupCallback.before_init_train_context": ("workers",),
+    "ray.train.v2._internal.execution.controller:TrainController": (
+        "train_fn_ref",
+        "train_run_context",
+        "scaling_policy",
+        "failure_policy",
+        "callbacks",
+        "validation_config",
+    ),
+    "ray.train.v2._internal.execution.controller:TrainController.get_result": (),
+    "ray.train.v2._internal.execution.controller:TrainController.run": (),
+    "ray.train.v2._internal.execution.controller:TrainController.worker_group_cls": None,
+    "ray.train.v2._internal.execution.controller.state:ReschedulingState": None,
+    "ray.train.v2._internal.execution.failure_handling:FailureDecision.NOOP": None,
+    "ray.train.v2._internal.execution.failure_handling:FailureDecision.RAISE": None,
+    "ray.train.v2._internal.execution.failure_handling:FailureDecision.RETRY": None,
+    "ray.train.v2._internal.execution.failure_handling:FailurePolicy": ("failure_config",),
+    "ray.train.v2._internal.execution.failure_handling:FailurePolicy.make_decision": ("training_failed_error",),
+    "ray.train.v2._internal.execution.scaling_policy:NoopDecision": (),
+    "ray.train.v2._internal.execution.scaling_policy:ResizeDecision": ("num_workers", "resources_per_worker"),
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy": ("scaling_config",),
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy._get_num_workers_for_resource_request": (),
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy._maybe_send_resource_request": (),
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy.after_controller_start": ("train_run_context",),
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy.after_controller_state_update": (
+        "previous_state",
+        "current_state",
+    ),
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy.make_decision_for_non_running_worker_group": (),
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy.make_decision_for_running_worker_group": (
+        "worker_group_state",
+        "worker_group_status",
+    ),
+    "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy.on_controller_start_worker_group": (
+        "scaling_config",
+        "num_workers",
+    ),
+    "ray.train.v2._internal.execution.worker_group:Worker.execute_async": ("fn", "fn_args"),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup._clear_state": (),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup._start": (),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup.has_started": (),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroupState": ("start_time", "workers"),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroupState.shutdown": (),
+    "ray.train.v2._internal.execution.worker_group.worker:ActorMetadata": ("node_id",),
+    "ray.train.v2._internal.execution.worker_group.worker:RayTrainWorker": None,
+    "ray.train.v2._internal.execution.worker_group.worker:Worker": ("actor", "metadata"),
+}
+# What our code must not only have but find used there: a text of the source of the thing.
+USED: dict[str, tuple[str, str]] = {
+    "ray.init takes a folder": ("ray._private.worker:init", '"_temp_dir"'),
+    "ray.init asks for the command line": ("ray._private.worker:init", "ray._private.utils.get_entrypoint_name()"),
+    "workers' logs ask for their switch": ("ray._private.worker:print_worker_logs", "if not _worker_logs_enabled"),
+    "the controller makes its worker group": (
+        "ray.train.v2._internal.execution.controller:TrainController",
+        "self.worker_group_cls.create(",
+    ),
+    "the worker group's state": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroup",
+        "self._worker_group_state: ",
+    ),
+    "the failure of a health check": (
+        "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError",
+        "self.health_check_failure = failure",
+    ),
+    "the coordinator of a scaling policy": (
+        "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy",
+        "self._coordinator_client: ",
+    ),
+    "packages by HTTP": ("ray.job_submission:JobSubmissionClient._package_exists", "self._do_request"),
+    "packages' names": ("ray._private.runtime_env.packaging:RAY_PKG_PREFIX", "_ray_pkg_"),
+    "the stub of the head's service": (
+        "ray.core.generated.gcs_service_pb2_grpc:NodeInfoGcsServiceStub",
+        "self.GetClusterId = ",
+    ),
+}
+# Ray's own constants of its environment variables, or the binary in which they are read.
+VARIABLES = {
+    "RAY_ADDRESS": "ray._private.ray_constants:RAY_ADDRESS_ENVIRONMENT_VARIABLE",
+    "RAY_API_SERVER_ADDRESS": "ray._private.ray_constants:RAY_API_SERVER_ADDRESS_ENVIRONMENT_VARIABLE",
+    "RAY_AUTH_MODE": "ray._private.authentication.authentication_token_setup:AUTH_MODE_ENV_VAR",
+    "RAY_AUTH_TOKEN": "_raylet.so",
+    "RAY_CHDIR_TO_TRIAL_DIR": "ray.train.constants:RAY_CHDIR_TO_TRIAL_DIR",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR": "ray._private.runtime_env.constants:RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "RAY_TMPDIR": "_common/utils.py",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "ray.train.v2._internal.constants:ENABLE_PREEMPTION_WATCHER_ENV_VAR",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "ray.train.v2._internal.constants:ENABLE_PRINT_PATCH_ENV_VAR",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "ray.train.v2._internal.constants:HEALTH_CHECK_INTERVAL_S_ENV_VAR",
+    "RAY_TRAIN_METRICS_ENABLED": "ray.train.v2._internal.constants:METRICS_ENABLED_ENV_VAR",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": (
+        "ray.train.v2._internal.constants:WORKER_GROUP_START_TIMEOUT_S_ENV_VAR"
+    ),
+    "RAY_USE_TLS": "_raylet.so",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "ray._common.constants:RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR",
+}
+BINARIES = ("_raylet.so", "core/src/ray/raylet/raylet", "core/src/ray/gcs/gcs_server")
+
+
+# Nobody else names what is private in Ray
+
+
+def is_private(module: str) -> bool:
+    """Whether a dotted name of Ray is private."""
+    parts = module.split(".")
+    hidden = any(part.startswith("_") for part in parts[1:])
+    return parts[0] == "ray" and (hidden or parts[1:3] in (["train", "v2"], ["core", "generated"]))
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an expression that is one."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_of_the_wall() -> tuple[set[str], set[str]]:
+    """The classes and functions of Ray that the wall imports, and the texts of Ray's messages that it knows."""
+    tree = ast.parse(WALL.read_text())
+    classes, texts = {"RayTrainWorker"}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and is_private(node.module or ""):
+            classes |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "_DEATHS":
+            assert isinstance(node.value, ast.Dict)
+            texts |= {str(ast.literal_eval(key)) for key in node.value.keys if key is not None}
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "_EXIT_DETAIL":
+            texts.add(str(ast.literal_eval(node.value)))
+    return classes, texts
+
+
+CLASSES, TEXTS = names_of_the_wall()
+MEMBERS = {name.split(".")[-1] for name in CONTRACT if re.search(r":\w+\._\w+$", name)} - {"_start"}
+IN_STRINGS = re.compile(
+    r"(?<![A-Z_])RAY_[A-Z]\w*|\bray(?:\.\w+)*\._\w+|\bray\.(?:train\.v2|core\.generated)\b"
+    rf"|\b(?:{'|'.join(sorted(CLASSES))})\b|{'|'.join(sorted(map(re.escape, TEXTS)))}"
+)
+
+
+def private_names(source: str) -> Iterator[str]:
+    """What a source names of Ray's private things, in code and in strings; docstrings may explain."""
+    tree = ast.parse(source)
+    explaining = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if is_private(name))
+        elif isinstance(node, ast.Attribute):
+            name = dotted(node)
+            if is_private(name) or node.attr in MEMBERS:
+                yield name
+        elif isinstance(node, ast.FunctionDef) and node.name in MEMBERS:
+            yield node.name
+        elif isinstance(node, ast.Call):
+            given = [keyword.arg or "" for keyword in node.keywords]
+            is_rays = dotted(node.func).startswith("ray.")
+            yield from (one for one in given if one.startswith("RAY_") or (is_rays and one.startswith("_")))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in explaining:
+            yield from IN_STRINGS.findall(node.value)
+
+
+def sources() -> list[Path]:
+    found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if path not in (WALL, Path(__file__)))
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_private_ray_stands_behind_the_wall(path: Path) -> None:
+    where = path.relative_to(ROOT).as_posix()
+    found = [name for name in private_names(path.read_text()) if (where, name) not in ALLOWED]
+    assert not found, f"{where} names {found}: that belongs into {WALL.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import ray._private.worker",
+        "def f():\n    from ray._raylet import GcsClient",
+        "from ray import _raylet",
+        "from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError",
+        "from ray.train.v2.api.exceptions import WorkerGroupError",
+        "from ray.core.generated import gcs_service_pb2",
+        "import ray\nray._private.worker._worker_logs_enabled = False",
+        "ray.init('local', _temp_dir='/tmp')",
+        "client._do_request('PUT', '/')",
+        "class A(B):\n    def _create_default_callbacks(self): pass",
+        "os.environ.get('RAY_ADDRESS')",
+        "command(RAY_ADDRESS='x')",
+        "f'{name}: set RAY_TRAIN_METRICS_ENABLED'",
+        "code = 'import ray; ray._raylet.GcsClient()'",
+        "'RayTrainWorker' in line",
+        "name == 'TrainController'",
+        "'temporarily unavailable' in str(error)",
+    ],
+)
+def test_what_the_wall_does_not_let_through(source: str) -> None:
+    assert list(private_names(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import ray\nray.nodes()",
+        "from ray.train import ScalingConfig",
+        "from ray.job_submission import JobSubmissionClient",
+        "'''Sets RAY_ADDRESS, for the TrainController.'''",
+        "os.environ['DP_RAY_ROWS']",
+        "self._start()",
+    ],
+)
+def test_what_the_wall_lets_through(source: str) -> None:
+    assert not list(private_names(source))
+
+
+# Ray is what we rely on
+
+
+def found_at(place: str) -> Any:
+    """The thing at module:attribute."""
+    module, _, attributes = place.partition(":")
+    found = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        found = getattr(found, attribute)
+    return found
+
+
+def parameters_of(thing: Any) -> set[str]:
+    """The names of a callable's parameters; of a compiled one, as its documentation begins."""
+    try:
+        return set(inspect.signature(thing).parameters)
+    except ValueError:
+        head = (thing.__doc__ or "").partition("(")[2].partition(") ")[0].partition(")\n")[0]
+        return {part.split(":")[0].split("=")[0].split()[-1] for part in head.split(",") if part.split()}
+
+
+@pytest.mark.parametrize("place", CONTRACT)
+def test_ray_has(place: str) -> None:
+    thing, wanted = found_at(place), CONTRACT[place]
+    if wanted is not None:
+        missing = set(wanted) - parameters_of(thing)
+        assert not missing, f"{place} takes no {missing}, but {parameters_of(thing)}"
+
+
+@pytest.mark.parametrize("what", USED)
+def test_ray_uses(what: str) -> None:
+    place, text = USED[what]
+    thing = found_at(place)
+    assert text in (thing if isinstance(thing, str) else inspect.getsource(thing))
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_ray_reads(variable: str) -> None:
+    where = VARIABLES[variable]
+    if ":" in where:
+        assert found_at(where) == variable
+    else:
+        assert variable.encode() in (ray_folder() / where).read_bytes()
+
+
+@pytest.mark.parametrize("text", sorted(TEXTS))
+def test_ray_says(text: str) -> None:
+    fixed = text.rstrip("0123456789").encode()  # a number is put behind when it is said
+    assert any(fixed in (ray_folder() / name).read_bytes() for name in BINARIES)
+
+
+def ray_folder() -> Path:
+    return Path(ray.__file__).parent
+
+
+def test_the_contract_names_all_that_the_wall_uses() -> None:
+    source = WALL.read_text()
+    tree = ast.parse(source)
+    told = {place.replace(":", ".") for place in CONTRACT}
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and is_private(node.module or "")
+        for alias in node.names
+    }
+    accessed = {
+        dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(dotted(node))
+    }
+    for used in sorted(imported | accessed):
+        assert any(one.startswith(used) or used.startswith(one) for one in told), f"the contract lacks {used}"
+    assert set(re.findall(r'"(RAY_[A-Z]\w*[A-Z])"', source)) == set(VARIABLES)

@@ -1,0 +1,88 @@
+"""A Ray that dp_ray is not made for: one clear line, before anything of Ray is touched, and none for `workers: 0`."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dp_ray.cluster import ray_version
+from dp_ray.cluster.ray_version import RANGE, TRIED, check_ray
+from dp_ray.errors import ClusterError
+from tests.conftest import ROOT
+
+
+def test_the_range_is_that_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (ray,) = [one for one in project["dependencies"] if one.startswith("ray")]
+    assert ray == f"ray[default,train]{RANGE}"
+    assert f'"{ray}"' in (ROOT / "cluster.yaml").read_text()
+    (tested,) = re.findall(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert ray_version._is_in_range(tested)
+
+
+@pytest.mark.parametrize("version", ["2.60.0", "2.60.3", "2.60.0rc1", "2.60"])
+def test_versions_that_are_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(ray_version, "installed", lambda: version)
+    check_ray()
+
+
+@pytest.mark.parametrize("version", ["2.59.9", "2.61.0", "2.6.0", "2.600.0", "3.0.0.dev0", "1.60.0", "unknown"])
+def test_versions_that_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(ray_version, "installed", lambda: version)
+    with pytest.raises(
+        ClusterError, match=re.escape(f"Ray {version} is installed, and dp_ray works with Ray >=2.60")
+    ):
+        check_ray()
+    monkeypatch.setenv(TRIED, version)
+    check_ray()
+
+
+def test_no_ray_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_version, "installed", lambda: None)
+    with pytest.raises(ClusterError, match="Ray is not installed"):
+        check_ray()
+
+
+@pytest.fixture
+def another_ray(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process for which Ray 9.9.9 is installed, which cannot even be imported."""
+    there = tmp_path / "site"
+    (there / "ray").mkdir(parents=True)
+    (there / "ray" / "__init__.py").write_text("raise AssertionError('Ray was touched')\n")
+    (there / "ray-9.9.9.dist-info").mkdir()
+    (there / "ray-9.9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 9.9.9\n")
+    return {**os.environ, "PYTHONPATH": f"{there}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def program(environment: dict[str, str], folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "dp_ray", *args, "--storage", str(folder / "runs")]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "jobs/tutorial.yaml", "--workers", "2"],
+        ["submit", "jobs/tutorial.yaml", "--address", "http://127.0.0.1:1"],
+    ],
+    ids=["run", "submit"],
+)
+def test_another_ray_ends_a_run_with_one_line(another_ray: dict[str, str], tmp_path: Path, args: list[str]) -> None:
+    done = program(another_ray, tmp_path, *args)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line == (
+        "error: Ray 9.9.9 is installed, and dp_ray works with Ray >=2.60,<2.61: run `python -m pip install "
+        "'ray[default,train]>=2.60,<2.61'`, or set workers to 0, which needs no Ray"
+    )
+    assert not (tmp_path / "runs").exists(), "nothing has been begun"
+
+
+def test_a_run_without_workers_needs_no_ray(another_ray: dict[str, str], tmp_path: Path) -> None:
+    done = program(another_ray, tmp_path, "run", "jobs/tutorial.yaml", "--workers", "0")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "tutorial" / "result.json").exists()
