@@ -1,36 +1,46 @@
 # `make demo` runs the main job on a fresh machine, `make test` passes the tests; each makes .venv itself.
+# Any target with another Ray, in an environment of its own: `make ray RAY=2.61.0` (docs/new-ray.md).
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv$(if $(RAY),-ray-$(RAY))
+BIN := $(VENV)/bin
+ANOTHER_RAY = ray[default,train]==$(RAY)
+ifneq ($(RAY),)
+export DP_RAY_TRY_RAY := $(RAY)
+endif
 
-.PHONY: demo test quick fuzz check bench clean
+.PHONY: demo test quick ray fuzz check bench clean
 
-.venv/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(if $(RAY),$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(ANOTHER_RAY)')
 	touch $@
 
-demo: .venv/installed
+demo: $(VENV)/installed
 	$(BIN)/dp-ray run jobs/tutorial.yaml --workers 3 --shapes --name demo-tutorial --overwrite
 	$(BIN)/dp-ray run jobs/digits_predict.yaml --workers 3 --name demo-digits --overwrite
 	$(BIN)/dp-ray run jobs/digits.yaml --workers 2 --name demo-training --overwrite
 
-test: .venv/installed
+test: $(VENV)/installed
 	$(BIN)/python -m pytest
 
-quick: .venv/installed
+quick: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray'
 
-fuzz: .venv/installed
+ray: $(VENV)/installed
+	$(BIN)/python -m pytest tests/test_ray_internals.py
+
+fuzz: $(VENV)/installed
 	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
 
-check: .venv/installed
+check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: .venv/installed
+bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ray-* runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,225 @@
+"""How many workers to start, and when to ask them to stop: the decision, without Ray and without a clock."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dp_ray.cluster.orders import Ask, Why
+from dp_ray.cluster.scaling_decision import (
+    GROW_AFTER_SECONDS,
+    SAY_SECONDS,
+    SETTLE_SECONDS,
+    Do,
+    Idle,
+    Reason,
+    Running,
+    Seen,
+    Wanted,
+    decide,
+    is_worth_a_look,
+)
+
+WANTED = Wanted(2, 4, {"CPU": 1.0}, "PACK", None, can_stop=True, room_seconds=60.0)
+NOW = 1000.0
+
+
+def idle(room: int, idle_room: int, waited: float = 0.0, **keys: Any) -> Idle:
+    """A job of 2 to 4 workers that waits for `waited` seconds."""
+    state: dict[str, Any] = {"has_started": False, "may_hold": False, "autoscales": False, "said": NOW, **keys}
+    wanted = state.pop("wanted", WANTED)
+    return Idle(wanted, room, idle_room, num_nodes=3, waiting_since=NOW - waited, **state)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "do", "reason", "workers"),
+    [
+        # As many as there is room for, at once where that is all, else when it has settled.
+        (idle(4, 4), Do.START, Reason.ALL_ROOM, 4),
+        (idle(2, 2), Do.START, Reason.ALL_ROOM, 2),
+        (idle(3, 4), Do.WAIT, Reason.SETTLING, 0),
+        (idle(3, 4, SETTLE_SECONDS), Do.WAIT, Reason.SETTLING, 0),
+        (idle(3, 4, SETTLE_SECONDS + 0.1), Do.START, Reason.SETTLED, 3),
+        (idle(2, 1), Do.START, Reason.ALL_ROOM, 2),  # room that is held by ours counts, idle or not
+        # Our own last workers may hold room until they are told to make way.
+        (idle(1, 4, 2 * SETTLE_SECONDS, may_hold=True), Do.WAIT, Reason.OTHERS_HOLD, 0),
+        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Do.START, Reason.OWN_HOLD, 2),
+        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=False), Do.WAIT, Reason.OTHERS_HOLD, 0),
+        (idle(1, 1, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Do.WAIT, Reason.TOO_FEW_NODES, 0),
+        # Given up only where workers ran before, nobody adds nodes, and the job has a limit.
+        (idle(1, 1, 60.0, has_started=True), Do.WAIT, Reason.TOO_FEW_NODES, 0),
+        (idle(1, 1, 60.1, has_started=True), Do.GIVE_UP, Reason.TIMED_OUT, 0),
+        (idle(1, 1, 60.1, has_started=False), Do.WAIT, Reason.TOO_FEW_NODES, 0),
+        (idle(1, 1, 60.1, has_started=True, autoscales=True), Do.WAIT, Reason.TOO_FEW_NODES, 0),
+        (idle(1, 2, 60.1, has_started=True), Do.WAIT, Reason.OTHERS_HOLD, 0),
+        (
+            idle(1, 1, 9e9, has_started=True, wanted=replace(WANTED, room_seconds=None)),
+            Do.WAIT,
+            Reason.TOO_FEW_NODES,
+            0,
+        ),
+    ],
+)
+def test_while_no_workers_run(snapshot: Idle, do: Do, reason: Reason, workers: int) -> None:
+    decision = decide(snapshot, NOW)
+    assert (decision.do, decision.reason, decision.num_workers) == (do, reason, workers)
+
+
+def test_what_is_waited_for_is_said_now_and_then() -> None:
+    assert decide(idle(1, 1, said=NOW - SAY_SECONDS), NOW).text == ""
+    few = decide(idle(1, 1, said=NOW - SAY_SECONDS - 1), NOW)
+    assert few.text == "2 workers need 2 CPU; 3 nodes have room for 1: waiting"
+    held = decide(idle(1, 3, said=float("-inf")), NOW)
+    assert held.text == "2 workers need 2 CPU; others hold it: waiting"
+
+
+def test_giving_up_says_what_is_missing_and_what_to_do() -> None:
+    assert decide(idle(1, 1, 61.0, has_started=True), NOW).text == (
+        "2 workers need 2 CPU (1 CPU each); 3 nodes have room for 1, and none came in 60 s (timeouts.room); "
+        "run the job again when there are more, or with fewer workers: it carries on"
+    )
+
+
+def running(workers: int, room: int | None, seen: tuple[int, float] = (0, 0.0), **keys: Any) -> Running:
+    """`workers` of 2 to 4 that have run for long; `seen` is the room seen before, and how long ago."""
+    wanted, ran = keys.pop("wanted", WANTED), keys.pop("ran", 60.0)
+    return Running(wanted, workers, NOW - ran, Seen(seen[0], NOW - seen[1]), room=room, **keys)
+
+
+LONG = SETTLE_SECONDS + 0.1
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "do", "reason", "ask"),
+    [
+        # Growth: there must be room for more, for a while, and the workers must have run for a while.
+        (running(3, 4, (4, LONG)), Do.ASK, Reason.GROWTH, Ask.STOP),
+        (running(3, 4, (4, SETTLE_SECONDS)), Do.GO_ON, Reason.SETTLING, None),
+        (running(2, 4, (3, LONG)), Do.GO_ON, Reason.SETTLING, None),
+        (running(3, 3, (3, LONG)), Do.GO_ON, Reason.NO_MORE_ROOM, None),
+        (running(3, 2, (3, LONG)), Do.GO_ON, Reason.NO_MORE_ROOM, None),
+        (running(4, None, (4, LONG)), Do.GO_ON, Reason.AS_WANTED, None),
+        (running(3, None, (4, LONG), ran=GROW_AFTER_SECONDS - 0.1), Do.GO_ON, Reason.TOO_YOUNG, None),
+        (running(3, 4, (4, LONG), wanted=replace(WANTED, can_stop=False)), Do.GO_ON, Reason.MUST_NOT_STOP, None),
+        # Drain: stop where enough room is left, else keep what is done; at once, however young the workers are.
+        (running(4, 3, draining=("10.0.0.2",), ran=0.0), Do.ASK, Reason.DRAIN, Ask.STOP),
+        (running(4, 2, draining=("10.0.0.2",)), Do.ASK, Reason.DRAIN, Ask.STOP),
+        (running(4, 1, draining=("10.0.0.2",)), Do.ASK, Reason.DRAIN, Ask.SAVE),
+        (
+            running(4, 3, draining=("10.0.0.2",), wanted=replace(WANTED, can_stop=False)),
+            Do.ASK,
+            Reason.DRAIN,
+            Ask.SAVE,
+        ),
+    ],
+)
+def test_while_workers_run(snapshot: Running, do: Do, reason: Reason, ask: Ask | None) -> None:
+    decision = decide(snapshot, NOW)
+    assert (decision.do, decision.reason) == (do, reason)
+    assert (decision.order.ask if decision.order else None) is ask
+
+
+def test_the_order_says_why() -> None:
+    grown = decide(running(3, 4, (4, LONG)), NOW).order
+    drained = decide(running(4, 3, draining=("10.0.0.2", "10.0.0.3")), NOW).order
+    assert grown is not None and (grown.why, grown.text) == (Why.GROWTH, "there is room for 4 workers")
+    assert drained is not None and (drained.why, drained.text) == (Why.DRAIN, "Ray drains 10.0.0.2, 10.0.0.3")
+
+
+def test_every_reason_is_a_sentence_of_its_own() -> None:
+    assert len({reason.value for reason in Reason}) == len(list(Reason))
+    assert all(" " in reason.value for reason in Reason)
+
+
+MOMENTS = st.floats(0, 200)
+WANTEDS = st.builds(
+    lambda least, more, can_stop, limit: Wanted(
+        least, least + more, {"CPU": 1.0}, "PACK", None, can_stop=can_stop, room_seconds=limit
+    ),
+    st.integers(1, 5),
+    st.integers(0, 5),
+    st.booleans(),
+    st.none() | st.floats(0, 100),
+)
+
+
+@st.composite
+def idles(draw: st.DrawFn) -> Idle:
+    """Any snapshot while no workers run; nowhere is room for more than the job wants."""
+    wanted = draw(WANTEDS)
+    rooms = st.integers(0, wanted.max_workers)
+    started, may_hold, autoscales = draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
+    nodes = draw(st.integers(0, 9))
+    return Idle(wanted, draw(rooms), draw(rooms), nodes, started, may_hold, autoscales, draw(MOMENTS))
+
+
+@given(idles(), st.floats(0, 400))
+def test_a_start_is_never_of_fewer_or_more_than_wanted_nor_without_room(snapshot: Idle, waited: float) -> None:
+    decision = decide(snapshot, snapshot.waiting_since + waited)
+    wanted = snapshot.wanted
+    if decision.do is Do.START:
+        assert wanted.min_workers <= decision.num_workers <= wanted.max_workers
+        assert decision.num_workers <= max(snapshot.room, snapshot.idle_room)
+        assert decision.num_workers == snapshot.room or decision.reason is Reason.OWN_HOLD
+    else:
+        assert decision.num_workers == 0
+        assert decision.do in (Do.WAIT, Do.GIVE_UP)
+        assert snapshot.room < wanted.min_workers or waited <= SETTLE_SECONDS
+
+
+@given(idles(), st.floats(0, 400))
+def test_a_job_is_given_up_only_where_waiting_is_hopeless(snapshot: Idle, waited: float) -> None:
+    decision = decide(snapshot, snapshot.waiting_since + waited)
+    hopeless = snapshot.has_started and not snapshot.autoscales and snapshot.idle_room < snapshot.wanted.min_workers
+    limit = snapshot.wanted.room_seconds
+    lacks = snapshot.room < snapshot.wanted.min_workers
+    # The moment itself may fall either way: `waited` is a difference of two sums.
+    if decision.do is Do.GIVE_UP:
+        assert hopeless and lacks and limit is not None and waited >= limit - 1e-6
+    elif hopeless and lacks and limit is not None:
+        assert waited <= limit + 1e-6
+
+
+@st.composite
+def runnings(draw: st.DrawFn) -> Running:
+    """Any snapshot while workers run, with the room counted."""
+    wanted = draw(WANTEDS)
+    rooms = st.integers(0, wanted.max_workers)
+    workers = draw(st.integers(wanted.min_workers, wanted.max_workers))
+    draining = tuple(draw(st.lists(st.sampled_from(["10.0.0.1", "10.0.0.2"]), max_size=2, unique=True)))
+    return Running(wanted, workers, draw(MOMENTS), Seen(draw(rooms), draw(MOMENTS)), draining, draw(rooms))
+
+
+@given(runnings(), st.floats(0, 400))
+def test_workers_stop_only_for_something_better(snapshot: Running, now: float) -> None:
+    decision = decide(snapshot, now)
+    order, wanted = decision.order, snapshot.wanted
+    assert (order is None) == (decision.do is Do.GO_ON)
+    if order is not None and order.ask is Ask.STOP:
+        assert wanted.can_stop
+        assert snapshot.room is not None and snapshot.room >= wanted.min_workers, "what stops can start again"
+        assert order.why is Why.DRAIN or snapshot.room > snapshot.num_workers
+    assert (order is not None and order.why is Why.DRAIN) == bool(snapshot.draining)
+
+
+@given(runnings(), st.floats(0, 400))
+def test_where_a_look_is_not_worth_it_the_room_does_not_matter(snapshot: Running, now: float) -> None:
+    if not is_worth_a_look(snapshot, now):
+        assert decide(snapshot, now) == decide(replace(snapshot, room=None), now)
+        assert decide(snapshot, now).do is Do.GO_ON
+
+
+@given(runnings(), st.lists(st.integers(0, 10), min_size=1, max_size=30))
+def test_growth_waits_until_the_room_has_stayed_the_same(start: Running, rooms: list[int]) -> None:
+    """A look a second, as the policy does: only room that stayed for SETTLE_SECONDS has workers stop."""
+    seen, same = start.seen, 0
+    for second, room in enumerate(rooms):
+        now = 300.0 + second
+        same = same + 1 if second and room == rooms[second - 1] else 0
+        snapshot = replace(start, draining=(), room=room, seen=seen if second else Seen(-1, now))
+        decision = decide(snapshot, now)
+        seen = decision.seen or seen
+        if decision.reason is Reason.GROWTH:
+            assert same > SETTLE_SECONDS
