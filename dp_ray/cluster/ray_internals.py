@@ -46,18 +46,14 @@ from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.state import ReschedulingState
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-from ray.train.v2._internal.execution.scaling_policy import (
-    NoopDecision,
-    ResizeDecision,
-    ScalingPolicy,
-)
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from dp_ray.cluster.restart_decision import Do, StartFailed, StartTrouble, WorkersFailed
 from dp_ray.monitor.messages import WorkerExit
 
-# Environment variables of Ray. Public: the first five are documented; for the rest, arguments of ray.init or of
-# ray.train.RunConfig, of which there are none.
+# Environment variables of Ray. Public: ADDRESS to USE_TLS are documented; for the rest there is no argument of
+# ray.init or of ray.train.RunConfig.
 
 VARIABLES = "RAY_"  # how all of their names begin
 TRAIN_VARIABLES = "RAY_TRAIN_"
@@ -68,9 +64,7 @@ API_SERVER_ADDRESS = "RAY_API_SERVER_ADDRESS"  # where `ray job` finds the dashb
 TMPDIR = "RAY_TMPDIR"  # where a Ray that is started here keeps its sessions
 USE_TLS = "RAY_USE_TLS"  # then an address cannot be asked in plain text
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in each process of a submitted job
-_WARN_BLOCKING = (
-    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"  # the controller's hooks wait for our channel, in its event loop
-)
+_WARN_BLOCKING = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"  # the controller waits for our channel in its event loop
 
 # Told to Ray Train in the driver's environment, from where it carries them to its own processes.
 TRAIN_ENVIRONMENT = {
@@ -378,11 +372,7 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
             raise
 
 
-_DECISIONS = {
-    Do.RESTART: FailureDecision.RETRY,
-    Do.GIVE_UP: FailureDecision.RAISE,
-    Do.WAIT: FailureDecision.NOOP,
-}
+_DECISIONS = {Do.RESTART: FailureDecision.RETRY, Do.GIVE_UP: FailureDecision.RAISE, Do.WAIT: FailureDecision.NOOP}
 
 
 class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
