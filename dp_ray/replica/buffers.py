@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_ray.system.waiting import waiting
+
 ALIGNED = 16  # bytes, so that every dtype's tensors can be seen in one flat row of bytes
 
 
@@ -50,7 +52,8 @@ class Buffers:
     def finish(self) -> None:
         """The step is done: the buffers are shard 0's."""
         if self._work is not None:
-            self._work.wait()
+            with waiting("rank 0's buffers"):
+                self._work.wait()
             assert self._flat is not None
             _copy(self._tensors(), _split(self._flat, self._tensors()))
             self._work = self._flat = None

@@ -19,6 +19,7 @@ from dp_ray.replica.devices import building_on, spread, with_devices
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.targets import build, check_gives, resolve
 from dp_ray.replica.world import broadcast, gathered
+from dp_ray.system.waiting import waiting
 from dp_ray.tensors.layout import overlaps
 
 
@@ -189,7 +190,8 @@ def _broadcast_state(model: nn.Module) -> None:
             continue  # built from the same seed or file on every worker
         data = tensor.detach()
         raw = data.contiguous().reshape(-1).view(torch.uint8)
-        dist.broadcast(raw, src=0)
+        with waiting("rank 0's model"):
+            dist.broadcast(raw, src=0)
         if raw.data_ptr() != data.data_ptr() and dist.get_rank() != 0:
             _copy(name, data, raw.view(data.dtype).reshape(data.shape))
 
