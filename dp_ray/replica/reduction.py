@@ -16,6 +16,7 @@ from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import sum_over_workers
 from dp_ray.replica.world import World
 from dp_ray.system.waiting import waiting
+from dp_ray.text import listed
 
 Work = dist.Work | None
 
@@ -128,7 +129,7 @@ class DdpReduction(Reduction):
             unused = [name for name, one in self._parameters.items() if one.grad is None]
             raise ModelError(
                 f"step {step}: parameters were not used, so the workers would wait for their gradients for ever: "
-                f"{', '.join(unused[:8])}; set find_unused_parameters: true"
+                f"{listed(unused)}; set find_unused_parameters: true"
             )
 
 
