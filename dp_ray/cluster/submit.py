@@ -8,6 +8,7 @@ import shlex
 import sys
 from typing import Any
 
+from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from dp_ray.cluster.connect import authenticate, code_to_ship
@@ -46,7 +47,7 @@ def take_settings(place: str) -> list[str]:
     try:
         authenticate(address)
         left = take_from_head(address, place)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(f"the values of env cannot be fetched from Ray at {address!r}: {error}") from error
     if left is None:
         raise ClusterError("the values of env are kept for one job, ten minutes long, and are gone: submit it again")
