@@ -18,6 +18,7 @@ import ray
 import dp_ray
 from tests.conftest import ROOT
 
+RAY = Path(ray.__file__).parent
 WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals.py"
 FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
 # Ray's documented variable stands in the command line's help, which loads no Ray.
@@ -309,7 +310,8 @@ def test_ray_has(place: str) -> None:
 def test_ray_uses(what: str) -> None:
     place, text = USED[what]
     thing = found_at(place)
-    assert text in (thing if isinstance(thing, str) else inspect.getsource(thing))
+    is_used = text in (thing if isinstance(thing, str) else inspect.getsource(thing))
+    assert is_used, f"{place} does not say {text!r} any more"
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
@@ -318,17 +320,15 @@ def test_ray_reads(variable: str) -> None:
     if ":" in where:
         assert found_at(where) == variable
     else:
-        assert variable.encode() in (ray_folder() / where).read_bytes()
+        is_read = variable.encode() in (RAY / where).read_bytes()
+        assert is_read, f"ray/{where} does not name {variable}"
 
 
 @pytest.mark.parametrize("text", sorted(TEXTS))
 def test_ray_says(text: str) -> None:
     fixed = text.rstrip("0123456789").encode()  # a number is put behind when it is said
-    assert any(fixed in (ray_folder() / name).read_bytes() for name in BINARIES)
-
-
-def ray_folder() -> Path:
-    return Path(ray.__file__).parent
+    is_said = any(fixed in (RAY / name).read_bytes() for name in BINARIES)
+    assert is_said, f"nothing of Ray says {text!r}"
 
 
 def test_the_contract_names_all_that_the_wall_uses() -> None:
