@@ -4,13 +4,14 @@ All of it goes to stderr; stdout is for what was asked for (`--shapes`, `--json`
 """
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -31,6 +32,7 @@ class Console:
         self._live: Live | None = None
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[says]}"))
         self._task = self._bar.add_task("", says="")
+        self._seen: Progressed | None = None
         self._told = 0.0
         self._done = False
 
@@ -42,13 +44,27 @@ class Console:
         """A line that user code printed on a worker; shown even when quiet."""
         self._print(f"[rank {world.rank}] {line}")
 
+    @contextmanager
+    def if_slow(self, line: str, seconds: float = 1.0) -> Iterator[None]:
+        """Say what the block does, if it takes longer than some seconds."""
+        timer = threading.Timer(seconds, self.say, (line,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def begin(self, seen: "Progressed") -> None:
+        """Something else goes on now, which is said at once."""
+        self._told = -LINE_SECONDS
+        self.progress(seen)
+
     def progress(self, seen: "Progressed") -> None:
-        if self._quiet:
-            return
-        if self._live:
-            self._bar.update(self._task, total=seen.steps, completed=seen.step, description=seen.name, says=str(seen))
-            self._live.update(Group(self._bar, _workers(seen)))
-        elif time.monotonic() - self._told >= LINE_SECONDS and not self._done:
+        self._seen = seen
+        if self._quiet or self._live:
+            return  # the display looks at it by itself
+        if time.monotonic() - self._told >= LINE_SECONDS and not self._done:
             self._done = seen.step == seen.steps
             self._told = time.monotonic()
             self._print(f"{seen.name}: {seen}")
@@ -60,9 +76,18 @@ class Console:
         if self._quiet or not self._rich.is_terminal:
             yield
             return
-        with Live(console=self._rich, refresh_per_second=5, transient=True, redirect_stdout=False) as self._live:
+        options: dict[str, Any] = {"refresh_per_second": 5, "transient": True, "redirect_stdout": False}
+        with Live(console=self._rich, get_renderable=self._display, **options) as self._live:
             yield
         self._live = None
+
+    def _display(self) -> RenderableType:
+        """The bar and the workers, as they are now: also while nobody tells of anything new."""
+        seen = self._seen
+        if seen is None:
+            return ""
+        self._bar.update(self._task, total=seen.steps, completed=seen.step, description=seen.name, says=str(seen))
+        return Group(self._bar, _workers(seen))
 
     def _print(self, line: str) -> None:
         if self._live:
@@ -82,13 +107,31 @@ class Progressed:
         self.rows = 0
         self.last: dict[str, Any] = {}  # the training's last row of history
         self.workers: dict[int, tuple[World, int]] = {}
-        self._made = time.monotonic()
-        self._started: tuple[float, int] | None = None
+        self._doing = "starting"
+        self._since = time.monotonic()
+        self._ran: tuple[float, int] | None = None  # when the first step began, and how many rows there were
+        self._warm: tuple[float, int] | None = None  # likewise when it ended
+
+    def begin(self, what: str) -> None:
+        """This goes on from now on, and no step."""
+        self._doing, self._since = what, time.monotonic()
+        self._ran = self._warm = None
 
     def start(self, worlds: list[World]) -> None:
         """These workers run from now on."""
         self.workers = {world.rank: (world, 0) for world in worlds}
-        self._started = (time.monotonic(), self.rows)
+        self.begin("building the dataset and the model")
+
+    def run(self, step: int) -> None:
+        """The workers are in their first step."""
+        self.begin(f"in step {step + 1} of {self.steps}")
+        self._ran = (time.monotonic(), self.rows)
+
+    def advance(self, step: int, rows: int) -> None:
+        """All workers are through with `step` steps, the last of them with `rows` rows."""
+        self.step, self.rows = step, self.rows + rows
+        if self._ran is not None:  # else a late report of workers that are being replaced, or of an earlier run
+            self._doing, self._warm = "", self._warm or (time.monotonic(), self.rows)
 
     def add(self, rank: int, rows: int) -> None:
         world, before = self.workers[rank]
@@ -96,20 +139,26 @@ class Progressed:
 
     @property
     def rows_per_second(self) -> float:
-        if self._started is None:
+        """The rate since the end of the first step, which takes longer than others; or of that step alone."""
+        began = self._warm if self._warm and self.rows > self._warm[1] else self._ran
+        if began is None:
             return 0.0
-        started, rows = self._started
-        return (self.rows - rows) / max(1e-9, time.monotonic() - started)
+        return (self.rows - began[1]) / max(1e-9, time.monotonic() - began[0])
 
     def __str__(self) -> str:
-        if self._started is None:
-            return f"starting the workers, {time.monotonic() - self._made:.0f} s"
+        if self._doing:
+            seconds = time.monotonic() - self._since
+            return self._doing + (f", {seconds:.0f} s" if seconds >= 1 else "")
         if self.step == self.steps:
             return f"step {self.step}/{self.steps}, {self.rows} rows, stopping the workers"
         rate = self.rows_per_second
         left = f", {_duration((self.rows_in_all - self.rows) / rate)} left" if rate else ""
         loss = f", loss {self.last['loss']:.4g}" if "loss" in self.last else ""
-        return f"step {self.step}/{self.steps}, {self.rows} rows, {rate:,.0f} rows/s{loss}{left}"
+        return f"step {self.step}/{self.steps}, {self.rows} rows, {_rate(rate)} rows/s{loss}{left}"
+
+
+def _rate(rows_per_second: float) -> str:
+    return f"{rows_per_second:,.0f}" if rows_per_second >= 10 else f"{rows_per_second:.3g}"
 
 
 def _workers(seen: Progressed) -> Table:

@@ -111,8 +111,9 @@ def execute(job: Job, options: Options) -> Result:
     base, asked = base_storage(job), job
     if not options.overwrite:
         job = with_shards_of_run(asked, base)
-    with contextlib.redirect_stdout(sys.stderr), environment(job.env):  # what user code prints was not asked for
-        split, rows = check_targets(job)
+    building = console.if_slow(f"{job.run_name}: building the dataset")
+    with contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
+        split, rows = check_targets(job)  # what user code prints was not asked for
     wait_until_free(base.child(job.run_name), lambda what: console.say(f"{job.run_name}: {what}"))
     claimed = claim(job, base, options.overwrite, rows)
     if claimed.carried_on and job is not asked:

@@ -56,6 +56,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Starting:
+    """What goes on before there is a step: workers are started, or import torch."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class Started:
     """A worker is about to run its first step."""
 
@@ -123,7 +130,7 @@ class Ended(Exception):
         return self.text
 
 
-Message = Hello | Shapes | Told | Printed | Failed | Started | Beat | Rehearsed | Interrupted | Waits
+Message = Hello | Shapes | Told | Printed | Failed | Starting | Started | Beat | Rehearsed | Interrupted | Waits
 
 
 def message_of(attempt: str, what: Any) -> Message:

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -36,6 +36,7 @@ from dp_ray.runner.messages import (
     Rehearsed,
     Shapes,
     Started,
+    Starting,
     Told,
     Waits,
 )
@@ -106,7 +107,7 @@ class Monitor:
         self._print_shapes = shapes
         self._stdout = sys.stdout
         self._collector = Collector(self._on_rows)
-        self._progress = Progressed(job.run_name, split.total_steps, split.rows_kept * split.epochs)
+        self._progress = Progressed(job.run_name, split.total_steps, split.total_rows)
         self._begun: set[str] = set()
         self._gathering: dict[str, dict[int, Hello]] = {}
         self._early: dict[str, list[Shapes]] = {}
@@ -127,6 +128,8 @@ class Monitor:
         elif isinstance(message, Printed):
             for line in message.lines:
                 self._console.printed(message.world, line)
+        elif isinstance(message, Starting):
+            self.begin(message.what)
         elif isinstance(message, Started):
             self._started(message)
         elif isinstance(message, Beat):
@@ -140,6 +143,11 @@ class Monitor:
             self._rehearsed(message)
         elif self.failed is None or self.failed.kind == WorkerError.__name__:
             self.failed = message  # the first that is no consequence of another worker's end
+
+    def begin(self, what: str) -> None:
+        """This goes on from now on, before there is a step."""
+        self._progress.begin(what)
+        self._console.begin(self._progress)
 
     def _told(self, what: Any) -> None:
         if isinstance(what, Note):
@@ -194,6 +202,7 @@ class Monitor:
         if message.attempt in self._begun:
             return
         self._begun.add(message.attempt)
+        self._progress.run(message.step)
         if self.story.is_interrupted:
             is_known = self.story.interruptions[-1].kind != "driver"
             seconds = round(time.monotonic() - self._moved, 1) if is_known else None
@@ -263,7 +272,7 @@ class Monitor:
         self.story = self.story.begun(len(hellos))
         self._tell_story(self.story)
         worlds = [one.world for one in hellos]
-        where = f"{_count(worlds, 'worker')} on {_count({world.node for world in worlds}, 'node')}"
+        where = f"{counted(len(worlds), 'worker')} on {counted(len({world.node for world in worlds}), 'node')}"
         devices = ", ".join(sorted({str(world.device) for world in worlds}))
         self._console.say(f"{self._job.run_name}: {where} ({devices})")
         self._collector.begin(worlds)
@@ -284,9 +293,10 @@ class Monitor:
         block = self._file.write(collector, rows)
         if self._journal:
             self._journal.add(block)
-        self._progress.step = int(rows.step[-1]) + 1
         self._moved = time.monotonic()
-        self._progress.rows += sum(collector.seen[number].rows for number in rows.seen.tolist())
+        self._progress.advance(
+            int(rows.step[-1]) + 1, sum(collector.seen[number].rows for number in rows.seen.tolist())
+        )
         if self._print_shapes:
             self._print(self._lines(collector, rows))
 
@@ -313,8 +323,9 @@ class Monitor:
         return self._decoded[number]
 
 
-def _count(things: Sized, noun: str) -> str:
-    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
+def counted(number: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def error_of(failed: Failed, is_verbose: bool = False) -> errors.Error:
