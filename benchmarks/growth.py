@@ -105,7 +105,7 @@ def _reports_a_second(folder: Path, workers: int) -> float:
     ray.get([replay.hello.remote(inbox) for replay in replays])
     path = folder / "shapes.parquet"
     split, board = Split(workers * steps, workers, workers), Board(Storage(str(folder)))
-    monitor = Monitor(job, split, ReportFile(path), board, Console(quiet=True), False)
+    monitor = Monitor(job, split, ReportFile(path), board, Console("growth", quiet=True), False)
     started = time.perf_counter()
     with listening(monitor, lambda: drain(inbox)):
         ray.get([replay.send.remote(inbox) for replay in replays])

@@ -33,7 +33,9 @@ SEEN = Seen("[5, 5]", "[5, 2]", 5)
 
 def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}, "job")
-    return Monitor(job, Split(20, 10, 2), ReportFile(io.BytesIO()), Board(Storage("nowhere")), Console(quiet), shapes)
+    return Monitor(
+        job, Split(20, 10, 2), ReportFile(io.BytesIO()), Board(Storage("nowhere")), Console("job", quiet), shapes
+    )
 
 
 def hello(attempt: str, rank: int, world_size: int = 2) -> Hello:
@@ -198,7 +200,7 @@ def test_progress_says_what_goes_on_and_how_far_it_is(clock: Clock) -> None:
     progress.advance(5, 40)
     assert str(progress) == "step 5/10, 50 rows, 40 rows/s, 0:01 left", "the first step was no measure"
     progress.advance(10, 50)
-    assert str(progress) == "step 10/10, 100 rows, stopping the workers"
+    assert str(progress) == "step 10/10, 100 rows, finishing"
 
 
 def test_progress_of_a_run_that_is_carried_on_is_that_of_its_own_steps(clock: Clock) -> None:
@@ -254,9 +256,9 @@ def test_a_run_never_stands_at_no_step_and_no_rows(
 
 
 def test_what_takes_its_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with Console().if_slow("job: building the dataset", seconds=0.01):
+    with Console("job").if_slow("building the dataset", seconds=0.01):
         time.sleep(0.3)
-    with Console().if_slow("job: never said", seconds=60):
+    with Console("job").if_slow("never said", seconds=60):
         pass
     assert capsys.readouterr().err == "job: building the dataset\n"
 

@@ -1,4 +1,4 @@
-"""What the user sees while a job runs: a live display on a terminal, else a plain line every few seconds.
+"""What the user sees while a job runs: a live display on a terminal, one line in a notebook, else a line every 5 s.
 
 All of it goes to stderr; stdout is for what was asked for (`--shapes`, `--json`).
 """
@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from dp_ray.replica.world import World
+from dp_ray.runner.status_line import honours_carriage_returns, rewritten
 from dp_ray.secrets import hide
 
 LINE_SECONDS = 5.0
@@ -24,21 +26,24 @@ SHOWN_WORKERS = 16
 
 
 class Console:
-    """Says what happens; `progress` may be called as often as there is news."""
+    """Says what happens; `progress` may be called as often as there is news.
 
-    def __init__(self, quiet: bool = False) -> None:
+    Each line begins with the run's name, but in a notebook, whose cell shows nothing else.
+    """
+
+    def __init__(self, name: str, quiet: bool = False) -> None:
         self._quiet = quiet
         self._rich = RichConsole(stderr=True, highlight=False)
+        self._is_notebook = honours_carriage_returns(sys.stderr)
+        self._before = "" if self._is_notebook else f"{name}: "
         self._live: Live | None = None
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[says]}"))
-        self._task = self._bar.add_task("", says="")
-        self._seen: Progressed | None = None
+        self._is_shown = False  # the progress, at all times
         self._told = 0.0
         self._done = False
 
     def say(self, line: str) -> None:
         if not self._quiet:
-            self._print(hide(line))
+            self._print(self._before + hide(line))
 
     def printed(self, world: World, line: str) -> None:
         """A line that user code printed on a worker; shown even when quiet."""
@@ -55,39 +60,37 @@ class Console:
         finally:
             timer.cancel()
 
-    def begin(self, seen: "Progressed") -> None:
-        """Something else goes on now, which is said at once."""
-        self._told = -LINE_SECONDS
-        self.progress(seen)
-
-    def progress(self, seen: "Progressed") -> None:
-        self._seen = seen
-        if self._quiet or self._live:
-            return  # the display looks at it by itself
-        if time.monotonic() - self._told >= LINE_SECONDS and not self._done:
+    def progress(self, seen: "Progressed", at_once: bool = False) -> None:
+        """A line on the progress, where that is not shown at all times; `at_once`, else every few seconds."""
+        is_due = at_once or time.monotonic() - self._told >= LINE_SECONDS
+        if is_due and not self._quiet and not self._is_shown and not self._done:
             self._done = seen.step == seen.steps
             self._told = time.monotonic()
-            self._print(f"{seen.name}: {seen}")
+            self.say(str(seen))
 
     @contextmanager
-    def live(self) -> Iterator[None]:
-        """The live display, where stderr is a terminal."""
+    def live(self, seen: "Progressed") -> Iterator[None]:
+        """While the block runs, the progress is shown: on a terminal with the workers, in a notebook as one line."""
         self._told = time.monotonic()
-        if self._quiet or not self._rich.is_terminal:
+        self._is_shown = not self._quiet and (self._rich.is_terminal or self._is_notebook)
+        if not self._is_shown:
             yield
-            return
-        options: dict[str, Any] = {"refresh_per_second": 5, "transient": True, "redirect_stdout": False}
-        with Live(console=self._rich, get_renderable=self._display, **options) as self._live:
-            yield
-        self._live = None
+        elif self._is_notebook:
+            with rewritten(lambda: str(seen)):
+                yield
+        else:
+            with self._display(seen) as self._live:
+                yield
+        self._live, self._is_shown = None, False
 
-    def _display(self) -> RenderableType:
-        """The bar and the workers, as they are now: also while nobody tells of anything new."""
-        seen = self._seen
-        if seen is None:
-            return ""
-        self._bar.update(self._task, total=seen.steps, completed=seen.step, description=seen.name, says=str(seen))
-        return Group(self._bar, _workers(seen))
+    def _display(self, seen: "Progressed") -> Live:
+        return Live(
+            console=self._rich,
+            get_renderable=lambda: _display(seen),
+            refresh_per_second=5,
+            transient=True,
+            redirect_stdout=False,
+        )
 
     def _print(self, line: str) -> None:
         if self._live:
@@ -140,7 +143,8 @@ class Progressed:
     @property
     def rows_per_second(self) -> float:
         """The rate since the end of the first step, which takes longer than others; or of that step alone."""
-        began = self._warm if self._warm and self.rows > self._warm[1] else self._ran
+        warm = self._warm  # once: the display looks from a thread of its own
+        began = warm if warm and self.rows > warm[1] else self._ran
         if began is None:
             return 0.0
         return (self.rows - began[1]) / max(1e-9, time.monotonic() - began[0])
@@ -150,7 +154,7 @@ class Progressed:
             seconds = time.monotonic() - self._since
             return self._doing + (f", {seconds:.0f} s" if seconds >= 1 else "")
         if self.step == self.steps:
-            return f"step {self.step}/{self.steps}, {self.rows} rows, stopping the workers"
+            return f"step {self.step}/{self.steps}, {self.rows} rows, finishing"
         rate = self.rows_per_second
         left = f", {_duration((self.rows_in_all - self.rows) / rate)} left" if rate else ""
         loss = f", loss {self.last['loss']:.4g}" if "loss" in self.last else ""
@@ -159,6 +163,13 @@ class Progressed:
 
 def _rate(rows_per_second: float) -> str:
     return f"{rows_per_second:,.0f}" if rows_per_second >= 10 else f"{rows_per_second:.3g}"
+
+
+def _display(seen: Progressed) -> Group:
+    """A bar, below it the progress in words, which a narrow terminal may wrap, and the workers."""
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(Text(seen.name), ProgressBar(seen.steps, seen.step, width=40))
+    return Group(bar, Text(f"  {seen}"), _workers(seen))
 
 
 def _workers(seen: Progressed) -> Table:

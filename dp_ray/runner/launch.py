@@ -113,7 +113,7 @@ def run_on_ray(
     with connected(job, address, verbose), train_environment(), TemporaryDirectory() as folder:
         each = worker_resources(job)
         if waiting := check_fits(job, each):
-            console.say(f"{job.run_name}: {waiting}")
+            console.say(waiting)
         check_can_be_shipped(job)
         inbox = open_inbox(job.max_workers)
         monitor.reach = RayReach(inbox)

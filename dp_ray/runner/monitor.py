@@ -20,9 +20,9 @@ from dp_ray.replica.world import World
 from dp_ray.results.history import Logged
 from dp_ray.results.journal import Journal
 from dp_ray.results.recorder import Keep, Run
-from dp_ray.results.report import measured
 from dp_ray.results.reports import Collector, ReportFile, Rows
 from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
+from dp_ray.results.shown import measured
 from dp_ray.results.story import Interruption, Story
 from dp_ray.runner.board import Board
 from dp_ray.runner.console import Console, Progressed
@@ -107,7 +107,7 @@ class Monitor:
         self._print_shapes = shapes
         self._stdout = sys.stdout
         self._collector = Collector(self._on_rows)
-        self._progress = Progressed(job.run_name, split.total_steps, split.total_rows)
+        self.progress = Progressed(job.run_name, split.total_steps, split.total_rows)
         self._begun: set[str] = set()
         self._gathering: dict[str, dict[int, Hello]] = {}
         self._early: dict[str, list[Shapes]] = {}
@@ -138,7 +138,7 @@ class Monitor:
         elif isinstance(message, Interrupted):
             self._interrupted(message)
         elif isinstance(message, Waits):
-            self._console.say(f"{self._job.run_name}: {message.what}")
+            self._console.say(message.what)
         elif isinstance(message, Rehearsed):
             self._rehearsed(message)
         elif self.failed is None or self.failed.kind == WorkerError.__name__:
@@ -146,18 +146,18 @@ class Monitor:
 
     def begin(self, what: str) -> None:
         """This goes on from now on, before there is a step."""
-        self._progress.begin(what)
-        self._console.begin(self._progress)
+        self.progress.begin(what)
+        self._console.progress(self.progress, at_once=True)
 
     def _told(self, what: Any) -> None:
         if isinstance(what, Note):
-            self._console.say(f"{self._job.run_name}: {what.text}")
+            self._console.say(what.text)
         elif isinstance(what, Keep):
             self._must_keep = True
         elif isinstance(what, Measured):
             self.metrics = what.metrics
         elif isinstance(what, Logged):
-            self._progress.last = what.rows[-1]
+            self.progress.last = what.rows[-1]
             self._board.add(what.rows)
             for row in what.rows:
                 self._say_row(row)
@@ -167,10 +167,10 @@ class Monitor:
         told = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
         if told:
             values = ", ".join(f"{name} {value}" for name, value in told.items())
-            self._console.say(f"{self._job.run_name}: epoch {row['epoch']}, step {row['step']}: {values}")
+            self._console.say(f"epoch {row['epoch']}, step {row['step']}: {values}")
         if not math.isfinite(row["loss"]) and not self._said_nan:
             self._said_nan = True
-            self._console.say(f"{self._job.run_name}: the loss of step {row['step']} is {row['loss']}")
+            self._console.say(f"the loss of step {row['step']} is {row['loss']}")
 
     def tick(self) -> None:
         """Pass on what is complete, show it, and look for a worker that hangs."""
@@ -178,7 +178,7 @@ class Monitor:
         if self._must_keep and self._journal:
             self._must_keep = False
             self._journal.save(self._collector)
-        self._console.progress(self._progress)
+        self._console.progress(self.progress)
         if hang := self._watchdog.hang():
             self._on_hang(hang)
 
@@ -188,7 +188,7 @@ class Monitor:
         if what in self._hung or self._hangs_left == 0:
             again = " again" if what in self._hung else ""
             raise WorkerError(f"hangs{again}: {hang} (timeouts.step is {self._job.timeouts.step:g})")
-        self._console.say(f"{self._job.run_name}: hangs, and is replaced: {hang}")
+        self._console.say(f"hangs, and is replaced: {hang}")
         self._hung.add(what)
         self._hangs_left -= 1
         self._hang = hang
@@ -202,12 +202,12 @@ class Monitor:
         if message.attempt in self._begun:
             return
         self._begun.add(message.attempt)
-        self._progress.run(message.step)
+        self.progress.run(message.step)
         if self.story.is_interrupted:
             is_known = self.story.interruptions[-1].kind != "driver"
             seconds = round(time.monotonic() - self._moved, 1) if is_known else None
             self.story = self.story.resumed(message.step, seconds)
-            self._console.say(f"{self._job.run_name}: {self.story.interruptions[-1].resumption}")
+            self._console.say(self.story.interruptions[-1].resumption)
             self._tell_story(self.story)
 
     def _interrupted(self, message: Interrupted) -> None:
@@ -221,12 +221,12 @@ class Monitor:
         self._hang = self.failed = None
         self._watchdog = Watchdog(None, ())  # until there are new workers
         nodes = tuple(sorted({hello.world.node for hello in lost}))
-        self.interrupt(Interruption(kind, what, self._progress.step, message.ranks, nodes))
+        self.interrupt(Interruption(kind, what, self.progress.step, message.ranks, nodes))
 
     def interrupt(self, by: Interruption) -> None:
         """The workers are being replaced."""
         self.story = self.story.interrupted(by)
-        self._console.say(f"{self._job.run_name}: interrupted, {by}")
+        self._console.say(f"interrupted, {by}")
         self._tell_story(self.story)
 
     def ask_to_stop(self) -> bool:
@@ -245,10 +245,10 @@ class Monitor:
     def _stop(self) -> None:
         self.reach.stop()
         says = "stops after this step, which is kept; once more leaves at once"
-        self._console.say(f"{self._job.run_name}: {says}")
+        self._console.say(says)
 
     def _rehearsed(self, message: Rehearsed) -> None:
-        self._console.say(f"{self._job.run_name}: rehearsal: {message.what}, by {message.world}")
+        self._console.say(f"rehearsal: {message.what}, by {message.world}")
         if message.is_the_drivers:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -274,9 +274,9 @@ class Monitor:
         worlds = [one.world for one in hellos]
         where = f"{counted(len(worlds), 'worker')} on {counted(len({world.node for world in worlds}), 'node')}"
         devices = ", ".join(sorted({str(world.device) for world in worlds}))
-        self._console.say(f"{self._job.run_name}: {where} ({devices})")
+        self._console.say(f"{where} ({devices})")
         self._collector.begin(worlds)
-        self._progress.start(worlds)
+        self.progress.start(worlds)
         for shapes in self._early.pop(hello.attempt, []):
             self._shapes(shapes)
 
@@ -287,14 +287,14 @@ class Monitor:
         report = shapes.report
         self._collector.take(report)
         rows = sum(self._collector.rows_of(report.world.rank, run) for run in report.runs)
-        self._progress.add(report.world.rank, rows)
+        self.progress.add(report.world.rank, rows)
 
     def _on_rows(self, collector: Collector, rows: Rows) -> None:
         block = self._file.write(collector, rows)
         if self._journal:
             self._journal.add(block)
         self._moved = time.monotonic()
-        self._progress.advance(
+        self.progress.advance(
             int(rows.step[-1]) + 1, sum(collector.seen[number].rows for number in rows.seen.tolist())
         )
         if self._print_shapes:
@@ -309,7 +309,7 @@ class Monitor:
         except BrokenPipeError:
             self._print_shapes = False
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
-            self._console.say(f"{self._job.run_name}: stdout was closed, no more shapes are printed")
+            self._console.say("stdout was closed, no more shapes are printed")
 
     def _lines(self, collector: Collector, rows: Rows) -> Iterator[str]:
         numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)
