@@ -19,7 +19,7 @@ from benchmarks.cluster import local_ray, scratch
 from benchmarks.measure import alternate, medians
 from benchmarks.table import Row, share, time_text
 from benchmarks.training import pulsed, unpulsed
-from dp_ray.runner.inbox import open_inbox
+from dp_ray.cluster.channel import open_channel
 
 REPEATS = 3
 NODE_REPEATS = 2  # each waits for a minute
@@ -79,8 +79,8 @@ def _row(what: str, found: tuple[float, float], at_most: float) -> Row:
 
 def _pulse() -> Row:
     with local_ray():
-        inbox = open_inbox()
-        found = alternate(lambda: pulsed(inbox), unpulsed, 7)
+        channel = open_channel()
+        found = alternate(lambda: pulsed(channel), unpulsed, 7)
     ratio = median(ours / theirs for ours, theirs in found)
     ours, theirs = medians(found)
     return Row(
@@ -158,8 +158,8 @@ def _seconds_lost(folder: Path, kill: Kill, train: Callable[[Path], None]) -> fl
         before = {pid for _, pid in seen(ticks)}
         killed = time.time()
         kill(sorted(before))
-        _until(lambda: bool(stepped(ticks, before)), 0.0)
-        found.append(min(stepped(ticks, before)) - killed)
+        _until(lambda: bool(step_output(ticks, before)), 0.0)
+        found.append(min(step_output(ticks, before)) - killed)
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -174,7 +174,7 @@ def seen(ticks: Path) -> list[tuple[float, int]]:
     return [(float(at), int(pid)) for at, pid in (line.split() for line in lines if line.count(" ") == 1)]
 
 
-def stepped(ticks: Path, before: set[int]) -> list[float]:
+def step_output(ticks: Path, before: set[int]) -> list[float]:
     """When each new process read more samples than a worker reads for one step."""
     read: dict[int, list[float]] = {}
     for at, pid in seen(ticks):

@@ -17,15 +17,15 @@ from benchmarks.cluster import local_ray, scratch
 from benchmarks.measure import alternate, medians, seconds
 from benchmarks.replay import STEPS_IN_A_REPORT, Replay
 from benchmarks.table import Row, share, time_text
+from dp_ray.cluster.channel import drain, open_channel
 from dp_ray.job import Job
+from dp_ray.monitor.console import Console
+from dp_ray.monitor.monitor import Monitor, listening
+from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.plan import plan
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
-from dp_ray.results.reports import ReportFile
-from dp_ray.runner.board import Board
-from dp_ray.runner.console import Console
-from dp_ray.runner.inbox import drain, open_inbox
-from dp_ray.runner.monitor import Monitor, listening
+from dp_ray.results.shape_reports import ReportFile
 from dp_ray.storage import Storage
 
 ROWS = 10**9
@@ -97,21 +97,21 @@ def _reports_a_second(folder: Path, workers: int) -> float:
     """Shard reports a second, from the first message to the last row in the file."""
     steps = SHARD_REPORTS // workers
     job = Job.make({"model": "m:m", "dataset": "d:d", "batch_size": workers, "workers": workers}, "replay")
-    inbox = open_inbox()
+    channel = open_channel()
     replays = [
         ray.remote(Replay).options(num_cpus=0).remote(workers, range(first, workers, REPLAYS), steps)
         for first in range(REPLAYS)
     ]
-    ray.get([replay.hello.remote(inbox) for replay in replays])
+    ray.get([replay.hello.remote(channel) for replay in replays])
     path = folder / "shapes.parquet"
-    split, board = Split(workers * steps, workers, workers), Board(Storage(str(folder)))
-    monitor = Monitor(job, split, ReportFile(path), board, Console("growth", quiet=True), False)
+    split, tensorboard = Split(workers * steps, workers, workers), TensorBoardWriter(Storage(str(folder)))
+    monitor = Monitor(job, split, ReportFile(path), tensorboard, Console("growth", quiet=True), False)
     started = time.perf_counter()
-    with listening(monitor, lambda: drain(inbox)):
-        ray.get([replay.send.remote(inbox) for replay in replays])
+    with listening(monitor, lambda: drain(channel)):
+        ray.get([replay.send.remote(channel) for replay in replays])
     monitor.close()
     taken = time.perf_counter() - started
     assert pq.read_metadata(path).num_rows == workers * steps, "not every shard report has arrived"
-    for actor in (*replays, inbox):
+    for actor in (*replays, channel):
         ray.kill(actor)
     return workers * steps / taken

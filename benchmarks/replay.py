@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from dp_ray.monitor.messages import Message, Shapes, WorkerReady
 from dp_ray.replica.world import World
-from dp_ray.results.recorder import Report, Run
+from dp_ray.results.shape_recorder import Report, Run
 from dp_ray.results.shapes import Seen
-from dp_ray.runner.messages import Hello, Message, Shapes
 
 STEPS_IN_A_REPORT = 100  # one of 4,096 workers speaks every two seconds, here of a job of 50 steps a second
 IN_FLIGHT = 64
@@ -22,22 +22,22 @@ class Replay:
     def __init__(self, world_size: int, ranks: range, steps: int) -> None:
         worlds = [World(rank, world_size) for rank in ranks]
         self.in_flight = min(IN_FLIGHT, len(ranks))  # a worker waits for its message before it sends the next
-        self.hellos = [_packed(Hello(ATTEMPT, world, 0, ())) for world in worlds]
+        self.hellos = [_packed(WorkerReady(ATTEMPT, world, 0, ())) for world in worlds]
         self.reports = [
             _packed(Shapes(ATTEMPT, _report(world, first)))
             for first in range(0, steps, STEPS_IN_A_REPORT)
             for world in worlds
         ]
 
-    async def hello(self, inbox: Any) -> None:
-        await self._put(inbox, self.hellos)
+    async def hello(self, channel: Any) -> None:
+        await self._put(channel, self.hellos)
 
-    async def send(self, inbox: Any) -> None:
-        await self._put(inbox, self.reports)
+    async def send(self, channel: Any) -> None:
+        await self._put(channel, self.reports)
 
-    async def _put(self, inbox: Any, messages: list[bytes]) -> None:
+    async def _put(self, channel: Any, messages: list[bytes]) -> None:
         for first in range(0, len(messages), self.in_flight):
-            await asyncio.gather(*(inbox.put.remote(one) for one in messages[first : first + self.in_flight]))
+            await asyncio.gather(*(channel.put.remote(one) for one in messages[first : first + self.in_flight]))
 
 
 def _packed(message: Message) -> bytes:

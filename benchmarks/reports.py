@@ -19,12 +19,12 @@ from ray.train.torch import TorchTrainer
 from benchmarks.cluster import local_ray, scratch
 from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, share, time_text
+from dp_ray.cluster.channel import open_channel, tell
+from dp_ray.monitor.messages import Shapes
 from dp_ray.plan.split import Shard
 from dp_ray.replica.world import World
-from dp_ray.results.recorder import Recorder
+from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
-from dp_ray.runner.inbox import open_inbox, tell
-from dp_ray.runner.messages import Shapes
 from jobs.tutorial import Model
 
 STEPS = 20_000
@@ -37,8 +37,8 @@ AT_MOST_SECONDS = 0.2e-3
 
 def measure() -> list[Row]:
     with local_ray(), scratch() as folder:
-        inbox = open_inbox()
-        pairs = alternate(partial(seconds, partial(_told, inbox)), partial(seconds, _silent), REPEATS)
+        channel = open_channel()
+        pairs = alternate(partial(seconds, partial(_told, channel)), partial(seconds, _silent), REPEATS)
         ours = median(told - silent for told, silent in pairs) / STEPS
         theirs = _report_seconds(folder)
     return [
@@ -61,10 +61,10 @@ def _silent() -> None:
 
 
 @torch.inference_mode()
-def _told(inbox: Any) -> None:
+def _told(channel: Any) -> None:
     model, batch = Model(5, 2), torch.randn(ROWS, 5)
     with (
-        Recorder(World(world_size=2), lambda report: tell(inbox, Shapes("", report))) as recorder,
+        Recorder(World(world_size=2), lambda report: tell(channel, Shapes("", report))) as recorder,
         Probe(model) as probe,
     ):
         for step in range(STEPS):

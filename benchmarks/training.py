@@ -15,14 +15,14 @@ from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from dp_ray.border import Border
+from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.job import Job
-from dp_ray.replica.memory import keep_freed_memory
 from dp_ray.replica.world import World
 from dp_ray.results.history import Logged
-from dp_ray.runner.pulse import Pulse
 from dp_ray.storage import Storage
-from dp_ray.training import train
+from dp_ray.system.memory import keep_freed_memory
+from dp_ray.task.step_control import StepControl
+from dp_ray.task.train import train
 
 ROWS, BATCH, STEPS, WARM = 40_960, 1024, 40, 8
 
@@ -59,7 +59,7 @@ def conv() -> nn.Module:
 MODELS = {"mlp": mlp, "conv": conv}
 
 
-def ours(model: str, world: World, border: Border | None = None, **keys: Any) -> float:
+def ours(model: str, world: World, control: StepControl | None = None, **keys: Any) -> float:
     """Rows a second of dp_ray's own training loop on this worker, with all that it keeps and reports."""
     job = Job.make(
         {
@@ -83,15 +83,15 @@ def ours(model: str, world: World, border: Border | None = None, **keys: Any) ->
             took.extend(row["rows"] / row["rows_per_second"] for row in what.rows)
 
     with TemporaryDirectory() as folder:
-        train(job, world, Storage(folder), send, border or Border(), {})
+        train(job, world, Storage(folder), send, control or StepControl(), {})
     return BATCH / median(took[WARM:]) if took else 0.0
 
 
-def pulsed(inbox: Any) -> float:
+def pulsed(channel: Any) -> float:
     """Seconds of a step of one worker, with all by which faults are found and survived."""
     world = World()
-    with Pulse(inbox, "benchmark", world, 600.0) as pulse:
-        return BATCH / ours("mlp", world, border=pulse)
+    with Heartbeat(channel, "benchmark", world, 600.0) as heartbeat:
+        return BATCH / ours("mlp", world, control=heartbeat)
 
 
 def unpulsed() -> float:
@@ -158,11 +158,11 @@ def _meet(turns: TCPStore, turn: int) -> None:
 
 def blocked(folder: Path, megabytes: int, repeats: int) -> list[tuple[float, float]]:
     """Seconds for which a loop waits for a checkpoint: dp_ray's, and `torch.save`, in turns."""
-    from dp_ray.replica.state import Saver
+    from dp_ray.rundir.checkpoint import CheckpointWriter
 
     state = {"model": {f"layer{number}": torch.randn(megabytes * 2**20 // 40) for number in range(10)}}
     storage = Storage(str(folder))
-    saver = Saver(storage, keep=1)
+    saver = CheckpointWriter(storage, keep=1)
     pairs = []
     for step in range(repeats + 1):
         started = time.perf_counter()

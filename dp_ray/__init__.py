@@ -6,10 +6,10 @@ from dp_ray import errors
 from dp_ray.errors import Error
 
 if TYPE_CHECKING:
+    from dp_ray.driver import run
     from dp_ray.job import Job
-    from dp_ray.replica.parallel import devices
+    from dp_ray.replica.devices import devices
     from dp_ray.results.result import Result, load
-    from dp_ray.runner.driver import run
 
 __all__ = ["Error", "Job", "Result", "devices", "errors", "load", "run"]
 
@@ -17,9 +17,9 @@ __all__ = ["Error", "Job", "Result", "devices", "errors", "load", "run"]
 _HOMES = {
     "Job": "dp_ray.job",
     "Result": "dp_ray.results.result",
-    "devices": "dp_ray.replica.parallel",
+    "devices": "dp_ray.replica.devices",
     "load": "dp_ray.results.result",
-    "run": "dp_ray.runner.driver",
+    "run": "dp_ray.driver",
 }
 
 

@@ -13,7 +13,7 @@ import click
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job, load_job, parse_counts, parse_setting, parse_workers
 from dp_ray.secrets import hide
-from dp_ray.traces import frames_of, notes_of
+from dp_ray.tracebacks import frames_of, notes_of
 
 JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
 WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
@@ -90,12 +90,12 @@ def run(
 ) -> None:
     """Run a job to its end."""
     if env_from is not None:
-        from dp_ray.runner.submit import take_settings
+        from dp_ray.cluster.submit import take_settings
 
         settings = (*settings, *take_settings(env_from))
     job = _load(job_file, workers, settings, name=name, storage=storage)
     _say_import(job.run_name, flags["quiet"])
-    from dp_ray.runner.driver import Options, execute
+    from dp_ray.driver import Options, execute
 
     result = execute(job, Options(**flags))
     if as_json:
@@ -114,7 +114,7 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
     from dp_ray.plan.plan import table
     from dp_ray.plan.split import Split
     from dp_ray.replica.targets import build_dataset
-    from dp_ray.runner.environment import environment
+    from dp_ray.system.environment import environment
 
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         epochs, most = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
@@ -123,7 +123,7 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
         )
         planned = plan_of(split, job.max_workers)
         if job.split is not None:
-            from dp_ray.replica.parallel import plan_blocks
+            from dp_ray.replica.devices import plan_blocks
 
             planned["blocks"] = plan_blocks(job)
     click.echo(json.dumps(planned) if as_json else table(planned))
@@ -154,8 +154,8 @@ def verify(
     counts = parse_counts(workers)
     job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
     _say_import(job.run_name, quiet)
-    from dp_ray.runner.driver import Options
-    from dp_ray.runner.verify import verify as run_verify
+    from dp_ray.driver import Options
+    from dp_ray.verify import verify as run_verify
 
     options = Options(address=address, overwrite=True, quiet=quiet, verbose=verbose)
     verdict = run_verify(job, counts, options, tolerance)
@@ -179,8 +179,8 @@ def verify(
 def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it."""
     _load(job_file, workers, settings, name=options["name"], storage=options["storage"])
-    from dp_ray.runner.environment import is_env
-    from dp_ray.runner.submit import submit_and_follow
+    from dp_ray.cluster.submit import submit_and_follow
+    from dp_ray.system.environment import is_env
 
     flags = ["--workers", workers] if workers else []
     flags += [part for setting in settings if not is_env(setting) for part in ("--set", setting)]
@@ -247,8 +247,8 @@ def _follow_up(
     **flags: Any,
 ) -> None:
     _say_import(name or run_dir, flags["quiet"])
-    from dp_ray.runner.driver import Options, execute
-    from dp_ray.runner.followup import follow_up
+    from dp_ray.driver import Options, execute
+    from dp_ray.follow_up import follow_up
 
     chosen = {} if dataset is None else dict([parse_setting(f"dataset={dataset}")])
     overrides = {**chosen, **_overrides(workers, settings, name=name)}

@@ -25,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from dp_ray.elsewhere import answer_to
 from dp_ray.errors import JobError
+from dp_ray.key_hints import answer_to
 from dp_ray.secrets import hide, hide_in
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import dp_ray
-import dp_ray.runner.driver
-from dp_ray.runner.stop_signals import SIGNALS
+import dp_ray.driver
+from dp_ray.system.stop_signals import SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes of this session's cluster

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from dp_ray.border import Border
 from dp_ray.job import Job
 from dp_ray.replica.world import World
-from dp_ray.results.ledger import PARTS
+from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task import Measured, run_task
+from dp_ray.task.notices import Measured
+from dp_ray.task.step_control import StepControl
+from dp_ray.task.task import run_task
 from tests.conftest import free_port
 
 _context = multiprocessing.get_context("forkserver")
@@ -28,11 +29,11 @@ _context.set_forkserver_preload(["tests.group", "tests.models", "tests.training"
 _idle: list[tuple[Any, Connection]] = []  # processes and the pipes to them
 
 
-class Ended(Exception):
+class WorkerExit(Exception):
     """A worker ended otherwise than well; holds what it raised."""
 
 
-class StopsBefore(Border):
+class StopsBefore(StepControl):
     """Ends every worker before a step: what it had not kept by then is lost."""
 
     def __init__(self, step: int) -> None:
@@ -47,10 +48,10 @@ class Stopped(Exception):
     """The worker was ended as it was meant to be."""
 
 
-def run_group(job: Job, folder: Path | str, border: Border | None = None) -> list[Any]:
+def run_group(job: Job, folder: Path | str, control: StepControl | None = None) -> list[Any]:
     """Run the job on its workers, to its end or until they die; what rank 0 told. Ended holds what one raised.
 
-    Each worker has a copy of `border`, if there is one.
+    Each worker has a copy of `control`, if there is one.
     """
     run = Storage(str(folder))
     run.child(PARTS).create()
@@ -60,14 +61,14 @@ def run_group(job: Job, folder: Path | str, border: Border | None = None) -> lis
     dead: list[Connection] = []
     try:
         for rank, (_, pipe) in enumerate(group):
-            pipe.send((rank, size, job, str(folder), port, border))
+            pipe.send((rank, size, job, str(folder), port, control))
         busy = [pipe for _, pipe in group]
         while busy:
             ready: list[Any] = wait(busy)
             for pipe in ready:
                 kind, what = _received(pipe)
                 if kind == "raised":
-                    raise Ended(what)
+                    raise WorkerExit(what)
                 messages += [what] if kind == "told" else []
                 dead += [pipe] if kind == "died" else []
                 if kind in ("done", "died"):
@@ -139,7 +140,9 @@ def _serve(pipe: Connection) -> None:
         _work(pipe, *given)
 
 
-def _work(pipe: Connection, rank: int, size: int, job: Job, folder: str, port: int, border: Border | None) -> None:
+def _work(
+    pipe: Connection, rank: int, size: int, job: Job, folder: str, port: int, control: StepControl | None
+) -> None:
     def send(what: Any) -> None:
         if rank == 0 and "Report" not in type(what).__name__:
             pipe.send(("told", what))
@@ -149,7 +152,7 @@ def _work(pipe: Connection, rank: int, size: int, job: Job, folder: str, port: i
             dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
         devices = tuple(torch.device(name) for name in job.devices or ["cpu"])
         with suppress(Stopped):
-            run_task(job, World(rank, size, all_devices=devices), Storage(folder), send, border)
+            run_task(job, World(rank, size, all_devices=devices), Storage(folder), send, control)
         if size > 1:
             dist.barrier()
             dist.destroy_process_group()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dp_ray.plan.keys import key
 from dp_ray.plan.order import Order
+from dp_ray.plan.seeds import derive_seed
 
 CLASSES = 3
 
@@ -158,9 +158,11 @@ def seed_own(model: nn.Module, number: int) -> None:
     """The generators of the model's own parts, as README says."""
     for module in model.modules():
         if isinstance(module, Noise):
-            module.torch.manual_seed(key(number, "generator", 0))
-            module.numpy.bit_generator.state = np.random.default_rng(key(number, "generator", 1)).bit_generator.state
-            module.python.seed(key(number, "generator", 2) % 2**32)
+            module.torch.manual_seed(derive_seed(number, "generator", 0))
+            module.numpy.bit_generator.state = np.random.default_rng(
+                derive_seed(number, "generator", 1)
+            ).bit_generator.state
+            module.python.seed(derive_seed(number, "generator", 2) % 2**32)
 
 
 def train_plainly(
@@ -185,7 +187,7 @@ def train_plainly(
             for shard, (x, y) in enumerate(zip(inputs.chunk(shards), targets.chunk(shards), strict=True)):
                 after = copy.deepcopy(dict(model.named_buffers()))
                 put(model, before)
-                number = key(0, "forward", epoch, step, shard)
+                number = derive_seed(0, "forward", epoch, step, shard)
                 seed_all(number)
                 seed_own(model, number)
                 total = total + functional.cross_entropy(model(x), y, reduction="sum")
@@ -195,7 +197,7 @@ def train_plainly(
             (total / len(targets)).backward()
             if grad_clip is not None:
                 clip(model, grad_clip)
-            seed_all(key(0, "update", epoch, step))
+            seed_all(derive_seed(0, "update", epoch, step))
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()

@@ -14,7 +14,7 @@ from dp_ray import cli
 from dp_ray.errors import DataError, Error, JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job import Job
 from dp_ray.replica.model import build_model, synchronise
-from dp_ray.runner.rundir import check_ours, claim
+from dp_ray.rundir.claim import check_ours, claim
 from dp_ray.storage import Storage
 from tests import models
 from tests.conftest import free_port
@@ -205,7 +205,7 @@ def test_overwriting_needs_a_job_that_can_be_written_down(tmp_path: Path) -> Non
 
 
 def test_a_dataset_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    from dp_ray.runner.launch import check_can_be_shipped
+    from dp_ray.cluster.launch import check_can_be_shipped
 
     data = models.Rows(9)
     data.lock = (number for number in range(3))  # type: ignore[attr-defined]

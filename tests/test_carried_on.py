@@ -7,10 +7,10 @@ import pytest
 
 import dp_ray
 from dp_ray.job import Job
-from dp_ray.runner.rundir import claim
+from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
 from tests.group import StopsBefore, run_group, weights_of
-from tests.test_train import job_of
+from tests.test_trainer import job_of
 
 pytestmark = pytest.mark.usefixtures("in_project")
 

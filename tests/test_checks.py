@@ -13,15 +13,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dp_ray
+from dp_ray import driver
 from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.job import Job, Target
 from dp_ray.plan.plan import remarks
 from dp_ray.plan.split import Split
 from dp_ray.replica.loss import build_loss
-from dp_ray.runner import driver
 from tests import training
 from tests.test_cli import status_of
-from tests.test_traces import keys_of
+from tests.test_tracebacks import keys_of
 
 HERE = "tests.test_checks"
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster as SeveralNodes
 
 import dp_ray
+from dp_ray.cluster.connect import in_ray_job, room_for, wants_token
+from dp_ray.cluster.launch import backend_of
+from dp_ray.cluster.network import interface_of
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
-from dp_ray.runner.cluster import in_ray_job, room_for, wants_token
-from dp_ray.runner.launch import backend_of
-from dp_ray.runner.network import interface_of
+from dp_ray.system.stop_signals import handlers_kept
 from tests.conftest import ROOT, Cluster, free_port
 
 
@@ -111,7 +112,8 @@ def test_in_ray_job_is_told_by_rays_variable(monkeypatch: pytest.MonkeyPatch) ->
 def made_up_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Three nodes on this machine, two of them with two GPUs that nobody built; without a token."""
     before = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="gpus-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
+    temporary = tempfile.TemporaryDirectory(prefix="gpus-", dir="/tmp", ignore_cleanup_errors=True)
+    with handlers_kept(), temporary as sockets:
         own = {"include_dashboard": False, "temp_dir": sockets}
         ports = {"dashboard_agent_listen_port": free_port()}
         cluster: Any = SeveralNodes(initialize_head=True, head_node_args={"num_cpus": 1, **own, **ports})

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console as RichConsole
 
+from dp_ray.monitor import status_line
+from dp_ray.monitor.console import Console, Progressed, _display
+from dp_ray.monitor.status_line import StatusLine, rewritten
 from dp_ray.replica.world import World
-from dp_ray.runner import status_line
-from dp_ray.runner.console import Console, Progressed, _display
-from dp_ray.runner.status_line import StatusLine, rewritten
 
 
 def as_a_notebook_shows(text: str) -> list[str]:

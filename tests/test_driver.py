@@ -66,7 +66,7 @@ def test_parts_are_gone_once_they_are_merged(tmp_path: Path) -> None:
 
 def test_a_part_that_vanished_is_found_out_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof before the merge is an error, not a hole; the next run fills it."""
-    from dp_ray.runner import driver
+    from dp_ray import driver
 
     def lose_a_part(parts: Any, *rest: Any) -> None:
         parts.fs.delete_file(parts.file(parts.names()[0]))

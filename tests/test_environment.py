@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import dp_ray
 from dp_ray.cli import cli
-from dp_ray.runner.environment import environment, is_env, without_values
+from dp_ray.system.environment import environment, is_env, without_values
 from tests import models
 
 pytestmark = pytest.mark.usefixtures("in_project")

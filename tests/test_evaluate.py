@@ -12,7 +12,7 @@ from dp_ray.job import Job
 from dp_ray.results.history import best_of, merge_history, read_history, summary
 from dp_ray.storage import Storage
 from tests import training
-from tests.group import Ended, history_of, measured, run_group, weights_of
+from tests.group import WorkerExit, history_of, measured, run_group, weights_of
 
 METRICS = {
     "right": "tests.training:right",
@@ -79,7 +79,7 @@ def test_metrics_alone_need_no_loss(tmp_path: Path) -> None:
 
 def test_a_metric_that_raises_is_named(tmp_path: Path) -> None:
     wrong = {"f1": {"target": "torchmetrics.classification:MulticlassF1Score", "args": {"num_classes": 7}}}
-    with pytest.raises(Ended, match=r"evaluation step 0, shard \d: metrics\.f1 raised ValueError: If `preds`"):
+    with pytest.raises(WorkerExit, match=r"evaluation step 0, shard \d: metrics\.f1 raised ValueError: If `preds`"):
         run_group(job_of(workers=2, metrics=wrong), tmp_path)
 
 
@@ -138,7 +138,7 @@ def test_elements_of_metrics_are_columns_of_the_history(tmp_path: Path) -> None:
     ],
 )
 def test_a_watched_element_that_is_none_is_told(tmp_path: Path, name: str, says: str) -> None:
-    with pytest.raises(Ended, match=says):
+    with pytest.raises(WorkerExit, match=says):
         run_group(training_of(checkpoint={"best": name}), tmp_path)
     steps = history_of(tmp_path) if (tmp_path / "history").exists() else []
     assert len(steps) <= 10
@@ -146,5 +146,5 @@ def test_a_watched_element_that_is_none_is_told(tmp_path: Path, name: str, says:
 
 def test_two_metrics_of_one_name_are_told(tmp_path: Path) -> None:
     metrics = {"recall_0": "tests.training:right", "recall": METRICS["recall"]}
-    with pytest.raises(Ended, match="metrics: two give recall_0; rename one"):
+    with pytest.raises(WorkerExit, match="metrics: two give recall_0; rename one"):
         run_group(job_of(metrics=metrics), tmp_path)

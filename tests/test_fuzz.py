@@ -17,7 +17,7 @@ from torch import nn
 from dp_ray.job import Job
 from tests.group import StopsBefore, history_of, run_group, weights_of
 from tests.patchwork import Noisy, Patchwork, put, train_plainly
-from tests.test_train import initial
+from tests.test_trainer import initial
 from tests.training import Pairs, warm_up
 
 PARTS = ["channels_last", "transposed", "scalar", "double", "unused", "sometimes", "frozen", "still", "statistics"]

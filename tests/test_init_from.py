@@ -10,9 +10,9 @@ import torch
 
 import dp_ray
 from dp_ray.errors import DataError, JobError
-from dp_ray.replica.state import Saver
-from dp_ray.replica.weights import read_start
 from dp_ray.results import outputs
+from dp_ray.rundir.checkpoint import CheckpointWriter
+from dp_ray.rundir.weights import read_start
 from dp_ray.storage import Storage
 from tests import training
 from tests.conftest import Run
@@ -30,7 +30,7 @@ def keep(folder: Path, step: int, value: float, keeps: int = 1) -> None:
     checkpoints.create()
     torch.manual_seed(0)
     model = {name: torch.full_like(one, value) for name, one in training.mlp().state_dict().items()}
-    saver = Saver(checkpoints, keeps)
+    saver = CheckpointWriter(checkpoints, keeps)
     saver.save(step, {"fingerprint": "another job's"}, {"model": model})
     saver.wait()
     saver.close()

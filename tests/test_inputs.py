@@ -11,11 +11,11 @@ from torch.utils.data import TensorDataset
 from dp_ray.job import Job
 from dp_ray.plan.order import Order
 from dp_ray.replica.world import World
-from dp_ray.results.ledger import PARTS
 from dp_ray.results.outputs import Merged, merge
+from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task import run_task
-from dp_ray.training import Note
+from dp_ray.task.notices import Note
+from dp_ray.task.task import run_task
 from tests import models, training
 
 FIRST, SECOND = models.Rows(20).data, models.Rows(20).data.flip(0)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
+from dp_ray.driver import _job_of
 from dp_ray.errors import JobError
 from dp_ray.job import COLUMNS, Job, Target, load_job, parse_setting, parse_workers
 from dp_ray.results.history import schema
-from dp_ray.runner.driver import _job_of
 
 GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}
 

@@ -58,7 +58,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.stem[5:]) for path in (folder / "run" / "checkpoints").iterdir())
 
 
-def running(folder: Path, step: int) -> dict[str, Any]:
+def train_state(folder: Path, step: int) -> dict[str, Any]:
     """What a checkpoint says of the training, read by the safetensors library."""
     with safe_open(folder / "run" / "checkpoints" / f"step-{step}.safetensors", "pt") as file:
         return dict(json.loads(file.metadata()["state"])["running"])
@@ -81,7 +81,7 @@ def test_the_best_begins_anew_under_another_metric_or_mode(tmp_path: Path, secon
     since = [row for row in result.history if row["step"] >= max(left)]
     expected = max(row[second["metric"]] for row in since)
     first = next(row["step"] + 1 for row in since if row[second["metric"]] == expected)
-    told = running(tmp_path, 18)
+    told = train_state(tmp_path, 18)
     assert (told["best"], told["best_step"]) == (expected, first)
     assert steps(tmp_path) == sorted({first, 18})
     assert result.best == {
@@ -110,7 +110,7 @@ def test_a_best_whose_checkpoint_is_gone_is_no_best(tmp_path: Path) -> None:
     result = run(tmp_path, checkpoint=best)
     assert result.best is not None
     assert result.best["step"] in steps(tmp_path)
-    assert running(tmp_path, 18)["best_step"] == result.best["step"]
+    assert train_state(tmp_path, 18)["best_step"] == result.best["step"]
 
 
 def test_damaged_checkpoints_do_not_count_among_those_kept(tmp_path: Path) -> None:

@@ -15,20 +15,20 @@ import pytest
 import dp_ray
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
-from dp_ray.runner import lease
-from dp_ray.runner.folders import OWNER, own_folder, remove_orphans
-from dp_ray.runner.lease import LEASE, held, wait_until_free
-from dp_ray.runner.process import Process, is_dead, this_process
-from dp_ray.runner.rundir import RunDir, claim
+from dp_ray.rundir import lease
+from dp_ray.rundir.claim import RunDir, claim
+from dp_ray.rundir.lease import LEASE, held, wait_until_free
 from dp_ray.storage import Storage
+from dp_ray.system.folders import OWNER, own_folder, remove_orphans
+from dp_ray.system.process import Process, is_dead, this_process
 from tests import models
 
 pytestmark = pytest.mark.usefixtures("in_project")
 HOLD = """
 import sys, time
 from tests.test_lease import claimed_in
-from dp_ray.runner.folders import own_folder
-from dp_ray.runner.lease import held
+from dp_ray.system.folders import own_folder
+from dp_ray.rundir.lease import held
 with held(claimed_in(sys.argv[1])), own_folder(sys.argv[1]) as folder:
     print(folder, flush=True)
     time.sleep(600)

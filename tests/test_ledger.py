@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from dp_ray.border import Border, Yielded
 from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.plan.order import Order
 from dp_ray.plan.work import Range
 from dp_ray.replica.world import World
-from dp_ray.results import ledger
 from dp_ray.results.outputs import Merged, merge
-from dp_ray.results.recorder import Report
+from dp_ray.results.shape_recorder import Report
+from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
-from dp_ray.task import run_task
+from dp_ray.task.step_control import StepControl, StopRequested
+from dp_ray.task.task import run_task
 from tests import models
 
 JOB = Job.make(
@@ -25,7 +25,7 @@ JOB = Job.make(
 )
 
 
-class StopsAt(Border):
+class StopsAt(StepControl):
     """Asks to stop before a step."""
 
     def __init__(self, step: int) -> None:
@@ -36,7 +36,7 @@ class StopsAt(Border):
 
 
 def run_until(run: Storage, step: int) -> None:
-    with pytest.raises(Yielded):
+    with pytest.raises(StopRequested):
         run_task(JOB, World(), run, lambda report: None, StopsAt(step))
 
 
@@ -52,15 +52,15 @@ def test_what_a_dead_attempt_commits_later_is_not_merged(tmp_path: Path) -> None
     run_until(run, 2)
     (first,) = run.child(ledger.PARTS).names()
     run_until(run, 4)
-    assert len(ledger.counted(run)) == 2
+    assert len(ledger.committed(run)) == 2
     run_task(JOB, World(), run, lambda report: None)
     # The first attempt was only cut off: it goes on, and commits steps that the others have run since.
     late = tmp_path / "parts" / first.replace("steps-0-2", "steps-2-6")
     shutil.copy(tmp_path / "parts" / first, late)
     assert len(run.child(ledger.PARTS).names()) == 4
-    counted = ledger.counted(run)
-    assert len(counted) == 3 and late.name not in counted
-    merge(run.child(ledger.PARTS), run, Order(60, 0, 0, False), 60, counted)
+    committed = ledger.committed(run)
+    assert len(committed) == 3 and late.name not in committed
+    merge(run.child(ledger.PARTS), run, Order(60, 0, 0, False), 60, committed)
     assert torch.allclose(Merged(run).read(), expected(), atol=1e-6)
     with pytest.raises(StorageError, match="position 0 is there twice"):
         merge(run.child(ledger.PARTS), run, Order(60, 0, 0, False), 60)
@@ -97,4 +97,4 @@ def test_a_worker_of_an_attempt_that_is_over_is_refused_what_it_keeps(tmp_path: 
 def test_a_damaged_ledger_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / ledger.LEDGER).write_text(text)
     with pytest.raises(StorageError, match=r"attempt\.json: is damaged"):
-        ledger.counted(Storage(str(tmp_path)))
+        ledger.committed(Storage(str(tmp_path)))

@@ -10,8 +10,8 @@ from torch import nn
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Target
-from dp_ray.replica.loss import Weighted, build_loss, weigh
-from dp_ray.replica.step import Measures, Stepped
+from dp_ray.replica.loss import Weighted, build_loss, weighted_sum
+from dp_ray.replica.step import Metrics, StepOutput
 
 CPU = torch.device("cpu")
 OUTPUTS, TARGET = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 2, 1, 0, 1])
@@ -28,7 +28,7 @@ OUTPUTS, TARGET = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)),
     ],
 )
 def test_rows_elements_and_sums_with_weights(value: Any, total: float, weight: float) -> None:
-    weighed = weigh(value, 7, "the loss")
+    weighed = weighted_sum(value, 7, "the loss")
     assert (weighed.sum.item(), float(weighed.weight)) == (total, weight)
     assert weighed.sum.ndim == 0
 
@@ -46,7 +46,7 @@ def test_rows_elements_and_sums_with_weights(value: Any, total: float, weight: f
 )
 def test_what_breaks_the_contract_is_told(value: Any, says: str) -> None:
     with pytest.raises(ModelError, match=says):
-        weigh(value, 7, "the loss")
+        weighted_sum(value, 7, "the loss")
 
 
 @given(
@@ -57,7 +57,9 @@ def test_what_breaks_the_contract_is_told(value: Any, says: str) -> None:
 def test_cross_entropys_mean_is_torchs_whatever_the_split(weight: Any, ignore: int, smoothing: float) -> None:
     args = {"weight": weight, "ignore_index": ignore, "label_smoothing": smoothing}
     loss = build_loss(Target(target="torch.nn:CrossEntropyLoss", args=args), CPU)
-    parts = [weigh(loss(OUTPUTS[cut], TARGET[cut]), len(TARGET[cut]), "") for cut in (slice(0, 3), slice(3, 7))]
+    parts = [
+        weighted_sum(loss(OUTPUTS[cut], TARGET[cut]), len(TARGET[cut]), "") for cut in (slice(0, 3), slice(3, 7))
+    ]
     mean = sum(part.sum for part in parts) / sum(torch.as_tensor(part.weight) for part in parts)
     given = {**args, "weight": None if weight is None else torch.tensor(weight)}
     assert torch.allclose(torch.as_tensor(mean), nn.CrossEntropyLoss(**given)(OUTPUTS, TARGET), rtol=1e-5)
@@ -68,9 +70,9 @@ def test_torchs_losses_from_python(given_loss: Any) -> None:
     loss = build_loss(given_loss, CPU)
     if given_loss is nn.functional.cross_entropy:
         with pytest.raises(ModelError, match="one number for a shard"):
-            weigh(loss(OUTPUTS, TARGET), 7, "the loss")
+            weighted_sum(loss(OUTPUTS, TARGET), 7, "the loss")
         return
-    weighed = weigh(loss(OUTPUTS, TARGET), 7, "the loss")
+    weighed = weighted_sum(loss(OUTPUTS, TARGET), 7, "the loss")
     assert weighed.sum / weighed.weight == pytest.approx(
         nn.functional.cross_entropy(OUTPUTS, TARGET).item(), rel=1e-6
     )
@@ -92,7 +94,7 @@ def test_functions_named_as_targets_are_torchs_mean_too() -> None:
 def test_probabilities_as_targets() -> None:
     loss = build_loss(Target(target="torch.nn:CrossEntropyLoss"), CPU)
     wanted = torch.softmax(torch.randn(7, 3), 1)
-    weighed = weigh(loss(OUTPUTS, wanted), 7, "the loss")
+    weighed = weighted_sum(loss(OUTPUTS, wanted), 7, "the loss")
     assert torch.allclose(weighed.sum / weighed.weight, nn.functional.cross_entropy(OUTPUTS, wanted))
 
 
@@ -125,7 +127,7 @@ HALVES = [torch.float16, torch.bfloat16]
 def test_half_precision_losses_are_summed_in_fp32(dtype: torch.dtype) -> None:
     """1,000 rows of 100: fp16 ends at 65,504, and bf16 has no 1 + 1/256."""
     losses = torch.full((1000,), 100.0, dtype=dtype, requires_grad=True)
-    weighed = weigh(losses, 1000, "the loss")
+    weighed = weighted_sum(losses, 1000, "the loss")
     assert (weighed.sum.item(), weighed.sum.dtype) == (100_000.0, torch.float32)
     (weighed.sum / weighed.weight).backward()  # type: ignore[no-untyped-call]
     assert losses.grad is not None and losses.grad.dtype == dtype
@@ -134,7 +136,7 @@ def test_half_precision_losses_are_summed_in_fp32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_half_precision_sum_of_the_users_adds_up_in_fp32(dtype: torch.dtype) -> None:
-    weighed = weigh((torch.tensor(60_000.0, dtype=dtype), 4), 4, "the loss")
+    weighed = weighted_sum((torch.tensor(60_000.0, dtype=dtype), 4), 4, "the loss")
     assert weighed.sum.dtype == torch.float32
     assert float(weighed.sum * 2) == 2 * float(torch.tensor(60_000.0, dtype=dtype))
 
@@ -144,7 +146,7 @@ def test_weights_of_classes_in_half_precision_are_summed_in_fp32(dtype: torch.dt
     """The mean is that of torch in double precision over the same numbers."""
     outputs, target = torch.randn(4000, 3).to(dtype), torch.randint(3, (4000,))
     weight = torch.tensor([20.0, 40.0, 80.0], dtype=dtype)
-    total, weights = weigh(build_loss(nn.CrossEntropyLoss(weight), CPU)(outputs, target), 4000, "the loss")
+    total, weights = weighted_sum(build_loss(nn.CrossEntropyLoss(weight), CPU)(outputs, target), 4000, "the loss")
     assert (total.dtype, torch.as_tensor(weights).dtype) == (torch.float32, torch.float32)
     assert float(weights) == weight.double()[target].sum().item()
     expected = nn.functional.cross_entropy(outputs.double(), target, weight.double())
@@ -154,7 +156,7 @@ def test_weights_of_classes_in_half_precision_are_summed_in_fp32(dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_losses_are_summed_as_torch_does(dtype: torch.dtype) -> None:
     losses = torch.randn(1001, dtype=dtype)
-    weighed = weigh(losses, 1001, "the loss")
+    weighed = weighted_sum(losses, 1001, "the loss")
     assert torch.equal(weighed.sum, losses.sum())
     assert weighed.sum.dtype == dtype
 
@@ -163,12 +165,12 @@ def test_other_losses_are_summed_as_torch_does(dtype: torch.dtype) -> None:
 def test_numbers_that_are_not_of_rows_are_refused(size: tuple[int, ...]) -> None:
     """One number for each of 10 classes is at least as many as 7 rows, and 7 does not divide it."""
     with pytest.raises(ModelError, match=r"for a shard of 7 rows.*\(sum, weight\)"):
-        weigh(torch.ones(size), 7, "the loss")
+        weighted_sum(torch.ones(size), 7, "the loss")
 
 
 @pytest.mark.parametrize("size", [(7,), (7, 2, 3), (21,), (14, 3), (2, 7)])
 def test_numbers_of_rows_and_of_elements_count_each(size: tuple[int, ...]) -> None:
-    weighed = weigh(torch.ones(size), 7, "the loss")
+    weighed = weighted_sum(torch.ones(size), 7, "the loss")
     assert weighed.sum.item() == weighed.weight == torch.ones(size).numel()
 
 
@@ -203,8 +205,8 @@ def measured(function: Any, rows: int, classes: int, is_loss: bool) -> Weighted:
     """What Measures makes of a shard's loss, or metric."""
     outputs, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
     if is_loss:
-        return Measures({}).loss(Stepped(function(outputs, target), outputs, target, function), rows)
-    (found,) = Measures({"m": function})(Stepped(None, outputs, target), rows)
+        return Metrics({}).loss(StepOutput(function(outputs, target), outputs, target, function), rows)
+    (found,) = Metrics({"m": function})(StepOutput(None, outputs, target), rows)
     return found
 
 
@@ -229,7 +231,7 @@ def test_asking_a_function_leaves_no_trace() -> None:
     function = Counts()
     outputs, target = torch.randn(10, 10), torch.randint(10, (10,))
     torch.manual_seed(1)
-    Measures({"m": function})(Stepped(None, outputs, target), 10)
+    Metrics({"m": function})(StepOutput(None, outputs, target), 10)
     after = torch.rand(())
     torch.manual_seed(1)
     torch.rand(3)
@@ -251,7 +253,9 @@ KL = nn.functional.kl_div
 def test_batchmean_is_torchs_over_the_whole_batch(given_loss: Any) -> None:
     loss = build_loss(given_loss, CPU)
     outputs, wanted = torch.log_softmax(OUTPUTS, 1), torch.softmax(torch.randn(7, 3), 1)
-    parts = [weigh(loss(outputs[cut], wanted[cut]), len(wanted[cut]), "") for cut in (slice(0, 3), slice(3, 7))]
+    parts = [
+        weighted_sum(loss(outputs[cut], wanted[cut]), len(wanted[cut]), "") for cut in (slice(0, 3), slice(3, 7))
+    ]
     assert sum(float(part.weight) for part in parts) == 7
     mean = sum(part.sum.item() for part in parts) / 7
     assert mean == pytest.approx(KL(outputs, wanted, reduction="batchmean").item(), rel=1e-5)
@@ -263,7 +267,7 @@ def test_class_weights_of_a_module_from_python_are_torchs_mean() -> None:
         nn.MultiMarginLoss(weight=torch.ones(3) * 2),
     ):
         parts = [
-            weigh(build_loss(given_loss, CPU)(OUTPUTS[cut], TARGET[cut]), len(TARGET[cut]), "")
+            weighted_sum(build_loss(given_loss, CPU)(OUTPUTS[cut], TARGET[cut]), len(TARGET[cut]), "")
             for cut in (slice(0, 3), slice(3, 7))
         ]
         mean = sum(part.sum.item() for part in parts) / sum(float(part.weight) for part in parts)
@@ -280,4 +284,4 @@ def test_a_reduction_of_the_users_own_is_refused() -> None:
 
 def test_a_scalar_of_kl_div_is_told_what_batchmean_is() -> None:
     with pytest.raises(ModelError, match=r"'batchmean'.*\(sum, rows\)"):
-        weigh(KL(OUTPUTS, OUTPUTS, reduction="batchmean", log_target=True), 7, "the loss")
+        weighted_sum(KL(OUTPUTS, OUTPUTS, reduction="batchmean", log_target=True), 7, "the loss")

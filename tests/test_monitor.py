@@ -12,21 +12,21 @@ import pytest
 import torch
 
 import dp_ray
-from dp_ray import errors
+from dp_ray import driver, errors
+from dp_ray.cluster.channel import END, Channel
 from dp_ray.job import Job
+from dp_ray.monitor import console
+from dp_ray.monitor.console import Console, Progressed
+from dp_ray.monitor.messages import Failed, Interrupted, Message, Printed, Shapes, Started, Starting, WorkerReady
+from dp_ray.monitor.monitor import Monitor, error_of, listening
+from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.split import Shard, Split
 from dp_ray.replica.world import World
-from dp_ray.results.recorder import Recorder
-from dp_ray.results.reports import ReportFile
+from dp_ray.results.shape_recorder import Recorder
+from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
-from dp_ray.runner import console, driver
-from dp_ray.runner.board import Board
-from dp_ray.runner.console import Console, Progressed
-from dp_ray.runner.inbox import END, Inbox
-from dp_ray.runner.messages import Failed, Hello, Interrupted, Message, Printed, Shapes, Started, Starting
-from dp_ray.runner.monitor import Monitor, error_of, listening
 from dp_ray.storage import Storage
-from dp_ray.training import Note
+from dp_ray.task.notices import Note
 
 SEEN = Seen("[5, 5]", "[5, 2]", 5)
 
@@ -34,12 +34,17 @@ SEEN = Seen("[5, 5]", "[5, 2]", 5)
 def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}, "job")
     return Monitor(
-        job, Split(20, 10, 2), ReportFile(io.BytesIO()), Board(Storage("nowhere")), Console("job", quiet), shapes
+        job,
+        Split(20, 10, 2),
+        ReportFile(io.BytesIO()),
+        TensorBoardWriter(Storage("nowhere")),
+        Console("job", quiet),
+        shapes,
     )
 
 
-def hello(attempt: str, rank: int, world_size: int = 2) -> Hello:
-    return Hello(attempt, World(rank, world_size, node=f"10.0.0.{rank}"), 1, ())
+def hello(attempt: str, rank: int, world_size: int = 2) -> WorkerReady:
+    return WorkerReady(attempt, World(rank, world_size, node=f"10.0.0.{rank}"), 1, ())
 
 
 def reported(attempt: str, rank: int, steps: int) -> list[Message]:
@@ -154,11 +159,11 @@ def test_a_monitor_that_is_closed_asks_nobody_to_stop() -> None:
 
 def test_the_order_to_end_stays() -> None:
     async def orders() -> tuple[str, str]:
-        inbox = Inbox()
-        await inbox.order("stop", "there is room for 3 workers")
-        await inbox.order(END, "the user stops the run")
-        await inbox.order("", "")
-        return await inbox.ordered()
+        channel = Channel()
+        await channel.order("stop", "there is room for 3 workers")
+        await channel.order(END, "the user stops the run")
+        await channel.order("", "")
+        return await channel.ordered()
 
     assert asyncio.run(orders()) == (END, "the user stops the run")
 

@@ -24,9 +24,9 @@ from dp_ray.errors import ModelError, StorageError
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Done, Work
-from dp_ray.results import outputs, parts
-from dp_ray.results.ledger import done_ranges
+from dp_ray.results import output_parts, outputs
 from dp_ray.results.outputs import MERGED, Merged, PartWriter, merge
+from dp_ray.rundir.ledger import done_ranges
 from dp_ray.storage import Storage
 
 Forward = Callable[[torch.Tensor], Any]  # from sample indices to the outputs of these rows
@@ -68,7 +68,7 @@ def run_worker(
 
 
 def run_workers(run: Storage, split: Split, order: Order, world_size: int = 1, model: Forward = forward) -> Storage:
-    """One attempt in which nobody dies; gives the folder of the parts."""
+    """One attempt in which nobody dies; gives the folder of the output_parts."""
     folder = run.child("parts")
     folder.create()
     for rank in range(world_size):
@@ -77,7 +77,7 @@ def run_workers(run: Storage, split: Split, order: Order, world_size: int = 1, m
 
 
 def read_parts(folder: Storage) -> pd.DataFrame:
-    """All rows of all parts, as pandas finds them."""
+    """All rows of all output_parts, as pandas finds them."""
     return pd.concat([pd.read_parquet(folder.file(name), filesystem=folder.fs) for name in folder.names()])
 
 
@@ -86,7 +86,7 @@ def small_files(group: int, part: int, block: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outputs, "GROUP_BYTES", group)
         patch.setattr(outputs, "PART_BYTES", part)
-        patch.setattr(parts, "MERGE_BYTES", block)
+        patch.setattr(output_parts, "MERGE_BYTES", block)
         yield
 
 
@@ -336,7 +336,7 @@ def test_the_merged_file_is_not_there_while_it_is_made(six: Storage, monkeypatch
     seen: list[bool] = []
 
     def watched(*args: Any) -> Iterator[pa.Table]:
-        for block in parts.proven(*args):
+        for block in output_parts.verify_complete(*args):
             seen.append(six.exists(MERGED))
             yield block
 
@@ -567,7 +567,7 @@ def test_merging_holds_a_few_blocks_at_a_time(
     table, memory = torch.randn(200_000, 32), Memory()
 
     def watched(*args: Any) -> Iterator[pa.Table]:
-        for block in parts.proven(*args):
+        for block in output_parts.verify_complete(*args):
             memory.look()
             yield block
 

@@ -7,9 +7,9 @@ import pytest
 
 from dp_ray.errors import JobError
 from dp_ray.job import Checkpoint, Job
-from dp_ray.replica.pace import Pace
+from dp_ray.task.pace import Pace
 from tests.group import StopsBefore, run_group, weights_of
-from tests.test_train import job_of
+from tests.test_trainer import job_of
 
 
 class Clock:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dp_ray.job import Job
 from tests import training
-from tests.group import Ended, history_of, run_group
+from tests.group import WorkerExit, history_of, run_group
 
 
 class Items(training.Pairs):
@@ -85,7 +85,7 @@ def job_of(**keys: Any) -> Job:
 @pytest.mark.parametrize("inputs", ["auto", "all", "first"])
 def test_dict_items_are_answered_with_one_recipe(tmp_path: Path, task: str, inputs: str) -> None:
     given = job_of(task=task, dataset=f"{HERE}:Items", loss="torch.nn:CrossEntropyLoss", inputs=inputs)
-    with pytest.raises(Ended) as raised:
+    with pytest.raises(WorkerExit) as raised:
         run_group(given, tmp_path)
     says = str(raised.value)
     assert f"task {task} needs items that are (inputs, target), got a batch of a dict" in says
@@ -106,7 +106,7 @@ BEFORE_AND_AFTER = [
 @pytest.mark.parametrize(("before", "after"), BEFORE_AND_AFTER)
 def test_the_three_losses_of_one_number(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
     """As they are written for one GPU they are an error; as README's table says, they are what they were there."""
-    with pytest.raises(Ended, match="returned one number for a shard") as raised:
+    with pytest.raises(WorkerExit, match="returned one number for a shard") as raised:
         run_group(job_of(**before), tmp_path / "before")
     assert "(loss * n, n)" in str(raised.value)
     run_group(job_of(**after), tmp_path / "after")

@@ -10,7 +10,7 @@ import dp_ray
 from dp_ray.results.report import compared, lines
 from dp_ray.results.shown import relative
 from tests.test_cli import status_of
-from tests.test_traces import keys_of
+from tests.test_tracebacks import keys_of
 
 
 def train(folder: Path, name: str, lr: float = 0.1, **keys: Any) -> dp_ray.Result:
@@ -96,7 +96,7 @@ def test_several_runs_have_no_shapes_to_print(monkeypatch: pytest.MonkeyPatch, h
 
 
 def test_what_verify_measures_for_itself_is_not_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = {"right": "tests.training:right", "outputs_digest": "dp_ray.replica.digest:outputs_digest"}
+    metrics = {"right": "tests.training:right", "outputs_digest": "dp_ray.tensors.digest:outputs_digest"}
     result = train(here, "one", metrics=metrics, eval={"dataset": "tests.training:Pairs"}, quiet=False)
     told = capsys.readouterr()
     assert "eval_right" in told.err and "digest" not in told.err + told.out

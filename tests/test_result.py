@@ -19,11 +19,12 @@ from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.world import World
 from dp_ray.results.outputs import PartWriter, merge
-from dp_ray.results.recorder import Recorder
-from dp_ray.results.reports import Collector, ReportFile
-from dp_ray.results.result import RESULT, SHAPES, Result, load
+from dp_ray.results.result import Result, load
+from dp_ray.results.shape_recorder import Recorder
+from dp_ray.results.shape_reports import Collector, ReportFile
 from dp_ray.results.shapes import Seen, ShardReport
 from dp_ray.results.table import Table
+from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.storage import Storage
 
 OUTPUTS = torch.arange(20.0).reshape(10, 2)

@@ -13,13 +13,13 @@ from torch import nn
 
 from dp_ray.errors import StorageError
 from dp_ray.plan.split import Split
-from dp_ray.replica.train import Update
+from dp_ray.replica.trainer import Update
 from dp_ray.results.history import History, best_of, merge_history, read_history, summary
 from dp_ray.storage import Storage
-from dp_ray.training import Note
+from dp_ray.task.notices import Note
 from tests import training
-from tests.group import Ended, history_of, measured, run_group, weights_of
-from tests.test_train import ADAMW, job_of
+from tests.group import WorkerExit, history_of, measured, run_group, weights_of
+from tests.test_trainer import ADAMW, job_of
 
 KEYS: dict[str, Any] = {
     "shards": 8,
@@ -60,7 +60,7 @@ def ended_by(job: Any, folder: Path) -> str:
     """What a worker raised; nothing where all died, or ran to the end."""
     try:
         run_group(job, folder)
-    except Ended as ended:
+    except WorkerExit as ended:
         return str(ended)
     return ""
 
@@ -116,10 +116,12 @@ def test_another_runs_checkpoint_goes_on_to_the_bits_of_one_long_run(tmp_path: P
     run_group(fresh, tmp_path / "fresh")
     assert len(history_of(tmp_path / "fresh")) == 12
 
-    with pytest.raises(Ended, match=r"is 12 steps on, and this job has 12: set epochs above 3"):
+    with pytest.raises(WorkerExit, match=r"is 12 steps on, and this job has 12: set epochs above 3"):
         run_group(job_of("conv", DATA, workers=1, **keys, init_from=str(tmp_path / "long")), tmp_path / "x")
     changed = job_of("conv", DATA, workers=1, **{**keys, "batch_size": 14}, init_from=str(tmp_path / "short"))
-    with pytest.raises(Ended, match=r"the steps of .* are others: .*'batch_size': 22.* there, .*'batch_size': 14"):
+    with pytest.raises(
+        WorkerExit, match=r"the steps of .* are others: .*'batch_size': 22.* there, .*'batch_size': 14"
+    ):
         run_group(changed, tmp_path / "y")
 
     evaluated = run_group(

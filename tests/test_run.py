@@ -24,9 +24,9 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from torch.utils.data import default_collate
 
 import dp_ray
+from dp_ray.cluster.connect import wants_token
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
-from dp_ray.runner.cluster import wants_token
-from dp_ray.runner.stop_signals import handlers_kept
+from dp_ray.system.stop_signals import handlers_kept
 from tests import models
 from tests.conftest import ROOT, Cluster, Run
 

@@ -8,7 +8,7 @@ import pytest
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
 from dp_ray.results.result import Result
-from dp_ray.runner.rundir import claim
+from dp_ray.rundir.claim import claim
 from dp_ray.secrets import hide
 from dp_ray.storage import Storage
 
@@ -54,7 +54,7 @@ def job_of(secret: str, **keys: Any) -> Job:
 
 def test_the_secret_is_no_part_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("find_start", "check_start"):  # there is no such bucket
-        monkeypatch.setattr(f"dp_ray.runner.rundir.{name}", lambda *_: None)
+        monkeypatch.setattr(f"dp_ray.rundir.claim.{name}", lambda *_: None)
     job = job_of("hush")
     assert job.fingerprint() == job_of("other").fingerprint()
     assert job.storage == "s3://key:hush@bucket/runs"

@@ -66,7 +66,7 @@ def test_every_position_is_in_exactly_one_shard(
         pieces = [shard for rank in range(world_size) for shard in split.worker(world_size, rank, step)]
         walked = [position for piece in pieces for position in range(piece.start, piece.stop)]
         assert walked == [int(position) for position in batch]
-    assert sum(steps * size for steps, size in split.kinds()) == split.rows_kept
+    assert sum(steps * size for steps, size in split.batch_sizes()) == split.rows_kept
 
 
 def test_a_step_outside_the_epoch_is_an_error() -> None:

@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from dp_ray.border import Border
+from dp_ray.driver import check_targets
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
-from dp_ray.replica.loop import predict
 from dp_ray.replica.model import build_model, evaluating
+from dp_ray.replica.predict import predict
 from dp_ray.replica.world import World
-from dp_ray.runner.driver import check_targets
 from dp_ray.storage import Storage
-from dp_ray.task import compiling, run_task
-from tests.group import Ended, measured, run_group
+from dp_ray.task.step_control import StepControl
+from dp_ray.task.task import compiling, run_task
+from tests.group import WorkerExit, measured, run_group
 from tests.odd import Observed
-from tests.test_train import job_of
+from tests.test_trainer import job_of
 from tests.training import Pairs, mlp
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def odd(name: str) -> dict[str, str]:
     return {"target": f"tests.odd:{name}"}
 
 
-class Listens(Border):
+class Listens(StepControl):
     def __init__(self) -> None:
         self.steps: list[int] = []
 
@@ -42,7 +42,7 @@ def test_models_with_another_order_of_tensors_are_told(tmp_path: Path) -> None:
     """They are sent by their place: a worker's alpha would become another's beta."""
     says = r"where rank 0 has alpha.weight \[3, 6\] torch.float32, rank 1 has beta.weight"
     for keys in ({"task": "train"}, {"task": "evaluate"}):
-        with pytest.raises(Ended, match=says):
+        with pytest.raises(WorkerExit, match=says):
             run_group(job_of(odd("Unordered"), workers=2, **keys), tmp_path / keys["task"])
 
 
@@ -125,11 +125,11 @@ def test_each_module_has_its_own_mode_again_after_an_evaluation() -> None:
 def test_what_cannot_be_kept_or_trained_is_said_at_once(
     tmp_path: Path, keys: dict[str, Any], says: str, steps: list[int]
 ) -> None:
-    border = Listens()
+    control = Listens()
     job = job_of("mlp", workers=1, **keys)
     with pytest.raises(Error, match=says):
-        run_task(job, World(), Storage(str(tmp_path)), lambda what: None, border)
-    assert border.steps == steps
+        run_task(job, World(), Storage(str(tmp_path)), lambda what: None, control)
+    assert control.steps == steps
 
 
 def test_an_optimizer_that_wants_a_closure_is_refused_before_anything_starts() -> None:
@@ -152,7 +152,7 @@ def test_a_bitwise_job_compiles_for_every_shape_or_fails(monkeypatch: pytest.Mon
             model(torch.zeros(rows, 6))
     torch.compiler.reset()
     assert len(compiled_shapes) == 20
-    monkeypatch.setattr("dp_ray.task.KERNELS", 3)
+    monkeypatch.setattr("dp_ray.task.task.KERNELS", 3)
     other = torch.compile(mlp(), dynamic=False, backend=backend)
     with compiling(job):
         for rows in (1, 2, 3):

@@ -18,7 +18,7 @@ from torch import nn
 import dp_ray
 import tests.training
 from dp_ray.errors import RunInterrupted
-from dp_ray.runner.stop_signals import planned_stops
+from dp_ray.system.stop_signals import planned_stops
 from tests import models
 from tests.conftest import ROOT
 

@@ -17,12 +17,13 @@ from dp_ray.errors import DataError, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.order import Order
 from dp_ray.replica.world import World
-from dp_ray.results.ledger import PARTS
 from dp_ray.results.outputs import Merged, merge
-from dp_ray.results.recorder import Report
+from dp_ray.results.shape_recorder import Report
+from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task import run_task
-from dp_ray.training import Note, split_of
+from dp_ray.task.cut import split_of
+from dp_ray.task.notices import Note
+from dp_ray.task.task import run_task
 from tests import models
 from tests.conftest import free_port
 from tests.group import run_group

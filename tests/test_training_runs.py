@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import dp_ray
+from dp_ray.driver import Options
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
-from dp_ray.runner.driver import Options
-from dp_ray.runner.verify import verify
+from dp_ray.verify import verify
 from jobs.digits import Digits, Net
 from tests import models
 from tests.conftest import ROOT, Cluster, Run

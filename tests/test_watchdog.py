@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from dp_ray.monitor.messages import Beat, WorkerReady
+from dp_ray.monitor.watchdog import SILENT_BEATS, Watchdog
 from dp_ray.replica.world import World
-from dp_ray.runner.messages import Beat, Hello
-from dp_ray.runner.watchdog import SILENT_BEATS, Watchdog
 
 READS = '  File "data.py", line 3, in __getitem__\n    time.sleep(1e9)\n'
 WAITS = '  File "train.py", line 9, in _backward\n  File "torch/autograd/graph.py", line 8, in _engine_run\n'
@@ -22,7 +22,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def watchdog(limit: float | None = LIMIT, workers: int = 3) -> Watchdog:
-    hellos = [Hello("a", World(rank, workers, node=f"10.0.0.{rank}"), 100 + rank, ()) for rank in range(workers)]
+    hellos = [
+        WorkerReady("a", World(rank, workers, node=f"10.0.0.{rank}"), 100 + rank, ()) for rank in range(workers)
+    ]
     return Watchdog(limit, hellos)
 
 

@@ -30,7 +30,7 @@ def plan(split: Split, workers: int) -> dict[str, Any]:
                 "shard_rows": chunk_sizes(rows, split.shards),
                 "worker_shards": dealt,
             }
-            for steps, rows in _first(split.kinds(), total)
+            for steps, rows in _first(split.batch_sizes(), total)
         ],
         "padded": 0,
         "dropped": split.dropped,

@@ -118,7 +118,7 @@ class Split:
         mine = (self.shard(step, shard) for shard in worker_shards(self.shards, world_size, rank))
         return [shard for shard in mine if shard.rows]
 
-    def kinds(self) -> Iterator[tuple[int, int]]:
+    def batch_sizes(self) -> Iterator[tuple[int, int]]:
         """(steps, rows) of each run of equal global batches: the full ones, then a short last one."""
         full, rest = divmod(self.rows, self.batch_size)
         if full:

@@ -12,16 +12,17 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from dp_ray.errors import DataError, Error
 from dp_ray.job import Job, Loader, Target
-from dp_ray.plan.keys import key
 from dp_ray.plan.order import Order
+from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.inputs import model_inputs
-from dp_ray.replica.randomness import Quiet, own_generators, preserved, seed_all, seed_own
+from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.targets import bound, build_dataset, resolve
-from dp_ray.replica.tree import flatten, map_leaves, num_rows, scatter, sizes
 from dp_ray.replica.user_code import raising, said
-from dp_ray.traces import frames_of
+from dp_ray.tensors.nested import flatten, map_leaves, sizes
+from dp_ray.tensors.scatter import num_rows, scatter
+from dp_ray.tracebacks import frames_of
 
 CPU = torch.device("cpu")
 ORDER_BLOCK = 4096  # positions computed at once: a shard is often far smaller than numpy's overhead
@@ -31,7 +32,7 @@ Batch = tuple[Indices, Any]
 Pick: TypeAlias = Callable[[Any], Any]
 
 
-class Wanted(NamedTuple):
+class ReadRequest(NamedTuple):
     """What a worker asks its dataset for at once: a shard, or with `shard` -1 a whole global batch."""
 
     epoch: int
@@ -77,20 +78,20 @@ class Samples(Dataset[Any]):
         self.name = name
         self.seed = seed
         self._own = own_generators(dataset)
-        self._quiet = Quiet()
+        self._quiet = RngProbe()
         self._draws = bool(self._own)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, wanted: Wanted) -> tuple[Wanted, Any]:
+    def __getitems__(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
         """The samples, with what was wanted, so that nobody else need say which they are."""
         try:
-            return self._read_wanted(wanted)
+            return self._read_request(wanted)
         except Error as error:
             return wanted, _as_told(error)
 
-    def _read_wanted(self, wanted: Wanted) -> tuple[Wanted, Any]:
+    def _read_request(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
         if not self._draws:
             self._quiet.begin()
             items = self._read(wanted.indices)
@@ -100,7 +101,7 @@ class Samples(Dataset[Any]):
         return wanted, [item for index in wanted.indices for item in self._read_seeded(wanted.epoch, index)]
 
     def _read_seeded(self, epoch: int, index: int) -> Any:
-        number = key(self.seed, "sample", epoch, index)
+        number = derive_seed(self.seed, "sample", epoch, index)
         seed_all(number)
         seed_own(self._own, number)
         return self._read([index])
@@ -145,13 +146,13 @@ class IndexLists:
         self.order = order
         self.pieces = pieces
 
-    def __iter__(self) -> Iterator[Wanted]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         positions = Positions(self.order)
         for piece in self.pieces():
             if piece.epoch != positions.order.epoch:
                 positions = Positions(dataclasses.replace(self.order, epoch=piece.epoch))
             indices = positions.indices(piece.start, piece.stop).tolist()
-            yield Wanted(piece.epoch, piece.step, piece.shard, indices)
+            yield ReadRequest(piece.epoch, piece.step, piece.shard, indices)
 
 
 def seeded_dataset(job: Job, name: str = "dataset") -> Any:
@@ -162,7 +163,7 @@ def seeded_dataset(job: Job, name: str = "dataset") -> Any:
     if isinstance(job.dataset, Target):
         resolve(name, job.dataset)  # only a module's first import draws what it draws then
     with preserved(CPU):
-        seed_all(key(job.seed, "dataset", name != "dataset"))
+        seed_all(derive_seed(job.seed, "dataset", name != "dataset"))
         return build_dataset(job, name)
 
 
@@ -234,14 +235,14 @@ def _leave_ctrl_c_to_the_trainer(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _collate(read: tuple[Wanted, Any], collate: Callable[[Any], Any], seed: int | None) -> Batch:
+def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed: int | None) -> Batch:
     """Collate what was read; a collate of the user's may draw random numbers, those of this shard."""
     wanted, items = read
     indices = np.asarray(wanted.indices, np.int64)
     if isinstance(items, Told):
         return indices, items
     if seed is not None:
-        seed_all(key(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
+        seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
     try:
         with raising("collate", lambda _: f"; it got samples {_shorten(wanted.indices)}", DataError):
             return indices, collate(items)

@@ -17,9 +17,10 @@ from torch.nn.modules.loss import _Loss
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Target
-from dp_ray.replica.randomness import preserved
+from dp_ray.replica.rng import preserved
 from dp_ray.replica.targets import bind, bound, resolve
-from dp_ray.replica.tree import flatten, gather, map_leaves, num_rows, rows_dim, scatter
+from dp_ray.tensors.nested import flatten, map_leaves
+from dp_ray.tensors.scatter import gather, num_rows, rows_dim, scatter
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
 
@@ -31,7 +32,7 @@ class Weighted(NamedTuple):
     weight: torch.Tensor | float
 
 
-def weigh(value: Any, rows: int, what: str) -> Weighted:
+def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     """What a loss or metric returned for a shard of `rows` rows, as its sum and weight.
 
     ModelError where it is one number for the whole shard, whose part in the batch nobody could tell, or where its
@@ -205,10 +206,10 @@ def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, t
     losses = loss(outputs, target)
     if target.is_floating_point():
         return losses  # probabilities: each row counts 1
-    counted = target != loss.ignore_index
+    committed = target != loss.ignore_index
     if loss.weight is None:
-        return total_of(losses), counted.sum()
-    return total_of(losses), total_of(loss.weight[target.where(counted, torch.zeros_like(target))] * counted)
+        return total_of(losses), committed.sum()
+    return total_of(losses), total_of(loss.weight[target.where(committed, torch.zeros_like(target))] * committed)
 
 
 def _is_number(value: Any) -> bool:

@@ -15,11 +15,11 @@ from torch.nn.parameter import is_lazy
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job, Target
 from dp_ray.replica.buffers import UnchangedBuffers
-from dp_ray.replica.layout import overlaps
-from dp_ray.replica.parallel import building_on, spread, with_devices
-from dp_ray.replica.randomness import seed_all
+from dp_ray.replica.devices import building_on, spread, with_devices
+from dp_ray.replica.rng import seed_all
 from dp_ray.replica.targets import build, check_gives, resolve
 from dp_ray.replica.world import broadcast, gathered
+from dp_ray.tensors.layout import overlaps
 
 
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:

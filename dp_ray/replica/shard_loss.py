@@ -9,8 +9,8 @@ from torch import nn
 from dp_ray.errors import ModelError
 from dp_ray.job import Job
 from dp_ray.replica.model import autocast
-from dp_ray.replica.reduce import zeros_that_add_nothing
-from dp_ray.replica.step import Measures, Step, Stepped, as_row, run_step
+from dp_ray.replica.reducer import zeros_that_add_nothing
+from dp_ray.replica.step import Metrics, Step, StepOutput, as_row, run_step
 
 ANCHOR_SIZE = 16  # so that what lies behind it in a bucket stays aligned
 
@@ -18,7 +18,7 @@ ANCHOR_SIZE = 16  # so that what lies behind it in a bucket stays aligned
 class ShardLoss(nn.Module):
     """The module that DDP wraps: a shard in, its loss out. None in its place is a worker without rows."""
 
-    def __init__(self, model: nn.Module, step: Step, measures: Measures, job: Job, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
         super().__init__()
         self.model = model
         self._step = step
@@ -27,7 +27,7 @@ class ShardLoss(nn.Module):
         self._device = device
         self.anchor: nn.Parameter | None = None
         self._reduced: list[nn.Parameter] = []
-        self.stepped = Stepped()
+        self.step_output = StepOutput()
         self.row: torch.Tensor | None = None
 
     def prepare(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool) -> list[str]:
@@ -46,21 +46,21 @@ class ShardLoss(nn.Module):
         return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
 
     def forward(self, batch: Any, rows: int) -> torch.Tensor:
-        """The sum of the shard's losses; what else it gave is left in `stepped` and `row`."""
+        """The sum of the shard's losses; what else it gave is left in `step_output` and `row`."""
         if rows == 0:
-            return Nothing.apply(*self._reduced)  # type: ignore[no-untyped-call,no-any-return]
+            return ZeroLoss.apply(*self._reduced)  # type: ignore[no-untyped-call,no-any-return]
         with autocast(self._precision, self._device):
-            stepped = run_step(self._step, self.model, batch)
-            loss = self._measures.loss(stepped, rows)
+            step_output = run_step(self._step, self.model, batch)
+            loss = self._measures.loss(step_output, rows)
         with torch.no_grad():
-            self.row = as_row([loss, *self._measures(stepped, rows)], self._device)
-        self.stepped = stepped
+            self.row = as_row([loss, *self._measures(step_output, rows)], self._device)
+        self.step_output = step_output
         if not loss.sum.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
         return loss.sum if self.anchor is None else Anchored.apply(loss.sum, self.anchor)  # type: ignore[no-untyped-call]
 
 
-class Nothing(torch.autograd.Function):
+class ZeroLoss(torch.autograd.Function):
     """Zero, whose gradient is a zero for each of `parameters`: the backward of a worker that has no rows."""
 
     @staticmethod

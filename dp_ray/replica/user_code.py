@@ -52,15 +52,15 @@ def said(what: str, error: BaseException, hint: str = "") -> str:
 
 def got(outputs: Any, target: Any) -> str:
     """What a loss or a metric got."""
-    return f"; it got outputs {kinds(outputs)}, target {kinds(target)}"
+    return f"; it got outputs {dtypes_and_sizes(outputs)}, target {dtypes_and_sizes(target)}"
 
 
-def kinds(value: Any) -> str:
+def dtypes_and_sizes(value: Any) -> str:
     """The dtypes and sizes of what is nested: `float32 [4, 3]`, `(int64 [4], {mask: bool [4, 9]})`."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {kinds(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {dtypes_and_sizes(one)}" for key, one in value.items()) + "}"
     if isinstance(value, tuple | list):
-        return "(" + ", ".join(kinds(one) for one in value[:4]) + ", ..." * (len(value) > 4) + ")"
+        return "(" + ", ".join(dtypes_and_sizes(one) for one in value[:4]) + ", ..." * (len(value) > 4) + ")"
     return f"a {type(value).__qualname__}"

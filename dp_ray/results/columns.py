@@ -15,7 +15,8 @@ import pyarrow as pa
 import torch
 
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.replica.tree import Keys, Spec, difference, flatten, gather, is_plain, rows_dim, unflatten
+from dp_ray.tensors.nested import Keys, TreeSpec, difference, flatten, is_plain, unflatten
+from dp_ray.tensors.scatter import gather, rows_dim
 
 METADATA = b"dp_ray"
 SAMPLE_INDEX = "sample_index"
@@ -61,7 +62,7 @@ class Column:
 class Layout:
     """The nesting of the outputs and its columns; what a file of outputs says of itself."""
 
-    spec: Spec
+    spec: TreeSpec
     columns: tuple[Column, ...]
     batch_dim: int = 0
 
@@ -88,7 +89,7 @@ class Layout:
             Column(one["name"], one["dtype"], None if one["shape"] is None else tuple(one["shape"]), one["is_array"])
             for one in says["columns"]
         ]
-        return cls(Spec.from_json(says["spec"]), tuple(columns), says["batch_dim"])
+        return cls(TreeSpec.from_json(says["spec"]), tuple(columns), says["batch_dim"])
 
     def join(self, other: "Layout") -> "Layout":
         """The layout that holds the rows of both: shapes that differ become variable.
@@ -120,7 +121,7 @@ def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:
     return (outputs if kept is spec else unflatten(kept, leaves)), left_out
 
 
-def _without_objects(spec: Spec, above: Keys, left_out: dict[str, str]) -> Spec:
+def _without_objects(spec: TreeSpec, above: Keys, left_out: dict[str, str]) -> TreeSpec:
     """The spec itself where nothing in it changes."""
     if spec.kind == "constant":
         if is_plain(spec.value):

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
-from dp_ray.holdings import replacing
 from dp_ray.plan.split import Split
-from dp_ray.replica.train import Update
+from dp_ray.replica.trainer import Update
+from dp_ray.rundir.contents import replacing
 from dp_ray.storage import Storage
 
 METRICS = "metrics.parquet"

@@ -34,8 +34,8 @@ from dp_ray.results.columns import (
     to_arrow,
     without_objects,
 )
-from dp_ray.results.ledger import PART_NAME, part_name
-from dp_ray.results.parts import POSITION, PartReader, in_order, proven, reading
+from dp_ray.results.output_parts import POSITION, PartReader, in_order, reading, verify_complete
+from dp_ray.rundir.ledger import PART_NAME, part_name
 from dp_ray.storage import Storage
 
 MERGED = "outputs.parquet"
@@ -182,7 +182,7 @@ def open_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
     )
 
 
-def merge(parts: Storage, run: Storage, order: Order, rows: int, counted: list[str] | None = None) -> None:
+def merge(parts: Storage, run: Storage, order: Order, rows: int, committed: list[str] | None = None) -> None:
     """Merge the parts that count, by default all that there are, into the run's `outputs.parquet`.
 
     It is ordered by position, and written a few megabytes at a time.
@@ -190,13 +190,13 @@ def merge(parts: Storage, run: Storage, order: Order, rows: int, counted: list[s
     Raises StorageError, naming the position, unless the parts hold each of the `rows` first positions of `order`
     once, with the sample that the order has there.
     """
-    names = counted if counted is not None else [name for name in parts.names() if PART_NAME.fullmatch(name)]
+    names = committed if committed is not None else [name for name in parts.names() if PART_NAME.fullmatch(name)]
     if not names:
         raise StorageError(f"{parts}: there are no outputs to merge")
     readers = [PartReader(parts, name, len(names)) for name in names]
     layout = functools.reduce(Layout.join, (reader.layout for reader in readers))
     with run.writing(MERGED) as stream, open_writer(stream, layout.schema) as writer:
-        for block in _rechunk(proven(in_order(readers, layout), order, rows), GROUP_BYTES):
+        for block in _rechunk(verify_complete(in_order(readers, layout), order, rows), GROUP_BYTES):
             writer.write_table(block)
 
 

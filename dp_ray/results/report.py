@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dp_ray.job import Job
-from dp_ray.replica.digest import is_inner
-from dp_ray.results.result import RUN, Result
+from dp_ray.results.result import Result
 from dp_ray.results.shown import aligned, listed, measured, relative, shown
+from dp_ray.rundir.files import RUN
+from dp_ray.tensors.digest import is_inner
 
 NO_DIFFERENCE = ("name", "storage")  # of the jobs, since each run has its own
 
@@ -56,8 +57,8 @@ def compared(results: Sequence[Result]) -> str:
 
 def _verdict(results: Sequence[Result], differing: Mapping[str, Any]) -> Iterator[str]:
     """Whether the runs are of one job, and gave the same."""
-    counted = {key.partition(".")[0] for key in differing} - Job.CANNOT_CHANGE_THE_RESULT
-    yield "different jobs" if counted else "the same job"
+    counting = {key.partition(".")[0] for key in differing} - Job.CANNOT_CHANGE_THE_RESULT
+    yield "different jobs" if counting else "the same job"
     hashes: list[tuple[str, Callable[[Result], str | None]]] = [
         ("weights", lambda result: result.weights_sha256),
         ("outputs", lambda result: result.outputs_sha256),

@@ -12,20 +12,18 @@ from typing import Any
 import torch
 
 from dp_ray.errors import StorageError
-from dp_ray.replica.weights import BEST, WEIGHTS
 from dp_ray.results.history import read_history
+from dp_ray.results.output_parts import reading
 from dp_ray.results.outputs import MERGED, Merged
-from dp_ray.results.parts import reading
-from dp_ray.results.reports import read_reports
+from dp_ray.results.shape_reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
 from dp_ray.results.shown import as_html, listed, shown
 from dp_ray.results.table import Table
+from dp_ray.rundir.files import RESULT, SHAPES
+from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
-from dp_ray.tensorfile import read_tensors
+from dp_ray.tensors.file import read_tensors
 
-RESULT = "result.json"
-SHAPES = "shapes.parquet"
-RUN = "run.json"  # the job, and which driver runs it
 SUMMARY = (
     *("name", "task", "status", "error", "rows", "steps", "metrics", "best", "interruptions", "seconds"),
     *("outputs", "weights", "run_dir"),
@@ -38,7 +36,7 @@ class Result:
 
     `steps` are those of an epoch, `total_steps` those of the whole run;
     `seconds` is the wall time from call to merged outputs; `world_sizes` the workers of each attempt, in order;
-    `interruptions` what lay between these (see `results.story`), and `restarts` how many they are;
+    `interruptions` what lay between these (see `results.incidents`), and `restarts` how many they are;
     `workers` where each of the last attempt's ran; `outputs_path` the merged Parquet file.
     `run_dir` is without the secret of a URL; `location`, from which the files are read, has it and is never kept.
     `metrics` are a training's at its end, or what an evaluation measured; `best` tells of the best checkpoint, where

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dp_ray.replica.digest import is_inner
+from dp_ray.tensors.digest import is_inner
 
 PATHS = ("run_dir", "outputs", "weights")
 WIDTH = 16

@@ -1,0 +1,114 @@
+"""What a worker tells of itself while it runs, whatever its loop does; and what it is told between two steps."""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import ray
+
+from dp_ray.cluster.channel import END, encoded, tell
+from dp_ray.cluster.fault_injection import Fault, bring_about
+from dp_ray.monitor.messages import Beat, FaultInjected, Started, beat_interval
+from dp_ray.replica.world import World
+from dp_ray.task.step_control import StepControl
+
+SHOWN_FRAMES = 12
+
+
+class Heartbeat(StepControl):
+    """The border of a worker on Ray: beats from a thread, whose answers say what is asked of the worker.
+
+    Once the loop has been in one step for `limit` seconds, a beat tells where it stands.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        attempt: str,
+        world: World,
+        limit: float | None,
+        faults: Sequence[Fault] = (),
+        driver_node: str = "",
+    ) -> None:
+        self._channel = channel
+        self._attempt = attempt
+        self._world = world
+        self._limit = limit
+        self._faults = list(faults)
+        self._driver_node = driver_node
+        self._loop = threading.get_ident()
+        self._step: int | None = None
+        self._first: int | None = None
+        self._since = time.monotonic()
+        self._save = False
+        self._has_saved = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether a step has been done since the worker began."""
+        return self._step != self._first
+
+    def before(self, step: int) -> None:
+        self._step, self._since = step, time.monotonic()
+        if self._first is None:
+            self._first = step
+            tell(self._channel, Started(self._attempt, self._world.rank, step))
+        for fault in [one for one in self._faults if one.is_due(self._world, step)]:
+            self._faults.remove(fault)
+            if ray.get(self._channel.fire.remote(fault.number)):
+                tell(self._channel, FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver"))
+                bring_about(fault, self._driver_node)
+
+    def touch(self) -> None:
+        self._since = time.monotonic()
+
+    def through(self) -> None:
+        self._step = None
+
+    def take_save(self) -> bool:
+        taken, self._save = self._save, False
+        return taken
+
+    def leave(self) -> None:
+        self._end(wait=True)
+        super().leave()
+
+    def end(self) -> None:
+        self._end(wait=False)
+
+    def _end(self, wait: bool) -> None:
+        self.through()
+        ray.get(self._channel.end.remote(self._attempt, self._world.rank, self._world.world_size, wait))
+
+    def __enter__(self) -> "Heartbeat":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        interval = beat_interval(self._world.world_size)
+        while not self._stopped.wait(interval):
+            seconds = time.monotonic() - self._since
+            stack = self._stack() if self._limit is not None and seconds > self._limit else ""
+            beat = Beat(self._attempt, self._world.rank, self._step, seconds, stack)
+            try:
+                order = ray.get(self._channel.put.remote(encoded(beat)))
+            except ray.exceptions.RayError:
+                return  # the driver is gone, and this worker soon will be
+            self.wants_stop = order in ("stop", END)
+            if order == "save" and not self._has_saved:
+                self._save = self._has_saved = True
+
+    def _stack(self) -> str:
+        """Where the worker's loop stands, innermost last."""
+        frame: FrameType | None = sys._current_frames().get(self._loop)
+        return "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:]) if frame is not None else ""

@@ -1,0 +1,258 @@
+"""A job's workers on Ray: a TorchTrainer with dp_ray's policies, followed to its end."""
+
+import contextlib
+import os
+import signal
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+from ray.train import LoggingConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dp_ray.cluster.channel import END, drain, open_channel, tell
+from dp_ray.cluster.connect import address_of, check_fits, connected, train_environment, worker_resources
+from dp_ray.cluster.fault_injection import Fault
+from dp_ray.cluster.network import BoundTorchConfig
+from dp_ray.cluster.restarts import RestartPolicy, cause_of
+from dp_ray.cluster.scaling import ElasticScalingPolicy, Wanted, answers_at
+from dp_ray.cluster.worker import WorkerConfig, train_loop_per_worker
+from dp_ray.errors import Error, JobError, WorkerError
+from dp_ray.job import Job
+from dp_ray.monitor.console import Console
+from dp_ray.monitor.messages import Starting, WorkerReady
+from dp_ray.monitor.monitor import Monitor, NodeControl, counted, error_of, listening
+from dp_ray.rundir.claim import RunDir
+from dp_ray.system.environment import set_environment
+from dp_ray.system.stop_signals import planned_stops
+from dp_ray.task.step_control import StopRequested
+
+
+class StartCallback(WorkerGroupCallback):  # type: ignore[misc]
+    """Tells the driver how far the workers' start is, and sets the job's `env` in each worker's process.
+
+    This is before anything of torch or of the user is imported there. The values do not go into Ray's runtime_env,
+    which its agent logs.
+    """
+
+    def __init__(self, env: dict[str, str], channel: Any) -> None:
+        self._env = env
+        self._channel = channel
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        tell(self._channel, Starting(f"starting {counted(worker_group_context.num_workers, 'worker')}"))
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        tell(self._channel, Starting(f"{counted(len(workers), 'worker')} importing torch"))
+        if self._env:
+            ray.get([worker.execute_async(set_environment, self._env) for worker in workers])
+        return {}
+
+
+class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
+    """A TorchTrainer with dp_ray's policies; `is_own` says that its Ray, or its job there, ends with the run."""
+
+    def __init__(
+        self, *args: Any, wanted: Wanted, retries: int, channel: Any, is_own: bool, env: dict[str, str], **keys: Any
+    ) -> None:
+        super().__init__(*args, **keys)
+        self._start = StartCallback(env, channel)
+        self._unneeded = {"DatasetsCallback"}  # of Ray Data, of which there is none
+        if is_own:
+            self._unneeded.add("PlacementGroupCleanerCallback")  # what it would clean up goes with the job
+        self._controller: Any = None
+        self._policies = {
+            "scaling_policy": ElasticScalingPolicy(self.scaling_config, wanted, channel),
+            "failure_policy": RestartPolicy(self.run_config.failure_config, retries, channel),
+        }
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """With ours, without those that start a process for nothing: together two seconds of each run."""
+        made = super()._create_default_callbacks()
+        return [self._start, *(one for one in made if type(one).__name__ not in self._unneeded)]
+
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        """Run Ray Train's controller on this node; unlike Ray's own, this can be aborted at any time.
+
+        Ray asks the controller to abort itself, which one that waits for room does not hear.
+        """
+        here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        variables = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
+        actor = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": variables})(TrainController)
+        self._controller = actor.remote(**{**given, **self._policies})
+        try:
+            ray.get(self._controller.run.remote())
+            return ray.get(self._controller.get_result.remote())
+        except KeyboardInterrupt:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """End the controller, and with it its workers."""
+        if self._controller is not None:
+            ray.kill(self._controller)
+
+
+def run_on_ray(
+    job: Job,
+    claimed: RunDir,
+    rows: dict[str, int],
+    monitor: Monitor,
+    console: Console,
+    address: str | None,
+    verbose: bool,
+    faults: tuple[Fault, ...],
+) -> None:
+    is_own = not ray.is_initialized()
+    keep_prints = is_own and not verbose
+    monitor.begin(what_begins(address))
+    with connected(job, address, verbose), train_environment(), TemporaryDirectory() as folder:
+        each = worker_resources(job)
+        if waiting := check_fits(job, each):
+            console.say(waiting)
+        check_can_be_shipped(job)
+        channel = open_channel(job.max_workers)
+        monitor.node_control = RayNodeControl(channel)
+        here = ray.get_runtime_context().get_node_id()
+        shipped = job.model_copy(update={"env": {}})  # which travels by itself, and sooner
+        config = WorkerConfig(
+            shipped, claimed.storage.location, claimed.token, channel, keep_prints, faults, here, rows
+        )
+        trainer = PolicyTrainer(
+            train_loop_per_worker,
+            train_loop_config={"worker": config},
+            torch_config=BoundTorchConfig(backend=backend_of(job, each.get("GPU", 0))),
+            scaling_config=_scaling(job, each),
+            run_config=_run_config(job, folder, verbose),
+            wanted=_wanted(job, each),
+            retries=job.retries,
+            channel=channel,
+            is_own=is_own,
+            env=dict(job.env),
+        )
+        monitor.begin("starting Ray Train")
+        try:
+            # Ray has put a handler of SIGTERM of its own in the place of ours.
+            with planned_stops(monitor.ask_to_stop), listening(monitor, lambda: drain(channel), trainer.abort):
+                trainer.fit()
+        except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+            if monitor.is_stopping and (monitor.failed is None or monitor.failed.kind == WorkerError.__name__):
+                raise StopRequested("stopped as it was asked") from None
+            raise _cause(error, monitor, verbose) from None
+
+
+def what_begins(address: str | None) -> str:
+    """What the user waits for before there is a Ray."""
+    if ray.is_initialized():
+        return "looking at the cluster"
+    found = address_of(address)
+    return f"connecting to Ray at {found}" if found else "starting Ray"
+
+
+def backend_of(job: Job, gpus_per_worker: float) -> str | None:
+    """The backend of the process group; None is Ray Train's own choice: NCCL on GPUs, else gloo.
+
+    Workers with a part of a GPU may share one, which NCCL refuses ("Duplicate GPU"). gloo takes CUDA tensors in all
+    that is exchanged here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory.
+    """
+    types = {name.partition(":")[0] for name in job.devices or ()}
+    if types == {"cpu", "cuda"}:
+        return "cpu:gloo,cuda:nccl"
+    may_share = 0 < gpus_per_worker < 1 and job.max_workers > 1
+    return "gloo" if types == {"cpu"} or may_share else None
+
+
+def check_can_be_shipped(job: Job) -> None:
+    """Objects from Python travel to the workers by pickle; say which one cannot."""
+    for key, given in job.targets.items():
+        try:
+            with open(os.devnull, "wb") as nowhere:
+                ray.cloudpickle.dump(given, nowhere)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            advice = "name a target in its place, which each worker calls for itself"
+            raise JobError(f"{key}: cannot be pickled for the workers: {why}; {advice}") from error
+
+
+def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
+    elastic = job.min_workers != job.max_workers
+    return ScalingConfig(
+        num_workers=(job.min_workers, job.max_workers) if elastic else job.max_workers,
+        use_gpu=each.get("GPU", 0) > 0,
+        resources_per_worker=each,
+        placement_strategy=job.placement,
+        accelerator_type=job.accelerator_type,
+    )
+
+
+def _wanted(job: Job, each: dict[str, float]) -> Wanted:
+    return Wanted(
+        min_workers=job.min_workers,
+        max_workers=job.max_workers,
+        each=each,
+        placement=job.placement,
+        accelerator_type=job.accelerator_type,
+        can_stop=job.task != "evaluate",  # an evaluation keeps nothing from which it could go on
+        room_seconds=job.timeouts.room,
+    )
+
+
+class RayNodeControl(NodeControl):
+    """Other nodes, by way of Ray."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def stop(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # it ended by itself
+            ray.get(self._channel.order.remote(END, "the user stops the run"))
+
+    def kill(self, hello: WorkerReady) -> None:
+        there = NodeAffinitySchedulingStrategy(hello.node_id, soft=False)
+        ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(hello.pid)
+
+    def is_gone(self, node_id: str) -> bool:
+        return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
+
+
+def end_process(pid: int) -> None:
+    """Kill a worker on the node on which this runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _run_config(job: Job, folder: str, verbose: bool) -> RunConfig:
+    """What Ray Train keeps for itself goes to a folder of the driver's; outputs and reports are ours to keep."""
+    return RunConfig(
+        name=job.run_name,
+        storage_path=folder,
+        logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
+    )
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether a worker's process ended, rather than raised."""
+    return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.NodeDiedError) or (
+        "HealthCheck" in type(error).__name__
+    )
+
+
+def _cause(error: Exception, monitor: Monitor, verbose: bool) -> Error:
+    """What ended the run: the first error that a worker told, or else the death of one."""
+    cause = getattr(error, "controller_failure", None)
+    if isinstance(cause, Error):
+        return cause
+    failures = getattr(error, "worker_failures", {})
+    deaths = {rank: one for rank, one in failures.items() if is_death(one)}
+    if deaths:
+        says = "; ".join(f"rank {rank}: {cause_of(one)}" for rank, one in sorted(deaths.items()))
+        return WorkerError(f"workers were lost, more often than retries allows: {says}")
+    if monitor.failed:
+        return error_of(monitor.failed, verbose)
+    if cause is not None:
+        return WorkerError(f"the workers could not be started: {cause_of(cause)}")
+    return Error(str(error))

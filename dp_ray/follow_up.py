@@ -1,0 +1,134 @@
+"""Evaluate a training, or predict with it: its job and its weights, in a run directory beside its own."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from dp_ray.errors import JobError, StorageError
+from dp_ray.job import Job, job_of
+from dp_ray.rundir.claim import located
+from dp_ray.rundir.files import RESULT, RUN
+from dp_ray.rundir.weights import BEST, WEIGHTS
+from dp_ray.storage import Storage
+
+Weights = Literal["best", "last"]
+# What only a training has a use for, and what the run beside it has of its own.
+LEFT_OUT = (
+    *("optimizer", "scheduler", "checkpoint", "grad_clip", "epochs", "max_steps", "shuffle", "drop_last"),
+    *("init_from", "storage", "env"),
+)
+
+
+class FollowUp(NamedTuple):
+    """The job to run, and what the user should know of it."""
+
+    job: Job
+    lines: tuple[str, ...]
+
+
+def follow_up(
+    task: Literal["evaluate", "predict"], run_dir: str, weights: Weights | None, overrides: Mapping[str, Any]
+) -> FollowUp:
+    """The job that evaluates the training in `run_dir`, or predicts with it.
+
+    `overrides` are keys of the job; `dataset` takes the place of eval's, too. Raises JobError where `run_dir` holds
+    no training, none of these weights, or one of Python objects.
+    """
+    run = located(run_dir)
+    kept = _job_kept(run)
+    values = {key: value for key, value in kept.items() if key not in LEFT_OUT}
+    if "dataset" in overrides:
+        values = _without_eval(values)
+    _check_no_objects(run, task, values, overrides)
+    which = weights or ("best" if run.exists(BEST) else "last")
+    values |= {"task": task, "storage": _parent(run), "init_from": _start(run, which)}
+    default = f"{kept['name']}-{task}"
+    job = job_of({**values, "name": default}, overrides, default)
+    if "name" not in overrides:
+        job = job.model_copy(update={"name": _free_name(job, default)})
+    return FollowUp(job, tuple(_lines(job, run, which, kept, overrides)))
+
+
+def _job_kept(run: Storage) -> dict[str, Any]:
+    """The job in a training's run.json."""
+    if not run.exists(RUN):
+        raise JobError(f"{run} holds no {RUN}: name the run directory of a training")
+    kept = dict(_read(run, RUN)["job"])
+    if kept["task"] != "train":
+        raise JobError(f"{run} is a run of task {kept['task']}, not of a training")
+    return kept
+
+
+def _without_eval(values: dict[str, Any]) -> dict[str, Any]:
+    """The job without its dataset of evaluations, whose batch size stays."""
+    size = (values["eval"] or {}).get("batch_size") or values["batch_size"]
+    return {**values, "eval": None, "batch_size": size}
+
+
+def _check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raise JobError where a key that the task needs was a Python object, of which only the type was kept."""
+    needed = {"model": values["model"], "dataset": values["dataset"], "collate": values["collate"]}
+    if task == "evaluate":
+        inner = {f"metrics.{name}": one for name, one in values.get("metrics", {}).items()}
+        needed |= {"loss": values["loss"], "step": values["step"], **inner}
+    if values["eval"]:
+        needed["eval.dataset"] = values["eval"]["dataset"]
+    for key, value in needed.items():
+        if isinstance(_named(value), str) and _named(value).startswith("<") and key not in overrides:
+            raise JobError(
+                f"{run}: {key} was given as a Python object ({_named(value)}), which no file holds; name a target "
+                f"(--set {key}=module:attribute), or call dp_ray.run(task={task!r}, init_from=..., {key}=...)"
+            )
+
+
+def _named(target: Any) -> Any:
+    return target["target"] if isinstance(target, Mapping) else target
+
+
+def _start(run: Storage, which: Weights) -> str:
+    if which == "best" and not run.exists(BEST):
+        raise JobError(
+            f"--weights best: {run} holds no {BEST}: set checkpoint.best, and train to the end; or take the last"
+        )
+    name = BEST if which == "best" else WEIGHTS
+    return (
+        run.child(name).location if run.exists(name) else run.location
+    )  # of an unfinished run, its newest checkpoint
+
+
+def _parent(run: Storage) -> str:
+    base, mark, query = run.location.partition("?") if "://" in run.location else (run.location, "", "")
+    return base.rstrip("/").rpartition("/")[0] + mark + query
+
+
+def _free_name(job: Job, default: str) -> str:
+    """The first name under which there is no run, or this one unfinished: NAME, NAME-2, NAME-3 ..."""
+    names = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
+    base, fingerprint = Storage(job.storage), job.for_task().fingerprint()
+    return next(name for name in names if _is_free(base.child(name), fingerprint))
+
+
+def _is_free(run: Storage, fingerprint: str) -> bool:
+    if not run.exists(RUN):
+        return run.is_empty()
+    is_done = run.exists(RESULT) and _read(run, RESULT).get("status") == "done"
+    return not is_done and _read(run, RUN).get("fingerprint") == fingerprint
+
+
+def _lines(job: Job, run: Storage, which: Weights, kept: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
+    does = "evaluates" if job.task == "evaluate" else "predicts with"
+    ran = job.for_task()
+    whose = "" if "dataset" in overrides else f"its {ran.dataset_key} "
+    lines = [f"{job.run_name}: {does} the {which} weights of {run} on {whose}{ran.dataset.target}"]
+    if lost := [key for key in kept["env"] if f"env.{key}" not in overrides]:
+        again = ", ".join(f"--set env.{key}=..." for key in lost)
+        lines.append(f"{job.run_name}: its env is not kept: set it again where it is needed ({again})")
+    return lines
+
+
+def _read(run: Storage, name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(run.read_text(name)))
+    except (ValueError, TypeError) as error:
+        raise StorageError(f"{run}/{name}: is damaged: {error}") from None

@@ -1,0 +1,70 @@
+"""The history of a training as TensorBoard scalars, in the run directory's `tensorboard`."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pyarrow import fs as pafs
+from tensorboardX import SummaryWriter
+
+from dp_ray.storage import Storage
+from dp_ray.system.folders import OWNER, own_folder
+
+TENSORBOARD = "tensorboard"
+NOT_SCALARS = {"step", "epoch", "rows"}
+
+
+class TensorBoardWriter:
+    """Writes scalars as they come; a step that comes again takes the place of what was written from it on.
+
+    A disk that is full ends this, and not the run: `metrics.parquet` holds the same, and says so if it cannot.
+    """
+
+    def __init__(self, run: Storage) -> None:
+        self._folder = run.child(TENSORBOARD)
+        self._is_local = isinstance(run.fs, pafs.LocalFileSystem)
+        self._made = contextlib.ExitStack()
+        self._path = Path(self._folder.path if self._is_local else self._made.enter_context(own_folder()))
+        self._writer: Any = None
+        self._next = -1
+        self._is_broken = False
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._is_broken:
+            return
+        try:
+            self._add(rows)
+        except OSError:
+            self._is_broken = True
+
+    def _add(self, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            step = row["step"]
+            if self._writer is None or step < self._next:
+                self._open(step)
+            self._next = step + 1
+            for name, value in row.items():
+                if name not in NOT_SCALARS and value is not None:
+                    self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write out what is left; to an object store the files go as a whole."""
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+            self._writer = None
+        if not self._is_local and self._path.exists():
+            files = [path for path in self._path.iterdir() if path.name != OWNER]
+            if files:
+                self._folder.create()
+            for path in files:
+                pafs.copy_files(str(path), self._folder.file(path.name), destination_filesystem=self._folder.fs)
+        self._made.close()
+
+    def _open(self, step: int) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        suffix = f".{time.time_ns()}"  # its own name for the file is as fine as a second
+        self._writer = SummaryWriter(str(self._path), purge_step=step, flush_secs=10, filename_suffix=suffix)

@@ -1,0 +1,98 @@
+"""Finds the worker that has stopped stepping, among all those that wait for it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dp_ray.monitor.messages import Beat, WorkerReady, beat_interval
+
+SILENT_BEATS = 10
+# Where a worker stands that waits for others: in a collective, or on a GPU that is in one.
+WAITING = (
+    *("torch/distributed/", "replica/buffers.py", "replica/reducer.py", "in _backward\n"),
+    *("in stops\n", "results/history.py", "rundir/checkpoint.py"),
+)
+
+
+@dataclass
+class _Seen:
+    hello: WorkerReady
+    heard: float
+    moved: float
+    step: int | None = None
+    stack: str = ""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Workers that have been in one step for too long, while the others wait for them or do as they do."""
+
+    hellos: tuple[WorkerReady, ...]
+    step: int
+    seconds: float
+    stack: str
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(hello.world.rank for hello in self.hellos)
+
+    def __str__(self) -> str:
+        who = ", ".join(str(hello.world) for hello in self.hellos)
+        has = "has" if len(self.hellos) == 1 else "have"
+        at = f"; it stands at\n{self.stack.rstrip()}" if self.stack else "; it does not answer: stopped, or cut off"
+        return f"{who} {has} been in step {self.step} for {self.seconds:.0f} s{at}"
+
+
+class Watchdog:
+    """Takes in the beats of one attempt's workers; `limit` is in seconds, None: for ever."""
+
+    def __init__(self, limit: float | None, hellos: Sequence[WorkerReady]) -> None:
+        self._limit = limit
+        self._interval = beat_interval(len(hellos))
+        now = time.monotonic()
+        self._seen = {hello.world.rank: _Seen(hello, now, now) for hello in hellos}
+        self._found = False
+
+    def start(self, rank: int, step: int) -> None:
+        """A worker is about to run its first step; it may be stopped before it beats again."""
+        if rank in self._seen:
+            now = time.monotonic()
+            seen = self._seen[rank]
+            seen.heard, seen.moved, seen.step = now, now, step
+
+    def take(self, beat: Beat) -> None:
+        now = time.monotonic()
+        seen = self._seen.get(beat.rank)
+        if seen is None:
+            return
+        seen.heard, seen.moved, seen.step, seen.stack = now, now - beat.seconds, beat.step, beat.stack
+
+    def hang(self) -> Hang | None:
+        """The workers to blame, once; after as long again as it takes to hear from all of them."""
+        if self._limit is None or self._found:
+            return None
+        now, patience = time.monotonic(), self._limit + 4 * self._interval
+        at_it = [seen for seen in self._seen.values() if seen.step is not None]
+        late = [seen for seen in at_it if now - seen.moved > self._limit]
+        if not any(now - seen.moved > patience for seen in late):
+            return None
+        blamed = self._blame(late, now)
+        if not blamed:
+            return None
+        self._found = True
+        step = min(seen.step or 0 for seen in blamed)
+        hellos = tuple(seen.hello for seen in blamed)
+        return Hang(hellos, step, now - min(seen.moved for seen in blamed), blamed[0].stack)
+
+    def _blame(self, late: list[_Seen], now: float) -> list[_Seen]:
+        """Those that do not answer; else those that wait for nobody; else all, but where some are just slow."""
+        silent = [seen for seen in late if now - seen.heard > SILENT_BEATS * self._interval]
+        if silent:
+            for seen in silent:
+                seen.stack = ""
+            return silent
+        last = min(seen.step or 0 for seen in late)
+        behind = [seen for seen in late if seen.step == last]
+        hung = [seen for seen in behind if seen.stack and not any(sign in seen.stack for sign in WAITING)]
+        all_late = len(late) == sum(seen.step is not None for seen in self._seen.values())
+        return hung or (behind if all_late else [])

@@ -1,0 +1,204 @@
+"""A model over several devices of one worker: how it learns of them, how it is split, and where it mixes them up.
+
+Either the model places its parts itself, and moves the activations between them in `forward`; or it is split here
+(`split: auto`): its blocks are dealt to the devices, consecutive ones together, about the same bytes of parameters
+on each, and forward hooks move what reaches a block to the block's device.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job, Target
+from dp_ray.plan.partition import balance
+from dp_ray.replica.targets import build, resolve
+from dp_ray.tensors.nested import map_leaves
+
+_devices: ContextVar[tuple[torch.device, ...]] = ContextVar("devices", default=(torch.device("cpu"),))
+
+
+def devices() -> list[torch.device]:
+    """The devices of this worker, for a model to place its parts on while it is built; [cpu] elsewhere."""
+    return list(_devices.get())
+
+
+@contextmanager
+def building_on(given: Sequence[torch.device]) -> Iterator[None]:
+    """What `devices` says, for as long as the block lasts."""
+    token = _devices.set(tuple(given))
+    try:
+        yield
+    finally:
+        _devices.reset(token)
+
+
+def with_devices(model: Any, given: Sequence[torch.device]) -> Any:
+    """The model's target, with the argument `devices` where its constructor takes one that the job does not set."""
+    if not isinstance(model, Target) or "devices" in model.args:
+        return model
+    try:
+        takes = inspect.signature(resolve("model", model)).parameters
+    except (TypeError, ValueError):
+        return model
+    return model.model_copy(update={"args": {**model.args, "devices": list(given)}}) if "devices" in takes else model
+
+
+def input_device(job: Job, model: nn.Module, given: Sequence[torch.device]) -> torch.device:
+    """Where the inputs go: the job's `input_device`, or else where the model's first parameter is."""
+    if job.input_device is not None:
+        return torch.device(job.input_device)
+    first = next(model.parameters(), None)
+    return given[0] if first is None or len(given) == 1 else first.device
+
+
+class Block(NamedTuple):
+    """A block of a model that is split: its name, the bytes of its parameters, and which device has it."""
+
+    name: str
+    bytes: int
+    device: int
+
+
+def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
+    """The blocks of a model and the place, among `count` devices, of each.
+
+    Raises JobError where the model has no such blocks, fewer than devices, or parameters that two devices share.
+    """
+    names = job.blocks or _parts_of(model)
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules:
+            raise JobError(f"blocks: the model has no module {name!r}; it has {_listed(list(modules)[1:])}")
+        if any(name != other and name.startswith(f"{other}.") for other in names):
+            raise JobError(f"blocks: {name!r} is a part of another block")
+    if len(names) < count:
+        raise JobError(f"split: {len(names)} blocks ({_listed(names)}) cannot be split over {count} devices")
+    sizes = [_bytes_of(modules[name]) for name in names]
+    places = [place for place, part in enumerate(balance(sizes, count)) for _ in part]
+    found = [Block(*one) for one in zip(names, sizes, places, strict=True)]
+    _check_shared(model, found)
+    return found
+
+
+def _built_on(device: str, job: Job, count: int) -> Any:
+    given = [torch.device(device)] * count
+    with building_on(given), given[0]:
+        return build("model", with_devices(job.model, given))
+
+
+def plan_blocks(job: Job) -> list[dict[str, Any]]:
+    """Which block of the job's model goes to which device of a worker; no memory is taken for it, if that can be."""
+    names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
+    try:
+        model = _built_on("meta", job, len(names))
+    except JobError:  # it reads a file, say, or computes with its own numbers
+        model = _built_on("cpu", job, len(names))
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
+    found = blocks_of(job, model, len(names))
+    return [{**block._asdict(), "device": names[block.device]} for block in found]
+
+
+def _parts_of(model: nn.Module) -> list[str]:
+    if not isinstance(model, nn.Sequential):
+        raise JobError(
+            f"split: auto splits a torch.nn.Sequential; the model is a {type(model).__qualname__}: name its blocks, "
+            "in the order in which they run, as blocks: [...]"
+        )
+    return [name for name, _ in model.named_children()]
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(one.nbytes for one in [*module.parameters(), *module.buffers()])
+
+
+def _check_shared(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """A parameter that stands in several places has one device, so these must be one part."""
+    seen: dict[int, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        here = next((block.device for block in blocks if f"{name}.".startswith(f"{block.name}.")), 0)
+        other, there = seen.setdefault(id(parameter), (name, here))
+        if here != there:
+            raise JobError(
+                f"split: {other} and {name} are the same parameter, which cannot be on device {there} and on "
+                f"device {here}; name blocks that hold both"
+            )
+
+
+def spread(job: Job, model: nn.Module, given: Sequence[torch.device]) -> nn.Module:
+    """Put the model's blocks on the devices, in place, and have what reaches them moved there.
+
+    What lies outside the blocks stays on the first device.
+    """
+    blocks = blocks_of(job, model, len(given))
+    place_of = {block.name: given[block.device] for block in blocks}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise JobError(
+                f"split: {name or 'the model'} is a TorchScript module, which takes no hooks to be split by"
+            )
+        if name in place_of:
+            module.to(place_of[name])
+            _move_inputs(module, place_of[name])
+        elif not any(name.startswith(f"{block}.") for block in place_of) and _has_own(module):
+            for own in [*module._parameters.values(), *module._buffers.values()]:
+                if own is not None:
+                    own.data = own.data.to(given[0])
+            _move_inputs(module, given[0])
+    return model
+
+
+def _has_own(module: nn.Module) -> bool:
+    return any(one is not None for one in [*module._parameters.values(), *module._buffers.values()])
+
+
+def _move_inputs(module: nn.Module, device: torch.device) -> None:
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
+            return (move(args[0]),), kwargs
+        return map_leaves(move, args), map_leaves(move, kwargs)
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+_MIXED = (
+    re.compile(r"at least two devices, (?P<one>[\w:]+)[^,]*(?:,| and) (?P<two>[\w:]+)"),
+    re.compile(r"on device (?P<two>[\w:]+) is not on the expected device (?P<one>[\w:]+)"),
+    re.compile(r"is on (?P<one>[\w:]+),? (?:but|different from).* (?P<two>(?:cpu|cuda|meta|xpu|mps)[\w:]*)"),
+)
+
+
+def mixed_devices(model: nn.Module, error: BaseException) -> str:
+    """What to say of an error that comes from tensors on two devices: which, and in which module; else nothing."""
+    found = next((match for pattern in _MIXED if (match := pattern.search(str(error)))), None)
+    if found is None:
+        return ""
+    where = _innermost(model, error)
+    name = f"module {where!r}" if where else "the model's own forward"
+    one, two = found["one"].rstrip(":"), found["two"].rstrip(":")
+    return f"; {name} got tensors on two devices, {one} and {two}: move them in forward, as in x.to(device)"
+
+
+def _innermost(model: nn.Module, error: BaseException) -> str:
+    """The name of the module in whose forward the error arose; "" for the model itself."""
+    names = {id(module): name.removeprefix("_orig_mod.") for name, module in model.named_modules()}
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        where = names.get(id(trace.tb_frame.f_locals.get("self")), where)
+        trace = trace.tb_next
+    return where
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown}, ... ({len(names)} in all)"

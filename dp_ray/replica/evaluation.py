@@ -1,0 +1,197 @@
+"""Evaluation: means over a whole dataset, each sample once, the same bits on any number of workers."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job, Target
+from dp_ray.plan.split import Shard
+from dp_ray.plan.work import Work
+from dp_ray.replica.buffers import UnchangedBuffers
+from dp_ray.replica.data import Indices
+from dp_ray.replica.model import autocast, evaluating
+from dp_ray.replica.rng import ForwardSeeds
+from dp_ray.replica.step import Metrics, Step, StepOutput, as_row, run_step
+from dp_ray.replica.targets import bound, build, resolve
+from dp_ray.replica.user_code import at, got, raising
+
+
+def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
+    """The job's metrics: functions of (outputs, target), and torchmetrics' own, which keep a state."""
+    functions: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    for name, given in job.metrics.items():
+        made = _make(f"metrics.{name}", given)
+        (states if keeps_state(made) else functions)[name] = made
+    return Metrics(functions, job.batch_dim), states
+
+
+def _make(where: str, given: Any) -> Any:
+    if not isinstance(given, Target):
+        return given
+    found = resolve(where, given)
+    made = build(where, given) if isinstance(found, type) else bound(where, given)
+    if not callable(made):
+        raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
+    return made
+
+
+def check_watched(job: Job, states: Mapping[str, Any]) -> None:
+    """JobError where the job watches an element of a metric that is a function, and so one number."""
+    for where, name in job.watched.items():
+        if name not in job.eval_names and not set(job.owners(name)) & states.keys():
+            raise JobError(
+                f"{where}: eval measures {', '.join(job.eval_names)}, and of a metric with a state each element by "
+                f"its name, like eval_recall_0; got {name!r}"
+            )
+
+
+def check_measured(job: Job, measured: Mapping[str, float]) -> None:
+    """JobError where the job watches what an evaluation has not measured."""
+    for where, name in job.watched.items():
+        if name not in measured:
+            raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
+
+
+def keeps_state(made: Any) -> bool:
+    """Whether a metric, or its class, is one of torchmetrics' kind."""
+    return all(hasattr(made, name) for name in ("update", "compute", "merge_state", "reset"))
+
+
+def unmeasured(job: Job) -> Iterator[str]:
+    """Lines on the metrics of a training that nothing measures."""
+    if job.task != "train" or job.eval is not None:
+        return
+    for name, given in job.metrics.items():
+        found = resolve(f"metrics.{name}", given) if isinstance(given, Target) else given
+        if keeps_state(found):
+            only = "is measured over a whole dataset, so by evaluations only"
+            yield f"metrics.{name}: {only}, and there are none: set eval"
+
+
+class Evaluation:
+    """Sums of one worker's shards, each shard's by itself, so that who ran it makes no difference."""
+
+    def __init__(
+        self, job: Job, step: Step, measures: Metrics, states: Mapping[str, Any], device: torch.device
+    ) -> None:
+        self.job = job
+        self._step = step
+        self._measures = measures
+        self._states = {name: metric.to(device) for name, metric in states.items()}
+        self._device = device
+        has_loss = job.loss is not None or job.step is not None
+        self._names = measures.names(has_loss)
+        self._has_loss = has_loss
+
+    @torch.no_grad()
+    def run(
+        self,
+        model: nn.Module,
+        work: Work,
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: Callable[[Shard, Any, StepOutput], None] = lambda *_: None,
+        on_step: Callable[[int], None] = lambda _: None,
+    ) -> dict[str, float]:
+        """The mean of the loss and of each metric over all samples, on every rank; every rank calls this."""
+        with evaluating(model) as buffers:
+            return self._run(model, work, batches, on_shard, on_step, buffers)
+
+    def _run(
+        self,
+        model: nn.Module,
+        work: Work,
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: Callable[[Shard, Any, StepOutput], None],
+        on_step: Callable[[int], None],
+        buffers: UnchangedBuffers,
+    ) -> dict[str, float]:
+        seeds = ForwardSeeds(self.job.seed, model, self._device)
+        sums = torch.zeros(work.split.shards, 2 * len(self._names), dtype=torch.float64, device=self._device)
+        kept: dict[int, dict[str, Any]] = {}
+        for step, shards in work:
+            for shard in shards:
+                _, batch = next(batches)
+                seeds.begin(shard)
+                with at(f"evaluation step {shard.step}, shard {shard.shard}"):
+                    step_output, row = self._shard(model, shard, batch)
+                    buffers.restore()
+                    if row is not None:
+                        sums[shard.shard] += row
+                    for name, metric in self._states.items():
+                        own = kept.setdefault(shard.shard, {})
+                        self._update(name, own.setdefault(name, copy.deepcopy(metric)), step_output)
+                on_shard(shard, batch, step_output)
+            on_step(step)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        totals = sums.sum(0).tolist()
+        means = {name: _mean(*totals[2 * at : 2 * at + 2]) for at, name in enumerate(self._names)}
+        computed = self._computed(kept)
+        if twice := means.keys() & computed.keys():
+            raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
+        return {**means, **computed}
+
+    def _shard(self, model: nn.Module, shard: Shard, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
+        with autocast(self.job.precision, self._device):
+            step_output = run_step(self._step, model, batch)
+            loss = [self._measures.loss(step_output, shard.rows)] if self._has_loss else []
+            measured = [*loss, *self._measures(step_output, shard.rows)]
+        return step_output, as_row(measured, self._device) if measured else None
+
+    def _update(self, name: str, metric: Any, step_output: StepOutput) -> None:
+        with raising(f"metrics.{name}", lambda _: got(step_output.outputs, step_output.target)):
+            if isinstance(step_output.outputs, torch.Tensor):
+                metric.to(step_output.outputs.device)
+            metric.update(step_output.outputs, step_output.target)
+
+    def _computed(self, kept: dict[int, dict[str, Any]]) -> dict[str, float]:
+        """What metrics with a state come to: the shards' states merged in the order of the shards."""
+        if not self._states:
+            return {}
+        everybodys = [kept]
+        if dist.is_initialized():
+            everybodys = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everybodys, {shard: _on_cpu(own) for shard, own in kept.items()})
+        by_shard = {shard: own for theirs in everybodys for shard, own in theirs.items()}
+        measured: dict[str, float] = {}
+        for name in self._states:
+            first, *others = [by_shard[shard][name] for shard in sorted(by_shard)]
+            for other in others:
+                first.merge_state(other)
+            found = self._numbers_of(name, first)
+            if twice := measured.keys() & found.keys():
+                raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")
+            measured.update(found)
+        return measured
+
+    def _numbers_of(self, name: str, metric: Any) -> dict[str, float]:
+        with raising(f"metrics.{name}.compute"):
+            return _numbers(name, metric.compute())
+
+
+def _on_cpu(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: metric.cpu() for name, metric in own.items()}
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else float("nan")
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """A metric's value as numbers: a mapping's by its keys, a vector's and a tuple's by their places."""
+    if isinstance(value, tuple | list):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return {
+            inner: number for key, one in value.items() for inner, number in _numbers(f"{name}_{key}", one).items()
+        }
+    values = torch.as_tensor(value).double()
+    if values.ndim == 0:
+        return {name: float(values)}
+    return {f"{name}_{place}": number for place, number in enumerate(values.reshape(-1).tolist())}

@@ -1,0 +1,167 @@
+"""Optimizer, scheduler and scaler of a training."""
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import get_total_norm
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dp_ray.errors import JobError, ModelError
+from dp_ray.job import Job, Optimizer, Scheduler
+from dp_ray.replica.targets import bind, check_gives
+from dp_ray.replica.user_code import raising
+from dp_ray.tensors.layout import is_dense, laid_out, overlaps
+
+
+def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the model's trainable parameters, in groups as the job says."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not named:
+        raise JobError("model: has no parameter that requires a gradient, there is nothing to train")
+    for name, parameter in named.items():
+        if is_lazy(parameter):
+            raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
+        if overlaps(parameter):
+            raise ModelError(f"{name} is an expanded tensor, whose elements no optimizer can update: clone() it")
+    if isinstance(given, torch.optim.Optimizer):
+        raise JobError(
+            "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
+            "give a function of the parameters, like functools.partial(torch.optim.AdamW, lr=0.001)"
+        )
+    if isinstance(given, Optimizer):
+        made = bind("optimizer", given, leading=1)(_groups(given, named))
+    else:
+        made = _called("optimizer", given, list(named.values()))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(made).__qualname__}")
+    check_optimizer(type(made))
+    return made
+
+
+def check_optimizer(found: Any) -> None:
+    """Raise JobError where a class is no optimizer's, or computes the loss several times in a step, as LBFGS does."""
+    check_gives("optimizer", found, torch.optim.Optimizer, "torch.optim.Optimizer")
+    if not inspect.isclass(found) or not issubclass(found, torch.optim.Optimizer):
+        return
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise JobError(
+            f"optimizer: {found.__qualname__} computes the loss several times in a step, by a closure; "
+            "take an optimizer whose step() needs none"
+        )
+
+
+def _groups(given: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
+    if not given.groups:
+        return list(named.values())
+    found: list[list[nn.Parameter]] = [[] for _ in given.groups]
+    rest: list[nn.Parameter] = []
+    for name, parameter in named.items():
+        matching = [mine for group, mine in zip(given.groups, found, strict=True) if re.search(group.match, name)]
+        (matching[0] if matching else rest).append(parameter)
+    for group, mine in zip(given.groups, found, strict=True):
+        if not mine:
+            raise JobError(
+                f"optimizer.groups: {group.match!r} matches no trainable parameter that is left; there are "
+                f"{', '.join(list(named)[:8])}{' ...' * (len(named) > 8)}"
+            )
+    groups = [{"params": mine, **group.args} for group, mine in zip(given.groups, found, strict=True)]
+    return [*groups, *([{"params": rest}] if rest else [])]
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state_dict so that each tensor has the dtype that it was kept with, and lies as its parameter does.
+
+    torch casts them to the parameter's dtype, and leaves the strides that they were read with: kernels that take a
+    parameter and its state together (`fused`) would pair wrong elements.
+    """
+    optimizer.load_state_dict(state)
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    for number, kept in (state.get("state") or {}).items():
+        loaded = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
+        if loaded is None or not isinstance(kept, dict):
+            continue
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor) and isinstance(loaded.get(name), torch.Tensor):
+                loaded[name] = _as_kept(value, loaded[name].device, parameters[number])
+
+
+def _as_kept(value: torch.Tensor, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
+    moved = value.to(device)
+    if value.layout is torch.strided and value.shape == parameter.shape and is_dense(parameter):
+        return laid_out(moved, parameter.stride())
+    return moved
+
+
+class Schedule:
+    """The job's scheduler, or none, stepped as the job says."""
+
+    def __init__(self, given: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._per = given.per if isinstance(given, Scheduler) else "step"
+        self.metric = (given.metric if isinstance(given, Scheduler) else None) or "loss"
+        self.scheduler: Any = None
+        if isinstance(given, Scheduler):
+            self.scheduler = bind("scheduler", given, leading=1)(optimizer)
+        elif given is not None:
+            self.scheduler = _called("scheduler", given, optimizer)
+        if self.scheduler is not None and not hasattr(self.scheduler, "step"):
+            raise JobError(f"scheduler: must give what has a step(), got {type(self.scheduler).__qualname__}")
+        if self.watches and self._per != "epoch":
+            raise JobError("scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch")
+
+    @property
+    def watches(self) -> bool:
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def after_step(self) -> None:
+        if self.scheduler is not None and self._per == "step":
+            self.scheduler.step()
+
+    def after_epoch(self, measured: dict[str, float]) -> None:
+        """`measured` holds the epoch's mean loss and what was last evaluated."""
+        if self.scheduler is None or self._per != "epoch":
+            return
+        if not self.watches:
+            self.scheduler.step()
+        elif self.metric not in measured:
+            raise JobError(
+                f"scheduler.metric: {self.metric} was not measured by the end of the epoch; evaluate by then"
+            )
+        else:
+            self.scheduler.step(measured[self.metric])
+
+
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients together, taken in fp32 or wider."""
+    if any(one.dtype in (torch.float16, torch.bfloat16) for one in gradients):
+        first = gradients[0].device
+        norms = [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)).to(first) for one in gradients]
+        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.double() for one in norms])).float()
+        return whole
+    return get_total_norm(gradients)
+
+
+def scale_by(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply the gradients by a number that may still be on its way on a device."""
+    for device, dtype in {(one.device, one.dtype) for one in gradients}:
+        here = [one for one in gradients if (one.device, one.dtype) == (device, dtype)]
+        torch._foreach_mul_(here, factor.to(device, _wide(dtype)))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def build_scaler(job: Job, device: torch.device) -> torch.amp.GradScaler | None:
+    """The loss scaler of fp16; it looks at reduced gradients, so all ranks agree on every step it skips."""
+    return torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
+
+
+def _called(key: str, function: Any, first: Any) -> Any:
+    with raising(key, kind=JobError):
+        return function(first)

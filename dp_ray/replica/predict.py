@@ -1,0 +1,55 @@
+"""The loop of one worker: shard in, outputs out. It knows neither Ray nor files."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.job import Job
+from dp_ray.plan.split import Shard
+from dp_ray.plan.work import Work
+from dp_ray.replica.data import Indices
+from dp_ray.replica.devices import mixed_devices
+from dp_ray.replica.model import autocast, call_model, evaluating
+from dp_ray.replica.rng import ForwardSeeds
+from dp_ray.replica.user_code import raising
+
+
+def predict(
+    model: nn.Module,
+    job: Job,
+    device: torch.device,
+    work: Work,
+    batches: Iterator[tuple[Indices, Any]],
+    on_shard: Callable[[Shard, Indices, Any], None],
+    on_step: Callable[[int], None],
+    goes_on: Callable[[int], bool] = lambda step: True,
+) -> None:
+    """Run the model over each shard of `work`, in eval and inference mode, as long as it `goes_on` before a step.
+
+    `batches` gives the shards' sample indices and inputs in the order of `work`; `on_shard` takes each shard with
+    its indices and outputs, `on_step` each step that is through, also one in which this worker has no rows.
+    Raises ModelError, naming step and shard, where the model raises.
+    """
+    seeds = ForwardSeeds(job.seed, model, device)
+    with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
+        for step, shards in work:
+            if shards and not goes_on(step):
+                return
+            for shard in shards:
+                indices, inputs = next(batches)
+                seeds.begin(shard)
+                on_shard(shard, indices, _forward(model, inputs, job.call, shard))
+                buffers.restore()
+            on_step(step)
+
+
+def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
+    def hint(error: BaseException) -> str:
+        mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
+        one_dict = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
+        return one_dict * mistaken + mixed_devices(model, error)
+
+    with raising(f"step {shard.step}, shard {shard.shard}: model", hint):
+        return call_model(model, inputs, call)

@@ -1,0 +1,275 @@
+"""Shard gradients to the whole batch's gradient, the same bits on any number of workers.
+
+Every shard's gradient is a leaf of the fixed tree of `plan.tree`. A worker adds its own shards as the tree does,
+while it runs them; then DDP's buckets, each as soon as its gradients are there, are exchanged by a communication
+hook that goes on with the same tree:
+
+- two workers: each has one half of the tree, and a sum of two is the same bits either way round: an all-reduce;
+- otherwise: rank r owns slice r of the bucket. An all-to-all brings it that slice of every worker's nodes, it adds
+  them up as the tree does, and an all-gather hands the sums out.
+
+Bytes that one of W workers sends, for a bucket of B bytes: a ring's all-reduce 2 (W-1)/W B; here the same where each
+worker's shards are one node of the tree (2 and 4 workers, and where W is a power of two that divides the shards), and
+(1 + m) (W-1)/W B where they are m nodes, of which there are at most 2 log2(shards).
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+
+from dp_ray.plan.reduction_tree import Node, fold, leaf_pairs, nodes, parents
+from dp_ray.plan.split import worker_shards
+from dp_ray.tensors.layout import is_dense
+
+Gradients = list[torch.Tensor | None]
+
+
+def add(left: Gradients, right: Gradients) -> Gradients:
+    """Add `left` onto `right`, in place; a parameter without a gradient counts nothing."""
+    pairs = [(one, two) for one, two in zip(left, right, strict=True) if one is not None and two is not None]
+    if pairs:
+        torch._foreach_add_([two for _, two in pairs], [one for one, _ in pairs])
+    return [one if two is None else two for one, two in zip(left, right, strict=True)]
+
+
+class ShardSums:
+    """The sums of one worker's shards, over as few nodes of the tree as they make up.
+
+    The gradients of two shards that are one node are added by autograd itself, as it makes the second one's.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], shards: int) -> None:
+        self.parameters = parameters
+        self.root: Node = (0, shards)
+        self.held: dict[Node, Gradients] = {}
+        self._parents = parents(self.root)
+        self._pairs = leaf_pairs(self.root)
+
+    def leaves(self, shards: Sequence[int]) -> list[Node]:
+        """The nodes of one or two shards in which the gradients of `shards` appear, one after the other."""
+        made: list[Node] = []
+        for shard in shards:
+            if made and made[-1] == (shard - 1, shard) and (shard - 1, shard + 1) in self._pairs:
+                made[-1] = (shard - 1, shard + 1)
+            else:
+                made.append((shard, shard + 1))
+        return made
+
+    def take(self, node: Node) -> None:
+        """Move the parameters' gradients, those of a node's shards, into the sums."""
+        sums = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        while node in self._parents:
+            above = self._parents[node]
+            left = (above[0], node[0])
+            if left not in self.held:
+                break
+            node, sums = above, add(self.held.pop(left), sums)
+        self.held[node] = sums
+
+    def stand_in(self) -> None:
+        """Give parameters that only earlier shards used a gradient that adds nothing.
+
+        DDP remembers that they were used, and fails if it finds no gradient in the last shard's backward.
+        """
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is None and any(sums[number] is not None for sums in self.held.values()):
+                parameter.grad = zeros_that_add_nothing(parameter.detach())
+
+    def finish(self) -> None:
+        """The sum over all shards becomes the parameters' gradients: where one worker has them all."""
+        sums = fold(self.held, self.root, add) or [None] * len(self.parameters)
+        for parameter, gradient in zip(self.parameters, sums, strict=True):
+            parameter.grad = gradient
+        self.held = {}
+
+
+class TreeReducer:
+    """The communication hook of DDP that sums buckets over the workers as the tree says."""
+
+    def __init__(self, sums: ShardSums, world_size: int, rank: int) -> None:
+        self.saw_last = False
+        self._sums = sums
+        self._root = sums.root
+        self._world_size = world_size
+        self._rank = rank
+        self._number = {id(parameter): number for number, parameter in enumerate(sums.parameters)}
+        self._layouts = {id(one): _layout(one) for one in sums.parameters}
+        self._nodes: list[list[Node]] = []
+        self._plans: dict[int, list[list[Node]]] = {}
+        self._last: Node | None = None
+        # Its collectives are issued from a thread, so they need a group, and an order, of their own.
+        self._group = dist.new_group() if world_size > 2 else None
+        self._thread = ThreadPoolExecutor(1, "reduce")
+        self._streams: dict[
+            torch.device, torch.cuda.Stream
+        ] = {}  # a bucket lies on one GPU, a model maybe on several
+
+    def begin(self, filled: int, last: Node | None) -> None:
+        """A step in which the first `filled` shards have rows; `last` are this worker's last ones, reduced as run."""
+        self.saw_last = False
+        self._last = last
+        if filled not in self._plans:
+            self._plans[filled] = self._plan(filled)
+        self._nodes = self._plans[filled]
+
+    def _plan(self, filled: int) -> list[list[Node]]:
+        """The nodes with rows that each worker has, which everybody knows."""
+        return [
+            [
+                node
+                for node in nodes(worker_shards(self._root[1], self._world_size, rank), self._root)
+                if node[0] < filled
+            ]
+            for rank in range(self._world_size)
+        ]
+
+    def close(self) -> None:
+        # The group ends with the process's others: a peer may still be reading the last exchange.
+        self._thread.shutdown()
+
+    def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.saw_last = self.saw_last or bucket.is_last()
+        flat, parameters = bucket.buffer(), bucket.parameters()
+        views = self._views(flat, parameters)
+        for view, parameter in zip(views, parameters, strict=True):
+            if parameter.grad is None:  # not used, for which DDP leaves a zero
+                view.zero_().neg_()
+        held = self._held(parameters, views)
+        mine = [fold(held, node, add) for node in self._nodes[self._rank]]
+        if self._world_size == 2:
+            work = dist.all_reduce(flat, async_op=True)
+            return work.get_future().then(_first)  # type: ignore[no-any-return]
+        # The sum in which the last shard is lies in the bucket itself, the others beside it.
+        flats = [flat if sums and sums[0] is views[0] else _laid_out(flat, views, sums or []) for sums in mine]
+        is_on_gpu = flat.device.type == "cuda"
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[flat.device] if is_on_gpu else None
+        )
+        ready = torch.cuda.current_stream(flat.device).record_event() if is_on_gpu else None
+        self._thread.submit(self._complete, future, flat, flats, ready)
+        return future
+
+    def _stream(self, device: torch.device) -> "torch.cuda.Stream":
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _views(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A bucket's gradients as DDP lays them out: with the parameter's strides, where these leave no gaps.
+
+        `bucket.gradients()` shows the same memory as if all of it were contiguous, and real.
+        """
+        numbers = _numbers(flat, parameters[0])
+        views, offset = [], numbers.storage_offset()
+        for parameter in parameters:
+            size, strides = self._layouts.get(id(parameter)) or _layout(parameter)
+            views.append(numbers.as_strided(size, strides, offset))
+            offset += parameter.numel()
+        return views
+
+    def _held(self, parameters: Sequence[torch.Tensor], views: list[torch.Tensor]) -> dict[Node, Gradients]:
+        """This worker's sums of the bucket's parameters; those of the last shard are the bucket itself."""
+        numbers = [self._number.get(id(parameter)) for parameter in parameters]
+        held: dict[Node, Gradients] = {
+            node: [None if number is None else sums[number] for number in numbers]
+            for node, sums in self._sums.held.items()
+        }
+        if self._last is not None:
+            held[self._last] = list(views)
+        return held
+
+    def _complete(self, future: Any, flat: torch.Tensor, flats: list[torch.Tensor], ready: Any) -> None:
+        try:
+            if ready is None:
+                future.set_result(self._exchange(flat, flats))
+                return
+            stream = self._stream(flat.device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                for one in flats:
+                    one.record_stream(stream)  # the backward must not have their memory before they are sent
+                future.set_result(self._exchange(flat, flats))
+        except Exception as error:  # raised again by whoever waits for the bucket
+            future.set_exception(error)
+
+    def _exchange(self, flat: torch.Tensor, flats: list[torch.Tensor]) -> torch.Tensor:
+        """Sum slice `rank` of all workers' nodes here, and get the other slices' sums."""
+        size = -(-flat.numel() // self._world_size)
+        sent = flat.new_zeros(len(flats), self._world_size * size)
+        for row, one in zip(sent, flats, strict=True):
+            row[: one.numel()] = one
+        by_owner = sent.view(len(flats), self._world_size, size).transpose(0, 1).contiguous()
+        counts = [len(theirs) * size for theirs in self._nodes]
+        received = flat.new_empty(sum(counts))
+        per_owner = [len(flats) * size] * self._world_size
+        dist.all_to_all_single(received, by_owner.view(-1), counts, per_owner, group=self._group)
+        owners = [node for theirs in self._nodes for node in theirs]
+        slices = {node: [one] for node, one in zip(owners, received.view(-1, size), strict=True)}
+        summed = fold(slices, self._root, _add_slices)
+        assert summed is not None, "every step has rows"
+        whole = flat.new_empty(self._world_size * size)
+        dist.all_gather(list(whole.view(self._world_size, size)), summed[0], group=self._group)
+        return flat.copy_(whole[: flat.numel()])
+
+
+def _add_slices(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [right[0].add_(left[0])]
+
+
+def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]
+
+
+def _laid_out(flat: torch.Tensor, views: list[torch.Tensor], gradients: Gradients) -> torch.Tensor:
+    """Gradients in a buffer of their own, each where its parameter has its place in the bucket."""
+    made = zeros_that_add_nothing(flat)
+    numbers, start = _numbers(made, views[0]), views[0].storage_offset()
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is not None:
+            numbers.as_strided(view.size(), view.stride(), view.storage_offset() - start).copy_(gradient)
+    return made
+
+
+def _layout(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """Size and strides of a parameter's gradient in its bucket."""
+    like = parameter.detach() if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
+    return like.size(), like.stride()
+
+
+def _numbers(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A bucket's memory as the numbers that it holds: DDP shows complex ones as pairs of real ones."""
+    return torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat
+
+
+class SumReducer:
+    """The communication hook of DDP's own all-reduce, as a sum: what is averaged is the whole batch's loss."""
+
+    def __init__(self) -> None:
+        self.saw_last = False
+
+    def begin(self, filled: int, last: Node | None) -> None:
+        self.saw_last = False
+
+    def close(self) -> None:
+        pass
+
+    def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.saw_last = self.saw_last or bucket.is_last()
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(_first)  # type: ignore[no-any-return]
+
+
+Reducer = TreeReducer | SumReducer
+Hook = Callable[[object, Any], torch.futures.Future[torch.Tensor]]
+
+
+def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:
+    """Zeros with a minus sign: x + -0 is x to the bit, but -0 + 0 is 0."""
+    return torch.zeros_like(like).neg_()

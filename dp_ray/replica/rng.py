@@ -1,0 +1,111 @@
+"""Random numbers keyed by what they are drawn for: a sample's augmentations, a shard's dropout.
+
+Three global generators count, Python's, numpy's and torch's, and those that a dataset or a module of the model holds
+as an attribute. A generator that is kept elsewhere cannot be known here.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from dp_ray.plan.seeds import derive_seed
+from dp_ray.plan.split import Shard
+
+Draws = tuple[float, float, float]
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+def seed_all(number: int, device: torch.device | None = None) -> None:
+    """Seed the global generators; with a `device` to compute on also those of this process's GPUs."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
+    if device is not None and (device.type == "cuda" or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(number)
+
+
+def has_drawn(number: int) -> bool:
+    """Whether torch's generator has been drawn from since `seed_all(number)`."""
+    return not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(number).get_state())
+
+
+def own_generators(owner: Any) -> list[Generator]:
+    """The generators that are attributes of an object, of a module's parts, or of the dataset that one wraps."""
+    owners = list(owner.modules()) if isinstance(owner, nn.Module) else _wrapped(owner)
+    values = (value for one in owners for value in getattr(one, "__dict__", {}).values())
+    return list({id(value): value for value in values if isinstance(value, Generator)}.values())
+
+
+def _wrapped(dataset: Any) -> list[Any]:
+    found: list[Any] = []
+    while dataset is not None and all(dataset is not one for one in found):
+        found.append(dataset)
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")
+    return found
+
+
+def seed_own(generators: list[Generator], number: int) -> None:
+    """Seed each generator for itself, so that no two draw the same numbers."""
+    for place, one in enumerate(generators):
+        seed = derive_seed(number, "generator", place)
+        if isinstance(one, torch.Generator):
+            one.manual_seed(seed)
+        elif isinstance(one, np.random.Generator):
+            fresh: Any = type(one.bit_generator)
+            one.bit_generator.state = fresh(seed).state
+        else:
+            one.seed(seed % 2**32)
+
+
+class ForwardSeeds:
+    """Seeds all that a shard's forward may draw from, with a number for (seed, epoch, step, shard)."""
+
+    def __init__(self, seed: int, model: nn.Module, device: torch.device) -> None:
+        self._seed = seed
+        self._device = device
+        self._own = own_generators(model)
+
+    def begin(self, shard: Shard) -> None:
+        number = derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard)
+        seed_all(number, self._device)
+        seed_own(self._own, number)
+
+
+class RngProbe:
+    """Tells whether anything was drawn since the generators were seeded, for less than it costs to seed them."""
+
+    def __init__(self) -> None:
+        self._undrawn: Draws | None = None
+
+    def begin(self) -> None:
+        if self._undrawn is None:  # not sooner: the default dtype may change
+            seed_all(0)
+            self._undrawn = _draw()
+        seed_all(0)
+
+    def is_broken(self) -> bool:
+        """Whether a generator is further than `begin` left it: then its next number is another one."""
+        return _draw() != self._undrawn
+
+
+def _draw() -> Draws:
+    return random.random(), float(np.random.random_sample()), float(torch.rand(()))
+
+
+@contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Give the process its generators back as they were: it may be a user's own."""
+    before = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])

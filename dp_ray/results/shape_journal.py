@@ -1,0 +1,71 @@
+"""Shape reports kept while a run goes on, in pieces that are whole: what a killed driver knew of the steps done."""
+
+import re
+from contextlib import suppress
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.errors import StorageError
+from dp_ray.plan.work import Done
+from dp_ray.replica.world import World
+from dp_ray.results.output_parts import reading
+from dp_ray.results.shape_recorder import Run
+from dp_ray.results.shape_reports import ROWS_IN_A_GROUP, Collector, read_runs, table_of
+from dp_ray.results.shapes import Seen
+from dp_ray.storage import Storage
+
+REPORTS = "reports"
+PIECE = re.compile(r"piece-(\d+)\.parquet")
+PENDING = "pending.parquet"
+
+
+class Journal:
+    """Writes what was reported since the last piece, whenever steps are about to be committed.
+
+    Those that are not in order yet, of workers ahead of others, stand in a file that is replaced each time.
+    """
+
+    def __init__(self, folder: Storage) -> None:
+        self._folder = folder
+        self._next = max(_numbers(folder), default=-1) + 1
+        self._blocks: list[pa.Table] = []
+
+    def add(self, block: pa.Table) -> None:
+        """Take reports that are in order."""
+        self._blocks.append(block)
+        if sum(map(len, self._blocks)) >= ROWS_IN_A_GROUP:
+            self._write_piece()
+
+    def save(self, collector: Collector) -> None:
+        """Write all that is known."""
+        self._write_piece()
+        pending = collector.pending()
+        if pending is not None:
+            self._write(PENDING, table_of(collector, pending))
+
+    def _write_piece(self) -> None:
+        blocks, self._blocks = self._blocks, []
+        if blocks:
+            self._write(f"piece-{self._next}.parquet", pa.concat_tables(blocks).unify_dictionaries())
+            self._next += 1
+
+    def _write(self, name: str, table: pa.Table) -> None:
+        with suppress(StorageError):  # a disk that is full is for those to tell who keep what counts
+            self._folder.create()
+            with self._folder.writing(name) as stream:
+                pq.write_table(table, stream)
+
+
+def read_journal(folder: Storage, done: Done) -> list[tuple[World, Seen, Run]]:
+    """The reports of the steps and shards that are done, as runs."""
+    names = [f"piece-{number}.parquet" for number in _numbers(folder)]
+    runs: list[tuple[World, Seen, Run]] = []
+    for name in [*names, *([PENDING] if folder.exists(PENDING) else [])]:
+        with reading(folder, name) as file:
+            runs += read_runs(file, done)
+    return runs
+
+
+def _numbers(folder: Storage) -> list[int]:
+    return sorted(int(match[1]) for match in map(PIECE.fullmatch, folder.names()) if match)

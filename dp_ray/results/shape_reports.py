@@ -1,0 +1,303 @@
+"""The driver's side of the shape reports: put in order, passed on as they are complete, kept as Parquet.
+
+Each step is passed on once all workers are through with it, so that memory does not grow with the steps.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from dp_ray.plan.split import Shard
+from dp_ray.plan.work import Done
+from dp_ray.replica.world import World
+from dp_ray.results.shape_recorder import Report, Run
+from dp_ray.results.shapes import Seen, ShardReport, decode_sizes
+
+ROWS_IN_A_GROUP = 1 << 16
+PENDING_RUNS = 1 << 12  # runs of one worker held with exact times; further ahead of the others, with averages
+
+
+class Rows(NamedTuple):
+    """Shard reports in columns, ordered by step and shard; `seen` and `world` index into Collector's lists."""
+
+    step: np.ndarray[Any, np.dtype[np.int64]]
+    shard: np.ndarray[Any, np.dtype[np.int32]]
+    world: np.ndarray[Any, np.dtype[np.int32]]
+    seen: np.ndarray[Any, np.dtype[np.int32]]
+    milliseconds: np.ndarray[Any, np.dtype[np.float32]]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def where(self, keep: np.ndarray[Any, np.dtype[Any]]) -> "Rows":
+        """The rows of a mask or at positions."""
+        return Rows(self.step[keep], self.shard[keep], self.world[keep], self.seen[keep], self.milliseconds[keep])
+
+
+class Collector:
+    """Puts the workers' reports in order: a step is passed on once every worker is through with it.
+
+    A step that a later attempt runs again is passed on once. `on_rows` gets each ordered block; its `seen`
+    and `world` columns are positions in `Collector.seen` and `Collector.worlds`.
+    """
+
+    def __init__(self, on_rows: Callable[["Collector", Rows], None]) -> None:
+        self.seen: list[Seen] = []
+        self.worlds: list[World] = []
+        self._on_rows = on_rows
+        self._emitted = -1
+        self._through: dict[int, int] = {}
+        self._workers: dict[int, int] = {}
+        self._pending: dict[int, deque[Run]] = {}
+        self._limit: dict[int, int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._known: dict[Seen, int] = {}
+
+    def begin(self, worlds: Sequence[World]) -> None:
+        """A new attempt starts with these workers; what the last one's reported is kept."""
+        self._through = {world.rank: -1 for world in worlds}
+        for world in worlds:
+            self._workers[world.rank] = self._join(world)
+
+    def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
+        """Take in what an earlier run of the job reported, of workers that are gone, ordered by first step."""
+        gone: dict[World, int] = {}
+        for world, seen, run in runs:
+            if world not in gone:
+                gone[world] = self._join(world)
+            self._pending[gone[world]].append(run._replace(seen=self._number(seen)))
+
+    def _join(self, world: World) -> int:
+        worker = len(self.worlds)
+        self.worlds.append(world)
+        self._pending[worker] = deque()
+        self._limit[worker] = PENDING_RUNS
+        return worker
+
+    def _number(self, seen: Seen) -> int:
+        if seen not in self._known:
+            self._known[seen] = len(self.seen)
+            self.seen.append(seen)
+        return self._known[seen]
+
+    def take(self, report: Report) -> None:
+        rank = report.world.rank
+        worker = self._workers[rank]
+        for number, seen in report.seen.items():
+            self._numbers[worker, number] = self._number(seen)
+        pending = self._pending[worker]
+        pending.extend(run._replace(seen=self._numbers[worker, run.seen]) for run in report.runs)
+        if len(pending) > self._limit[worker]:
+            self._bound(worker)
+        self._through[rank] = report.through
+
+    def rows_of(self, rank: int, run: Run) -> int:
+        """Rows of a run that `rank` of the current attempt has reported."""
+        return run.num_steps * self.seen[self._numbers[self._workers[rank], run.seen]].rows
+
+    def emit(self) -> None:
+        """Pass on all steps that every worker is through with."""
+        ready = min(self._through.values(), default=-1)
+        if ready > self._emitted:
+            self._emit(ready)
+            self._emitted = ready
+
+    def pending(self) -> Rows | None:
+        """What was reported and not passed on yet, if anything; it stays."""
+        held = [(worker, run) for worker, pending in self._pending.items() for run in pending]
+        if not held:
+            return None
+        rows = _expand(held)
+        return rows.where(rows.step > self._emitted)
+
+    def close(self) -> None:
+        """Pass on everything, also steps that some worker never came through."""
+        self._emit(1 << 62)
+
+    def _emit(self, through: int) -> None:
+        taken = [
+            (worker, run) for worker, pending in self._pending.items() for run in _take_through(pending, through)
+        ]
+        if not taken:
+            return
+        rows = _expand(taken)
+        fresh = rows.step > self._emitted
+        if not fresh.all():
+            rows = rows.where(fresh)
+        if len(rows):
+            self._on_rows(self, rows)
+
+    def _bound(self, worker: int) -> None:
+        """Average the times of a worker that is far ahead of the others."""
+        self._pending[worker] = _fold(self._pending[worker])
+        self._limit[worker] = max(PENDING_RUNS, 2 * len(self._pending[worker]))
+
+
+def _take_through(pending: deque[Run], through: int) -> list[Run]:
+    """Remove and return the runs' steps up to `through`; runs are ordered by their first step."""
+    taken: list[Run] = []
+    later: list[Run] = []
+    while pending and pending[0].first_step <= through:
+        early, rest = _split_run(pending.popleft(), through + 1)
+        taken.append(early)
+        if rest:
+            later.append(rest)
+    pending.extendleft(reversed(later))
+    return taken
+
+
+class ReportFile:
+    """Shard reports as a Parquet file of one row each, written by blocks."""
+
+    SCHEMA = pa.schema(
+        [
+            ("step", pa.int64()),
+            ("shard", pa.int32()),
+            ("rank", pa.int32()),
+            ("node", pa.dictionary(pa.int32(), pa.string())),
+            ("device", pa.dictionary(pa.int32(), pa.string())),
+            ("rows", pa.int32()),
+            ("input_size", pa.dictionary(pa.int32(), pa.string())),
+            ("output_size", pa.dictionary(pa.int32(), pa.string())),
+            ("milliseconds", pa.float32()),
+        ]
+    )
+
+    def __init__(self, sink: Any) -> None:
+        self._writer = pq.ParquetWriter(sink, self.SCHEMA)
+        self._blocks: list[pa.Table] = []
+        self._rows = 0
+
+    def write(self, collector: Collector, rows: Rows) -> pa.Table:
+        """Write rows of a collector's; the table that they are."""
+        block = table_of(collector, rows)
+        self._blocks.append(block)
+        self._rows += len(rows)
+        if self._rows >= ROWS_IN_A_GROUP:
+            self._write_group()
+        return block
+
+    def close(self) -> None:
+        if self._blocks:
+            self._write_group()
+        self._writer.close()
+
+    def _write_group(self) -> None:
+        self._writer.write_table(pa.concat_tables(self._blocks).unify_dictionaries().combine_chunks())
+        self._blocks, self._rows = [], 0
+
+
+def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
+    """The shard reports of a file that ReportFile wrote, in the order of step and shard."""
+    decoded: dict[str, Any] = {}
+    for batch in file.iter_batches():
+        for row in batch.to_pylist():
+            for key in ("input_size", "output_size"):
+                text = row[key]
+                if text not in decoded:
+                    decoded[text] = decode_sizes(text)
+                row[key] = decoded[text]
+            yield ShardReport(**row)
+
+
+def read_runs(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, Run]]:
+    """The reports of the steps and shards that are done, as runs, ordered by first step."""
+    runs: list[tuple[World, Seen, int, int, list[float]]] = []
+    last: dict[tuple[World, int], int] = {}
+    for row in (row for batch in file.iter_batches() for row in batch.to_pylist()):
+        step, shard = row["step"], row["shard"]
+        if Shard(step, shard, 0, 0) not in done:
+            continue
+        world = World(rank=row["rank"], node=row["node"], device=torch.device(row["device"]))
+        seen = Seen(row["input_size"], row["output_size"], row["rows"])
+        at = last.get((world, shard), -1)
+        if at >= 0 and runs[at][1] == seen and runs[at][2] + len(runs[at][4]) == step:
+            runs[at][4].append(row["milliseconds"])
+            continue
+        last[world, shard] = len(runs)
+        runs.append((world, seen, step, shard, [row["milliseconds"]]))
+    return [
+        (world, seen, Run(first, len(times), shard, -1, np.array(times, np.float32)))
+        for world, seen, first, shard, times in runs
+    ]
+
+
+def _split_run(run: Run, step: int) -> tuple[Run, Run | None]:
+    """The part of a run before `step`, and the rest."""
+    count = step - run.first_step
+    if count >= run.num_steps:
+        return run, None
+    folded = len(run.milliseconds) == 1
+    early, late = (run.milliseconds,) * 2 if folded else (run.milliseconds[:count], run.milliseconds[count:])
+    return (
+        run._replace(num_steps=count, milliseconds=early),
+        run._replace(first_step=step, num_steps=run.num_steps - count, milliseconds=late),
+    )
+
+
+def _fold(pending: deque[Run]) -> deque[Run]:
+    """The same runs with one mean time each, equal neighbours of a shard joined."""
+    last: dict[int, Run] = {}
+    folded: list[Run] = []
+    for run in pending:
+        before = last.get(run.shard)
+        mean = run.milliseconds.mean(keepdims=True)
+        if before and before.seen == run.seen and before.first_step + before.num_steps == run.first_step:
+            steps = before.num_steps + run.num_steps
+            mean = (before.milliseconds * before.num_steps + mean * run.num_steps) / np.float32(steps)
+            run = before._replace(num_steps=steps)
+        elif before:
+            folded.append(before)
+        last[run.shard] = run._replace(milliseconds=mean)
+    return deque(sorted([*folded, *last.values()], key=lambda run: run.first_step))
+
+
+def _expand(taken: Sequence[tuple[int, Run]]) -> Rows:
+    """One row for each step of each run, ordered, the newest worker's row where a step was run twice."""
+    counts = np.array([run.num_steps for _, run in taken], np.int64)
+    starts = np.cumsum(counts) - counts
+    step = np.arange(counts.sum()) + np.repeat(
+        np.array([run.first_step for _, run in taken], np.int64) - starts, counts
+    )
+    shard = np.repeat(np.array([run.shard for _, run in taken], np.int32), counts)
+    world = np.repeat(np.array([world for world, _ in taken], np.int32), counts)
+    seen = np.repeat(np.array([run.seen for _, run in taken], np.int32), counts)
+    times = [
+        run.milliseconds if len(run.milliseconds) == run.num_steps else np.repeat(run.milliseconds, run.num_steps)
+        for _, run in taken
+    ]
+    order = np.lexsort((shard, step))
+    rows = Rows(step, shard, world, seen, np.concatenate(times)).where(order)
+    repeated = (rows.step[1:] == rows.step[:-1]) & (rows.shard[1:] == rows.shard[:-1])
+    if repeated.any():
+        rows = rows.where(np.append(~repeated, True))
+    return rows
+
+
+def table_of(collector: Collector, rows: Rows) -> pa.Table:
+    """Shard reports as a table of ReportFile's columns."""
+    world_numbers, world = np.unique(rows.world, return_inverse=True)
+    seen_numbers, seen = np.unique(rows.seen, return_inverse=True)
+    worlds = [collector.worlds[number] for number in world_numbers.tolist()]
+    sizes = [collector.seen[number] for number in seen_numbers.tolist()]
+
+    def named(numbers: Any, names: list[str]) -> pa.DictionaryArray:
+        return pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), pa.array(names, pa.string()))
+
+    columns = [
+        rows.step,
+        rows.shard,
+        np.array([one.rank for one in worlds], np.int32)[world],
+        named(world, [one.node for one in worlds]),
+        named(world, [str(one.device) for one in worlds]),
+        np.array([one.rows for one in sizes], np.int32)[seen],
+        named(seen, [one.input_size for one in sizes]),
+        named(seen, [one.output_size for one in sizes]),
+        rows.milliseconds,
+    ]
+    return pa.table([pa.array(column) for column in columns], schema=ReportFile.SCHEMA)

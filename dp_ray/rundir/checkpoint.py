@@ -1,0 +1,231 @@
+"""What a training is, between two steps: written in the background, read back anywhere, without unpickling.
+
+A checkpoint is one safetensors file, `checkpoints/step-N.safetensors`, for N steps done: model, optimizer, scheduler,
+scaler, and running metrics. All workers hold the same state, so rank 0 writes it and nobody waits for anybody.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from dp_ray.errors import ModelError, StorageError
+from dp_ray.storage import Storage
+from dp_ray.tensors.file import check_dtype, parse_tensors, write_tensors
+from dp_ray.tensors.layout import is_dense, laid_out
+
+CHECKPOINTS = "checkpoints"
+NAME = re.compile(r"step-(\d+)\.safetensors")
+
+
+@dataclass
+class TrainState:
+    """What is known of the training at a step: `step` steps are done, `measured` holds the last evaluation."""
+
+    step: int = 0
+    epoch_loss: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum and weight since the epoch's start
+    measured: dict[str, float] = field(default_factory=dict)
+    _unread: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
+    best: float | None = None
+    best_step: int | None = None
+    best_by: list[str] = field(default_factory=list)  # the metric and the mode of which that is the best
+
+    def add(self, totals: torch.Tensor) -> None:
+        """Count a step's loss, sum and weight, without waiting for the device."""
+        self._unread.append(totals)
+        if len(self._unread) >= 256:
+            self._read()
+
+    def end_epoch(self) -> float:
+        """The epoch's mean loss; the next one begins."""
+        self._read()
+        (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
+        return total / weight if weight else float("nan")
+
+    def to_json(self) -> dict[str, Any]:
+        self._read()
+        return {name.name: getattr(self, name.name) for name in fields(self) if name.init}
+
+    def _read(self) -> None:
+        for total, weight in torch.stack(self._unread).tolist() if self._unread else ():
+            self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
+        self._unread = []
+
+
+def name_of(step: int) -> str:
+    return f"step-{step}.safetensors"
+
+
+def steps_of(checkpoints: Storage) -> list[int]:
+    """The steps at which there are checkpoints, in order."""
+    found = (NAME.fullmatch(name) for name in checkpoints.names())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A state_dict, of any nesting, as plain JSON and the tensors that it refers to by their paths.
+
+    Raises ModelError, naming the path, for what is neither a tensor that can be written nor a plain value.
+    `unpack` is the inverse; tensors keep their strides.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _pack(state, "", tensors), tensors
+
+
+def unpack(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """What `pack` took apart."""
+    if not isinstance(plain, dict):
+        return plain
+    (kind, value), *more = plain.items()
+    if kind == "tensor":
+        return laid_out(tensors[value], more[0][1]) if more else tensors[value]
+    if kind == "sparse":
+        indices, values, shape, is_coalesced = (unpack(inner, tensors) for inner in value)
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
+    if kind == "dict":
+        return {key: unpack(inner, tensors) for key, inner in value}
+    items = [unpack(inner, tensors) for inner in value]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:  # momentum of sparse gradients
+        inner = [value._indices(), value._values(), list(value.shape), value.is_coalesced()]
+        return {"sparse": [_pack(one, f"{path}.{number}", tensors) for number, one in enumerate(inner)]}
+    if isinstance(value, torch.Tensor):
+        while path in tensors:  # keys with dots in them may look like a nesting
+            path += "'"
+        check_dtype(path, value)
+        tensors[path] = value
+        strides = {} if value.is_contiguous() or not is_dense(value) else {"strides": list(value.stride())}
+        return {"tensor": path, **strides}
+    if isinstance(value, dict):
+        return {
+            "dict": [
+                [_plain(key, path), _pack(inner, f"{path}.{key}".lstrip("."), tensors)]
+                for key, inner in value.items()
+            ]
+        }
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_pack(inner, f"{path}.{number}", tensors) for number, inner in enumerate(value)]}
+    return _plain(value, path)
+
+
+def _plain(value: Any, path: str) -> Any:
+    if hasattr(value, "item") and hasattr(value, "dtype"):
+        value = value.item()  # a numpy number
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ModelError(
+        f"the state's {path!r} is of type {type(value).__qualname__}: only tensors and plain values can be kept"
+    )
+
+
+class CheckpointWriter:
+    """Writes checkpoints in the background, keeps the newest `keep` and the best.
+
+    `passed_over` are the steps of those that could not be carried on: they do not count among the newest, and are
+    removed when a good one is written.
+    """
+
+    def __init__(self, checkpoints: Storage, keep: int, passed_over: Collection[int] = ()) -> None:
+        self._passed_over = set(passed_over)
+        self._checkpoints = checkpoints
+        self._keep = keep
+        self._staged: dict[str, torch.Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self.seconds = 0.0  # that all writing took so far
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def save(
+        self,
+        step: int,
+        about: dict[str, Any],
+        state: Any,
+        best_step: int | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy the state, and write it while the training goes on; `before` is called there first.
+
+        Raises what writing the last one raised.
+        """
+        self.wait()
+        plain, tensors = pack(state)
+        self._stage(tensors)
+        text = json.dumps({**about, "state": plain})
+        self._writing = self._thread.submit(self._write, step, text, best_step, before)
+
+    def wait(self) -> None:
+        """Wait for the file that is being written; StorageError where that failed."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Copy to memory that is kept from one time to the next: fresh pages cost more than the copy."""
+        staged = {}
+        for key, tensor in tensors.items():
+            kept = self._staged.get(key)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            kept.copy_(tensor.detach())
+            staged[key] = kept
+        self._staged = staged
+
+    def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:
+        began = time.monotonic()
+        before()
+        write_tensors(self._checkpoints, name_of(step), self._staged, text)
+        passed_over, self._passed_over = self._passed_over - {step}, set()
+        good = [one for one in steps_of(self._checkpoints) if one not in passed_over]
+        for old in {*passed_over, *good[: -self._keep]} - {best_step}:
+            self._checkpoints.delete(name_of(old))
+        self.seconds += time.monotonic() - began
+
+
+def newest(
+    checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], tell: Callable[[str], None]
+) -> tuple[str, dict[str, Any], Any] | None:
+    """The newest checkpoint that is whole and that `fits`: its name, what it says of itself, its state.
+
+    Those that are passed over are told.
+    """
+    for step in reversed(steps_of(checkpoints)):
+        name = name_of(step)
+        try:
+            about, state = load(checkpoints, name)
+            misfit = fits(about)
+        except StorageError as error:
+            misfit = str(error)
+        if misfit is None:
+            return name, about, state
+        tell(f"checkpoint {name} is left aside, one before it is looked for: {misfit}")
+    return None
+
+
+def load(storage: Storage, name: str) -> tuple[dict[str, Any], Any]:
+    """What a checkpoint says about itself, and the state in it; StorageError where it is damaged or none."""
+    return parse(storage.read_bytes(name), f"{storage}/{name}")
+
+
+def parse(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
+    """What `load` gives, of a checkpoint's bytes; `where` names the file in errors."""
+    tensors, text = parse_tensors(data, where)
+    try:
+        about = dict(json.loads(text))
+        return about, unpack(about.pop("state"), tensors)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{where}: is no checkpoint of dp_ray: {error!r}") from None

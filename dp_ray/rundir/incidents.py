@@ -1,0 +1,88 @@
+"""What interrupted a run: kept beside it while it runs, so that a driver that takes over knows of it too."""
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from dp_ray.errors import StorageError
+from dp_ray.storage import Storage
+
+INCIDENTS = "story.json"
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """One time that the workers were replaced.
+
+    `kind` is worker (a process was lost), node, network, hang, error (of the user's code, which may pass),
+    preemption, resize or driver; `ranks` and `nodes` those that were lost. `step` was being run; the next attempt
+    went on from `resumed_step`, `seconds` after the last step was done (None: there was none, or nobody knows).
+    """
+
+    kind: str
+    what: str
+    step: int
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    resumed_step: int | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        where = f" (rank {', '.join(map(str, self.ranks))} on {', '.join(self.nodes)})" if self.ranks else ""
+        return f"{self.kind}: {self.what}{where}, in step {self.step}"
+
+    @property
+    def resumption(self) -> str:
+        """How it went on."""
+        if self.resumed_step is None:
+            return "not carried on"
+        again = f", {self.step - self.resumed_step} steps again" if self.step > self.resumed_step else ""
+        after = "" if self.seconds is None else f" after {self.seconds:.1f} s"
+        return f"carried on from step {self.resumed_step}{after}{again}"
+
+
+@dataclass(frozen=True)
+class IncidentLog:
+    """The workers of each attempt so far, in order, and what lay between them."""
+
+    world_sizes: tuple[int, ...] = ()
+    interruptions: tuple[Interruption, ...] = field(default=())
+
+    def begun(self, world_size: int) -> "IncidentLog":
+        return replace(self, world_sizes=(*self.world_sizes, world_size))
+
+    def interrupted(self, by: Interruption) -> "IncidentLog":
+        return replace(self, interruptions=(*self.interruptions, by))
+
+    def resumed(self, step: int, seconds: float | None) -> "IncidentLog":
+        """The last interruption is over."""
+        *before, last = self.interruptions
+        # What was kept may be further than what was heard of.
+        over = replace(last, step=max(last.step, step), resumed_step=step, seconds=seconds)
+        return replace(self, interruptions=(*before, over))
+
+    @property
+    def is_interrupted(self) -> bool:
+        return bool(self.interruptions) and self.interruptions[-1].resumed_step is None
+
+    def to_json(self) -> dict[str, Any]:
+        told = [{**asdict(one), "ranks": list(one.ranks), "nodes": list(one.nodes)} for one in self.interruptions]
+        return {"world_sizes": list(self.world_sizes), "interruptions": told}
+
+    def save(self, run: Storage) -> None:
+        run.write_text(INCIDENTS, json.dumps(self.to_json(), indent=2) + "\n")
+
+
+def read_incidents(run: Storage) -> IncidentLog:
+    """What earlier drivers of the run told; nothing where there was none, or it is damaged: it is a story only."""
+    try:
+        if not run.exists(INCIDENTS):
+            return IncidentLog()
+        values = json.loads(run.read_text(INCIDENTS))
+        told = [
+            Interruption(**{**one, "ranks": tuple(one["ranks"]), "nodes": tuple(one["nodes"])})
+            for one in values["interruptions"]
+        ]
+        return IncidentLog(tuple(map(int, values["world_sizes"])), tuple(told))
+    except (StorageError, ValueError, KeyError, TypeError):
+        return IncidentLog()

@@ -1,0 +1,78 @@
+"""Which parts count: those that were committed before the newest attempt began, and its own.
+
+Rank 0 writes the ledger when an attempt begins. A worker of an attempt that is over may be alive still, cut off from
+the cluster and not from the storage: what it commits from then on is in no ledger, and is never merged.
+"""
+
+import json
+import re
+import uuid
+from typing import NamedTuple
+
+from dp_ray.errors import StorageError
+from dp_ray.plan.work import Range
+from dp_ray.replica.world import broadcast, is_rank_0
+from dp_ray.rundir.contents import replacing
+from dp_ray.storage import Storage
+
+LEDGER = "attempt.json"
+PARTS = "parts"
+PART_NAME = re.compile(r"steps-(\d+)-(\d+)-shards-(\d+)-(\d+)(?:-([0-9a-f]{32}))?\.parquet")
+
+
+class Ledger(NamedTuple):
+    """The newest attempt, and the parts of earlier ones that count."""
+
+    attempt: str
+    parts: list[str]
+
+
+def part_name(done: Range, attempt: str) -> str:
+    first, end, first_shard, end_shard = done
+    name = f"steps-{first}-{end}-shards-{first_shard}-{end_shard}"
+    return f"{name}-{attempt}.parquet" if attempt else f"{name}.parquet"
+
+
+def begin(run: Storage, attempt: str) -> Ledger:
+    """Close the last attempt's ledger and begin this one's."""
+    ledger = Ledger(attempt, committed(run))
+    run.write_text(LEDGER, json.dumps(ledger._asdict()) + "\n")
+    return ledger
+
+
+def read(run: Storage) -> Ledger:
+    """The newest attempt's ledger; StorageError where it is damaged."""
+    if not run.exists(LEDGER):
+        return Ledger("", [])
+    try:
+        values = json.loads(run.read_text(LEDGER))
+        return Ledger(str(values["attempt"]), [str(name) for name in values["parts"]])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{run}/{LEDGER}: is damaged: {error!r}; start anew {replacing(run)}") from None
+
+
+def committed(run: Storage) -> list[str]:
+    """The names of the parts that count, as they lie there now."""
+    ledger = read(run)
+    found = (PART_NAME.fullmatch(name) for name in run.child(PARTS).names())
+    return [match[0] for match in found if match and ((match[5] or "") == ledger.attempt or match[0] in ledger.parts)]
+
+
+def done_ranges(names: list[str]) -> list[Range]:
+    """The steps and shards that parts hold."""
+    found = (PART_NAME.fullmatch(name) for name in names)
+    return [Range(*map(int, match.groups()[:4])) for match in found if match]
+
+
+def check_newest(run: Storage, attempt: str) -> None:
+    """Raise StorageError where another attempt has begun since: what this one keeps would come between."""
+    newest = read(run).attempt
+    if newest != attempt:
+        raise StorageError(f"{run}: a newer attempt of the job has begun; this worker is of one that is over")
+
+
+def begin_attempt(run: Storage) -> Ledger:
+    """This attempt's name, and the parts that count from before it: what rank 0 finds, on every rank."""
+    attempt = uuid.uuid4().hex
+    begun = begin(run, attempt) if is_rank_0() else None
+    return Ledger(*json.loads(broadcast(json.dumps(begun))))

@@ -1,0 +1,190 @@
+"""Weights that a model starts from: of a weights file, a checkpoint, or a run.
+
+What `init_from` names may change while a job runs: a run in training gets newer checkpoints and removes older ones.
+So the file and its hash are pinned in the run directory when the run begins, and only that file is ever loaded.
+On a disk that has hard links the run directory holds one to the file, which it outlives; elsewhere nothing is copied.
+"""
+
+import hashlib
+import io
+import json
+import pickle
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.errors import JobError, ModelError, StorageError
+from dp_ray.replica.world import broadcast, is_rank_0
+from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, load, name_of, parse, steps_of
+from dp_ray.rundir.contents import replacing
+from dp_ray.storage import Storage
+from dp_ray.tensors.file import parse_tensors, read_text, write_tensors
+
+WEIGHTS = "weights.safetensors"
+BEST = "best.safetensors"
+TORCH_FILES = (".pt", ".pth", ".bin")
+PIN = "init_from.json"
+LINKS = "init_from"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The file with which a run began: its folder in what `init_from` names ("" for that itself), name and hash."""
+
+    folder: str
+    name: str
+    sha256: str
+
+    @property
+    def step(self) -> int:
+        """How many steps a checkpoint is on; weights alone are on none."""
+        match = NAME.fullmatch(self.name)
+        return int(match[1]) if match else 0
+
+
+def find_start(location: str) -> tuple[Storage, str, str]:
+    """What `init_from` names, and in it the folder and the name of the file: a run's last checkpoint, or weights."""
+    storage, name = _split(location)
+    if name:
+        if not storage.exists(name):
+            raise JobError(f"init_from: there is no file {location}")
+        return storage, "", name
+    if steps := steps_of(storage.child(CHECKPOINTS)):
+        return storage, CHECKPOINTS, name_of(steps[-1])
+    if storage.exists(WEIGHTS):
+        return storage, "", WEIGHTS
+    raise JobError(
+        f"init_from: {location} holds neither checkpoints nor {WEIGHTS}: give a run of task train, or a file"
+    )
+
+
+def pinned(run: Storage) -> Start | None:
+    """The file with which a run began; None where none is pinned yet."""
+    if not run.exists(PIN):
+        return None
+    try:
+        return Start(**json.loads(run.read_text(PIN)))
+    except (ValueError, TypeError) as error:
+        raise StorageError(f"{run}/{PIN}: is damaged: {error}; start anew {replacing(run)}") from None
+
+
+def check_start(run: Storage, location: str) -> None:
+    """Raise JobError where `init_from` names nothing, or where the file with which a run began is gone."""
+    start = pinned(run)
+    if start is None:
+        find_start(location)
+    else:
+        _file_of(run, location, start)
+
+
+def first_step(run: Storage) -> int:
+    """The step from which a training starts: that of the checkpoint with which it began, else 0."""
+    start = pinned(run)
+    return start.step if start else 0
+
+
+def pin_start(run: Storage, location: str) -> Start:
+    """The file with which the run began, the same on every rank; the first attempt's rank 0 pins it."""
+    start = (pinned(run) or _pin(run, location)) if is_rank_0() else None
+    return Start(**json.loads(broadcast(json.dumps(start and asdict(start)))))
+
+
+def read_start(run: Storage, location: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The weights with which the run began, and where they are of a checkpoint, all of it: about and state.
+
+    Raises JobError where the pinned file is gone, or is another by now.
+    """
+    start = pin_start(run, location)
+    storage, name = _file_of(run, location, start)
+    data, where = storage.read_bytes(name), f"{storage}/{name}"
+    if (got := hashlib.sha256(data).hexdigest()) != start.sha256:
+        raise JobError(
+            f"init_from: {where} is not the file with which this run began: "
+            f"its sha256 is {got}, expected {start.sha256}; {_advice(run)}"
+        )
+    if NAME.fullmatch(name):
+        about, state = parse(data, where)
+        return state["model"], {"about": about, "state": state}
+    return _read_torch(data, where) if name.endswith(TORCH_FILES) else parse_tensors(data, where)[0], None
+
+
+def describe_start(run: Storage, location: str) -> str:
+    """One line on the file with which the run began, and on the best weights beside it."""
+    start = pinned(run)
+    assert start is not None
+    storage = _split(location)[0]
+    place = f"{storage}/{start.folder}/{start.name}" if start.folder else f"{storage}/{start.name}"
+    line = f"init_from: takes {place}"
+    if start.name == BEST:
+        return line + _told_best(*_file_of(run, location, start))
+    if not start.folder:
+        return line
+    has_best = storage.exists(BEST)
+    beside = f"; its best weights are {storage}/{BEST}{_told_best(storage, BEST)}" if has_best else ""
+    return f"{line}, the run's newest checkpoint{beside}"
+
+
+def write_best(run: Storage, metric: str, value: float, step: int) -> None:
+    """Keep the weights of the best checkpoint, which is that after `step` steps, as a file of the bare module."""
+    model = load(run.child(CHECKPOINTS), name_of(step))[1]["model"]
+    tensors = {name: one for name, one in model.items() if isinstance(one, torch.Tensor)}
+    write_tensors(run, BEST, tensors, json.dumps({"metric": metric, "value": value, "step": step}))
+
+
+def _told_best(storage: Storage, name: str) -> str:
+    text = read_text(storage, name)
+    best = json.loads(text) if text else None
+    return f" ({best['metric']} {best['value']:.6g} after step {best['step']})" if best else ""
+
+
+def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
+    """Put weights into the bare module; ModelError names what is missing, left over or of another size."""
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ModelError(f"the weights of {where} are not this model's: {error}") from None
+
+
+def _split(location: str) -> tuple[Storage, str]:
+    """A folder, and the name of the file where `init_from` names one."""
+    base, mark, query = location.partition("?") if "://" in location else (location, "", "")
+    folder, _, name = base.rstrip("/").rpartition("/")
+    is_file = name.endswith((".safetensors", *TORCH_FILES))
+    return (Storage((folder or ".") + mark + query), name) if is_file else (Storage(location), "")
+
+
+def _pin(run: Storage, location: str) -> Start:
+    storage, folder, name = find_start(location)
+    source, links = storage.child(folder) if folder else storage, run.child(LINKS)
+    links.create()
+    start = Start(folder, name, (links if links.link(name, source) else source).sha256(name))
+    run.write_text(PIN, json.dumps(asdict(start), indent=2) + "\n")
+    return start
+
+
+def _file_of(run: Storage, location: str, start: Start) -> tuple[Storage, str]:
+    """Where the pinned file is: in the run directory, or else where it was found."""
+    storage = _split(location)[0]
+    for place in (run.child(LINKS), storage.child(start.folder) if start.folder else storage):
+        if place.exists(start.name):
+            return place, start.name
+    raise JobError(
+        f"init_from: {place}/{start.name}, with which this run began (sha256 {start.sha256}), is gone "
+        f"(a training keeps its newest checkpoints only); {_advice(run)}"
+    )
+
+
+def _advice(run: Storage) -> str:
+    return f"put that file back, or start anew {replacing(run)}"
+
+
+def _read_torch(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise StorageError(f"{where}: is no file of weights that can be read without running code: {error}") from None
+    if not isinstance(loaded, dict):
+        raise StorageError(f"{where}: holds a {type(loaded).__qualname__}, not a state_dict")
+    return loaded

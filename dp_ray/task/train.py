@@ -1,0 +1,147 @@
+"""One worker's whole training, from its dataset to the final weights. It knows no Ray: `send` takes what it tells."""
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.errors import JobError, StorageError
+from dp_ray.job import Job
+from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.work import Work
+from dp_ray.replica.data import load_shards, seeded_dataset
+from dp_ray.replica.devices import input_device
+from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
+from dp_ray.replica.model import build_model, compiled, synchronise
+from dp_ray.replica.step import StepOutput, build_step
+from dp_ray.replica.trainer import Trainer, Update
+from dp_ray.replica.user_code import raising
+from dp_ray.replica.world import World, check_rows
+from dp_ray.results.shape_recorder import Recorder
+from dp_ray.results.shapes import Probe, Seen, encode_sizes
+from dp_ray.rundir.checkpoint import TrainState
+from dp_ray.rundir.ledger import begin_attempt, check_newest
+from dp_ray.rundir.weights import (
+    BEST,
+    WEIGHTS,
+    write_best,
+)
+from dp_ray.storage import Storage
+from dp_ray.task.checkpointer import Checkpointer
+from dp_ray.task.cut import split_of
+from dp_ray.task.evaluator import Evaluator
+from dp_ray.task.notices import Note, Send
+from dp_ray.task.resume import restore
+from dp_ray.task.step_control import StepControl
+from dp_ray.tensors.file import write_tensors
+
+
+def train(
+    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
+) -> None:
+    """Train from the last checkpoint, or the start, to the end; rank 0 leaves the weights in the run directory.
+
+    Where any worker is asked to stop, all of them do, after the same step, which is kept.
+    """
+    dataset = seeded_dataset(job)
+    check_rows("dataset", len(dataset), rows_on_driver)
+    split = split_of(job, dataset)
+    model = with_synced_batchnorm(build_model(job, world.devices), job, world)
+    world = world.with_inputs_on(input_device(job, model, world.devices))
+    measures, states = build_metrics(job)
+    check_watched(job, states)
+    step = build_step(job, world)
+    called = compiled(model, job)
+    with closing(Trainer(job, model, called, step, measures, world)) as trainer:
+        attempt = begin_attempt(run).attempt
+        train_state = restore(job, trainer, split, run, send)
+        synchronise(model)
+        evaluation = Evaluation(job, step, measures, states, world.device)
+        evaluator = Evaluator(job, called, evaluation, world, control, rows_on_driver)
+        checkpointer = Checkpointer(job, trainer, split, train_state, run, attempt, send) if world.rank == 0 else None
+        work = Work(split, world.world_size, world.rank, start=train_state.step)
+        batches = load_shards(job, dataset, work, world.device)
+        with (
+            contextlib.closing(checkpointer) if checkpointer else contextlib.nullcontext(),
+            Recorder(world, send) as recorder,
+            Probe(called, job.batch_dim) as probe,
+        ):
+            if checkpointer:
+                checkpointer.before_commit = recorder.keep
+
+            def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
+                recorder.on_shard(shard, *seen(probe, shard, batch, step_output))
+
+            for number, shards in work:
+                control.before(number)
+                update = trainer.step(split, number, shards, batches, on_shard, control.wants_stop)
+                recorder.on_step(number)
+                measured = advance(train_state, split, number, update, trainer, evaluator)
+                is_asked = update.stops or (world.world_size == 1 and control.wants_stop)  # alone, at once
+                stops = is_asked and number + 1 < split.total_steps
+                if checkpointer:
+                    checkpointer.after_step(number, update, measured, must_save=stops or control.take_save())
+                if stops:
+                    break
+            control.through()
+            if checkpointer:
+                checkpointer.finish()
+    if train_state.step < split.total_steps:
+        control.leave()
+    control.end()
+    if world.rank == 0:
+        check_newest(run, attempt)
+        write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
+        keep_best(run, train_state, send)
+
+
+def keep_best(run: Storage, train_state: TrainState, send: Send) -> None:
+    """Leave the best weights, if there are any, beside the last; without them a training is done all the same."""
+    run.delete(BEST)
+    if train_state.best is None or train_state.best_step is None:
+        return
+    try:
+        write_best(run, train_state.best_by[0], train_state.best, train_state.best_step)
+    except StorageError as error:
+        send(Note(f"the best weights, those after step {train_state.best_step}, cannot be kept: {error}"))
+
+
+def with_synced_batchnorm(model: nn.Module, job: Job, world: World) -> nn.Module:
+    """The model whose BatchNorm layers see the whole batch, where the job asks for it."""
+    if not job.sync_batchnorm or world.world_size == 1:
+        return model
+    if world.device.type == "cpu":
+        raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
+    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    return synced
+
+
+def seen(probe: Probe, shard: Shard, batch: Any, step_output: StepOutput) -> tuple[Seen, float]:
+    """What the model saw; of a step of the user's that went past its forward, what the step got and gave."""
+    if probe.has_seen:
+        return probe.take()
+    return Seen(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0
+
+
+def advance(
+    train_state: TrainState, split: Split, step: int, update: Update, trainer: Trainer, evaluator: "Evaluator"
+) -> dict[str, float]:
+    """Count a step that is done; at its turns evaluate, and at an epoch's end step the scheduler."""
+    train_state.step = step + 1
+    ends_epoch = (step + 1) % split.steps == 0
+    train_state.add(update.totals[:2])
+    measured = evaluator.after_step(split, step)
+    train_state.measured.update(measured)
+    if ends_epoch:
+        measured = {**measured, "epoch_loss": train_state.end_epoch()}
+        with raising(f"step {step}: scheduler"):
+            trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
+    return measured
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's state_dict, without what is no tensor."""
+    return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}

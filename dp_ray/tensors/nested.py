@@ -1,0 +1,282 @@
+"""Take any nesting of tensors apart into its leaves, and build it again.
+
+A LEAF is a tensor or a numpy array not of objects. Tuples, named tuples, lists, mappings, dataclasses and classes
+registered with torch's pytree hold leaves; whatever else stands in them (strings, numbers, None, objects) is a
+CONSTANT.
+
+>>> leaves, spec = flatten({"x": torch.arange(2), "name": "odd"})
+>>> leaves
+[tensor([0, 1])]
+>>> unflatten(spec, [torch.ones(1)])
+{'x': tensor([1.]), 'name': 'odd'}
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections import defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from dp_ray.errors import Error, ModelError
+from dp_ray.tensors import pytree
+
+Leaf: TypeAlias = torch.Tensor | np.typing.NDArray[Any]
+Kind: TypeAlias = Literal["leaf", "constant", "tuple", "list", "namedtuple", "mapping", "dataclass", "pytree"]
+Keys: TypeAlias = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeSpec:
+    """A tree without its leaves; equal specs take the same leaves in the same order."""
+
+    kind: Kind
+    container: type[Any] | None = None
+    keys: Keys = ()
+    children: tuple["TreeSpec", ...] = ()
+    # The constant; what a defaultdict or a pytree is made with besides, which no comparison looks at.
+    value: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TreeSpec):
+            return NotImplemented
+        return difference(self, other) is None and leaf_keys(self) == leaf_keys(other)
+
+    @property
+    def paths(self) -> list[str]:
+        """One dotted path a leaf, in leaf order: {"h": (x, y)} has "h.0" and "h.1", a bare tensor ""."""
+        return [".".join(map(str, keys)) for keys in leaf_keys(self)]
+
+    def to_json(self, above: Keys = ()) -> Any:
+        """Plain JSON values that `from_json` reads; ModelError for a key or constant that is none."""
+        if self.container is None:
+            return {"kind": self.kind, "value": _plain(self.value, above)}
+        below = zip(self.keys, self.children, strict=True)
+        context = {"context": self.value} if self.kind == "pytree" and _is_json(self.value) else {}
+        return {
+            **context,
+            "kind": self.kind,
+            "type": f"{self.container.__module__}:{self.container.__qualname__}",
+            "keys": [_plain(key, (*above, key)) for key in self.keys],
+            "children": [child.to_json((*above, key)) for key, child in below],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> "TreeSpec":
+        """Read what `to_json` gave, without importing or unpickling anything.
+
+        A class counts only if it is loaded already and fits the keys; without it a named tuple is made on the
+        fly, and a dataclass, mapping or pytree becomes a dict. Other tuples and lists become plain ones.
+        """
+        if value["kind"] in ("leaf", "constant"):
+            return cls(value["kind"], value=value["value"])
+        keys, children = tuple(value["keys"]), tuple(map(cls.from_json, value["children"]))
+        if value["kind"] == "pytree":
+            found = _loaded_class(value["type"])
+            if pytree.is_registered(found) and "context" in value:
+                return cls("pytree", found, keys, children, value["context"])
+        return cls(*_container(value["kind"], value["type"], keys), keys, children)
+
+
+def flatten(tree: Any) -> tuple[list[Leaf], TreeSpec]:
+    """Take a tree apart into its leaves, depth first, and the Spec from which `unflatten` rebuilds it."""
+    leaves: list[Leaf] = []
+    return leaves, _describe(tree, leaves)
+
+
+def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
+    """Rebuild what `flatten` took apart; Error if a class in it cannot be made again from what it held."""
+    if len(leaves) != len(spec.paths):
+        raise ValueError(f"got {len(leaves)} leaves for the {len(spec.paths)} places {spec.paths}")
+    return _build(spec, iter(leaves))
+
+
+def map_leaves(fn: Callable[[Leaf], Any], tree: Any) -> Any:
+    """Apply `fn` to every leaf and keep the nesting."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [fn(leaf) for leaf in leaves])
+
+
+def sizes(tree: Any) -> Any:
+    """The torch.Size of every leaf, in lists, (named) tuples and dicts; 40 characters of a constant's repr.
+
+    An object is shown as its class alone: it may look different in every step.
+    """
+    kind, keys, values = _children(tree)
+    if kind == "leaf":
+        return torch.Size(tree.shape)
+    if kind == "constant":
+        shown = (
+            repr(tree)
+            if is_plain(tree) or isinstance(tree, np.ndarray | np.generic)
+            else f"<{type(tree).__qualname__}>"
+        )
+        return None if tree is None else shown[:40]
+    inner = [sizes(value) for value in values]
+    if kind in ("tuple", "list"):
+        return tuple(inner) if kind == "tuple" else inner
+    return type(tree)._make(inner) if kind == "namedtuple" else dict(zip(keys, inner, strict=True))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a constant is a number, text or nothing, so that it can be kept."""
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
+    """Open one node: its kind, and the keys and values it holds."""
+    if isinstance(node, torch.Tensor) or (isinstance(node, np.ndarray) and node.dtype.kind != "O"):
+        return "leaf", (), ()
+    if _is_namedtuple(type(node)):
+        return "namedtuple", type(node)._fields, tuple(node)
+    if isinstance(node, tuple | list):
+        return "list" if isinstance(node, list) else "tuple", tuple(range(len(node))), tuple(node)
+    if isinstance(node, Mapping):
+        # A Hugging Face ModelOutput is both, and those of its fields that are None are no keys.
+        kind: Kind = "dataclass" if dataclasses.is_dataclass(node) else "mapping"
+        return kind, tuple(node.keys()), tuple(node.values())
+    if dataclasses.is_dataclass(type(node)):
+        names = tuple(field.name for field in dataclasses.fields(node) if hasattr(node, field.name))
+        return "dataclass", names, tuple(getattr(node, name) for name in names)
+    if pytree.is_registered(type(node)):
+        return "pytree", *pytree.take_apart(node)[:2]
+    return "constant", (), ()
+
+
+def _is_namedtuple(cls: type[Any]) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make")
+
+
+def _describe(node: Any, leaves: list[Leaf]) -> TreeSpec:
+    """Take a node apart: its leaves go to `leaves`, all else is the Spec. `_build` is the inverse."""
+    kind, keys, values = _children(node)
+    if kind == "leaf":
+        leaves.append(node)
+        return TreeSpec("leaf")
+    if kind == "constant":
+        return TreeSpec("constant", value=node)
+    besides = node.default_factory if isinstance(node, defaultdict) else None
+    if kind == "pytree":
+        besides = pytree.take_apart(node)[2]
+    return TreeSpec(kind, type(node), keys, tuple(_describe(value, leaves) for value in values), besides)
+
+
+def _build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
+    """Make a node from its spec and the leaves yet to come. `_describe` is the inverse."""
+    if spec.container is None:
+        return next(leaves) if spec.kind == "leaf" else spec.value
+    cls: Any = spec.container
+    held = {key: _build(child, leaves) for key, child in zip(spec.keys, spec.children, strict=True)}
+    try:
+        if spec.kind == "pytree":
+            return pytree.make(cls, list(held.values()), spec.value)
+        if spec.kind == "mapping":
+            return cls(spec.value, held) if issubclass(cls, defaultdict) else cls(held)
+        if spec.kind == "dataclass":
+            return _make_dataclass(cls, held)
+        return cls._make(held.values()) if spec.kind == "namedtuple" else cls(list(held.values()))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise Error(f"a {cls.__qualname__} cannot be made again from what it holds: {error}") from error
+
+
+def _make_dataclass(cls: type[Any], held: dict[str, Any]) -> Any:
+    late = {field.name for field in dataclasses.fields(cls) if not field.init}
+    made = cls(**{name: value for name, value in held.items() if name not in late})
+    for name in late & held.keys():
+        object.__setattr__(made, name, held[name])  # also where the class is frozen
+    return made
+
+
+def _nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
+    yield above, spec
+    for key, child in zip(spec.keys, spec.children, strict=True):
+        yield from _nodes(child, (*above, key))
+
+
+def leaf_keys(spec: TreeSpec) -> list[Keys]:
+    return [keys for keys, node in _nodes(spec) if node.kind == "leaf"]
+
+
+def quoted(keys: Keys) -> str:
+    return f" {'.'.join(map(str, keys))!r}" if keys else ""
+
+
+def difference(first: TreeSpec, other: TreeSpec) -> str | None:
+    """Where another shard's spec first differs from shard 0's; the order of keys does not count."""
+    here, there = dict(_nodes(first)), dict(_nodes(other))
+    for keys in here | there:
+        one, two = here.get(keys), there.get(keys)
+        if one is None or two is None or not _alike(one, two):
+            return f"output{quoted(keys)} is {_noun(two)}, that of shard 0 is {_noun(one)}"
+    return None
+
+
+def _alike(one: TreeSpec, two: TreeSpec) -> bool:
+    if one.kind == two.kind == "constant":
+        return _equal(one.value, two.value)
+    same_length = one.kind not in ("tuple", "list") or one.keys == two.keys
+    return one.kind == two.kind and one.container is two.container and same_length
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Whether two constants are equal; NaN equals NaN, and an == that gives no bool does not count."""
+    try:
+        equal = one is two or one == two or (one != one and two != two)
+    except Exception:  # the == of a user's object may raise anything
+        return False
+    return isinstance(equal, bool | np.bool_) and bool(equal)
+
+
+def _noun(spec: TreeSpec | None) -> str:
+    if spec is None:
+        return "nothing"
+    if spec.container is not None:
+        return f"a {spec.container.__qualname__} of {len(spec.keys)}"
+    return "a tensor or array" if spec.kind == "leaf" else repr(spec.value)[:40]
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value is the same after it was written as JSON and read again."""
+    try:
+        return repr(json.loads(json.dumps(value))) == repr(value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _plain(value: Any, keys: Keys) -> Any:
+    if is_plain(value):
+        return value
+    advice = "return tensors, arrays, strings, numbers or None"
+    raise ModelError(f"output{quoted(keys)} holds a {type(value).__qualname__}, not for JSON: {advice}")
+
+
+def _container(kind: Kind, name: str, keys: Keys) -> tuple[Kind, type[Any]]:
+    """The kind and class that a description read from JSON gets here."""
+    if kind in ("tuple", "list"):
+        return kind, tuple if kind == "tuple" else list
+    cls = _loaded_class(name)
+    if kind == "namedtuple":
+        fits = _is_namedtuple(cls) and tuple(cls._fields) == keys
+        return kind, cls if fits else _new_namedtuple(name.split(":")[1].split(".")[-1], keys)
+    if kind == "dataclass" and dataclasses.is_dataclass(cls):
+        names = {field.name for field in dataclasses.fields(cls)}
+        if names == set(keys) or (issubclass(cls, Mapping) and names > set(keys)):
+            return kind, cls
+    return "mapping", cls if kind == "mapping" and issubclass(cls, Mapping) else dict
+
+
+def _loaded_class(name: str) -> type[Any]:
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # a lazy module's __getattr__ would import
+    return found if isinstance(found, type) else object
+
+
+@functools.cache  # so that what is read twice has one type and compares equal
+def _new_namedtuple(name: str, fields: tuple[str, ...]) -> type[Any]:
+    return namedtuple(name, fields, rename=True)

@@ -1,0 +1,209 @@
+"""Checkpoints: any state as plain values and tensors, written beside the training, never unpickled."""
+
+import os
+import pickle
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from dp_ray.errors import JobError, ModelError, StorageError
+from dp_ray.rundir import checkpoint as state_module
+from dp_ray.rundir.checkpoint import CheckpointWriter, load, newest, pack, steps_of, unpack
+from dp_ray.rundir.weights import load_weights, read_start
+from dp_ray.storage import Storage
+
+Optimizer = torch.optim.Optimizer
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    "multi": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 5, 5, 7], 0.5),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.2, 20),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 12),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [4],
+    ),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.1, amsgrad=True),
+}
+
+
+def trained(kind: str, schedule: str) -> tuple[nn.Module, Optimizer, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    return model, optimizer, SCHEDULERS[schedule](optimizer)
+
+
+def walk(model: nn.Module, optimizer: Optimizer, scheduler: Any, first: int, end: int) -> list[float]:
+    rates = []
+    for step in range(first, end):
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULERS))
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_a_state_that_went_through_a_file_goes_on_as_if_it_had_not(tmp_path: Path, kind: str, schedule: str) -> None:
+    whole = trained(kind, schedule)
+    rates = walk(*whole, 0, 12)
+    first = trained(kind, schedule)
+    assert walk(*first, 0, 5) == rates[:5]
+    saver = CheckpointWriter(Storage(str(tmp_path)), 1)
+    saver.save(5, {"said": 1}, [part.state_dict() for part in first])
+    saver.wait()
+    saver.close()
+    about, states = load(Storage(str(tmp_path)), "step-5.safetensors")
+    assert about == {"said": 1}
+    second = trained(kind, schedule)
+    for part, state in zip(second, states, strict=True):
+        part.load_state_dict(state)
+    assert walk(*second, 5, 12) == rates[5:]
+    assert repr(second[0].state_dict()) == repr(whole[0].state_dict())
+    assert all(torch.equal(one, two) for one, two in zip(second[0].parameters(), whole[0].parameters(), strict=True))
+
+
+def test_nesting_numbers_and_dotted_keys_come_back() -> None:
+    given = {
+        "a.b": torch.ones(1),
+        "a": {"b": torch.zeros(1), 3: [1, (2.5, None)], "numpy": np.float64(0.5)},
+        "inf": float("inf"),
+        "empty": {},
+    }
+    plain, tensors = pack(given)
+    back = unpack(plain, tensors)
+    assert torch.equal(back["a.b"], torch.ones(1))
+    assert torch.equal(back["a"]["b"], torch.zeros(1))
+    assert back["a"][3] == [1, (2.5, None)]
+    assert (back["a"]["numpy"], back["inf"], back["empty"]) == (0.5, float("inf"), {})
+
+
+def test_what_cannot_be_kept_is_named() -> None:
+    with pytest.raises(ModelError, match=r"the state's 'scheduler.anneal' is of type function"):
+        pack({"scheduler": {"anneal": lambda step: step}})
+
+
+def save(saver: CheckpointWriter, step: int, value: float, best_step: int | None = None) -> None:
+    saver.save(step, {"fingerprint": "ours"}, {"model": {"w": torch.full((3,), value)}}, best_step)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    saver = CheckpointWriter(Storage(str(tmp_path)), 2)
+    for step in range(1, 7):
+        save(saver, step, step, best_step=2 if step >= 2 else None)
+    saver.wait()
+    saver.close()
+    assert steps_of(Storage(str(tmp_path))) == [2, 5, 6]
+
+
+def test_what_changes_after_the_copy_is_not_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    write = state_module.write_tensors  # type: ignore[attr-defined]
+
+    def held_up(*args: Any) -> None:
+        go.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(state_module, "write_tensors", held_up)
+    saver = CheckpointWriter(Storage(str(tmp_path)), 1)
+    live = torch.ones(1000)
+    saver.save(1, {}, {"w": live})
+    live.fill_(2)
+    assert not steps_of(Storage(str(tmp_path))), "the training was made to wait"
+    go.set()
+    saver.wait()
+    saver.close()
+    assert load(Storage(str(tmp_path)), "step-1.safetensors")[1]["w"].eq(1).all()
+
+
+def test_a_full_storage_is_told_and_the_checkpoint_before_stays(small_disk: Path) -> None:
+    saver = CheckpointWriter(Storage(str(small_disk)), 2)
+    saver.save(1, {"fingerprint": "ours"}, {"w": torch.ones(100)})
+    saver.wait()
+    saver.save(2, {"fingerprint": "ours"}, {"w": torch.ones(1 << 21)})
+    with pytest.raises(StorageError, match=r"cannot write step-2.safetensors.*No space left"):
+        saver.wait()
+    saver.close()
+    assert [path.name for path in small_disk.iterdir()] == ["step-1.safetensors"]
+    assert load(Storage(str(small_disk)), "step-1.safetensors")[1]["w"].sum() == 100
+
+
+def test_damaged_and_foreign_checkpoints_are_passed_over_and_told(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    saver = CheckpointWriter(storage, 9)
+    for step in range(1, 6):
+        save(saver, step, step)
+    saver.wait()
+    saver.close()
+    (tmp_path / "step-5.safetensors").write_bytes((tmp_path / "step-5.safetensors").read_bytes()[:-5])
+    damaged = bytearray((tmp_path / "step-4.safetensors").read_bytes())
+    damaged[-1] ^= 4
+    (tmp_path / "step-4.safetensors").write_bytes(damaged)
+    (tmp_path / "step-9.txt").write_text("nothing")
+    told: list[str] = []
+
+    def fits(about: dict[str, Any]) -> str | None:
+        return "it is of a different job" if (tmp_path / "foreign").exists() else None
+
+    found = newest(storage, fits, told.append)
+    assert found is not None and found[0] == "step-3.safetensors"
+    assert [line.split()[1] for line in told] == ["step-5.safetensors", "step-4.safetensors"]
+    assert "is damaged" in told[0] and "not those that were written" in told[1]
+    (tmp_path / "foreign").touch()
+    assert newest(storage, fits, told.append) is None
+    assert "step-1.safetensors is left aside" in told[-1] and "of a different job" in told[-1]
+
+
+def run_of(folder: Path) -> Storage:
+    """A run directory in which nothing is pinned."""
+    return Storage(tempfile.mkdtemp(dir=folder))
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch evil",)
+
+
+def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("w.pt", "w.bin", "step-3.safetensors", "w.safetensors"):
+        (tmp_path / name).write_bytes(pickle.dumps({"weight": Evil()}, protocol=2))
+        with pytest.raises(StorageError):
+            read_start(run_of(tmp_path), str(tmp_path / name))
+    torch.save({"weight": Evil()}, tmp_path / "x.pt")
+    with pytest.raises(StorageError, match="without running code"):
+        read_start(run_of(tmp_path), str(tmp_path / "x.pt"))
+    assert not (tmp_path / "evil").exists()
+
+
+def test_weights_of_torchs_own_files_and_of_another_model(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    weights, checkpoint = read_start(run_of(tmp_path), str(tmp_path / "w.pt"))
+    assert checkpoint is None
+    other = nn.Linear(3, 2)
+    load_weights(other, weights, "w.pt")
+    assert torch.equal(other.weight, model.weight)
+    with pytest.raises(ModelError, match=r"(?s)the weights of w.pt are not this model's.*0.weight"):
+        load_weights(nn.Sequential(nn.Linear(3, 2)), weights, "w.pt")
+    with pytest.raises(JobError, match="there is no file"):
+        read_start(run_of(tmp_path), str(tmp_path / "none.safetensors"))
+    with pytest.raises(JobError, match="holds neither checkpoints nor weights"):
+        read_start(run_of(tmp_path), str(tmp_path))

@@ -1,0 +1,208 @@
+"""The run directory: claimed once, carried on only by the same job, seen by every worker or not used at all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dp_ray.errors import JobError, StorageError
+from dp_ray.job import Job
+from dp_ray.results.history import HISTORY, METRICS
+from dp_ray.results.outputs import MERGED
+from dp_ray.rundir import contents
+from dp_ray.rundir.checkpoint import CHECKPOINTS
+from dp_ray.rundir.claim import base_storage, check_shared, claim, with_shards_of_run
+from dp_ray.rundir.ledger import PARTS
+from dp_ray.rundir.weights import WEIGHTS
+from dp_ray.storage import Storage
+
+
+def job_of(**keys: Any) -> Job:
+    values = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30, **keys}
+    return Job.make(values, "job")
+
+
+def finish(folder: Path, status: str) -> None:
+    (folder / "job" / "result.json").write_text(json.dumps({"status": status}))
+
+
+def test_a_new_run_is_claimed(tmp_path: Path) -> None:
+    claimed = claim(job_of(), Storage(str(tmp_path)))
+    assert not claimed.carried_on
+    check_shared(claimed.storage, claimed.token, "rank 0")
+
+
+@pytest.mark.parametrize("status", [None, "failed", "interrupted"])
+def test_an_unfinished_run_of_the_same_job_is_carried_on(tmp_path: Path, status: str | None) -> None:
+    first = claim(job_of(shards=8, workers=2), Storage(str(tmp_path)))
+    (tmp_path / "job" / "parts" / "kept").write_text("x")
+    if status:
+        finish(tmp_path, status)
+    second = claim(job_of(shards=8, workers=3, retries=0), Storage(str(tmp_path)))
+    assert second.carried_on
+    assert second.token != first.token
+    assert (tmp_path / "job" / "parts" / "kept").exists()
+    with pytest.raises(StorageError, match="rank 1 sees another run's"):
+        check_shared(first.storage, first.token, "rank 1")
+
+
+def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
+    claim(job_of(), Storage(str(tmp_path)))
+    finish(tmp_path, "done")
+    with pytest.raises(JobError, match="finished; give it another name"):
+        claim(job_of(), Storage(str(tmp_path)))
+    assert not claim(job_of(), Storage(str(tmp_path)), overwrite=True).carried_on
+    assert not (tmp_path / "job" / "result.json").exists()
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 31}, {"seed": 2}, {"shards": 4}, {"inputs": "first"}])
+def test_a_run_of_a_different_job_is_left_alone(tmp_path: Path, change: dict[str, Any]) -> None:
+    claim(job_of(), Storage(str(tmp_path)))
+    key, value = next(iter(change.items()))
+    with pytest.raises(JobError, match=rf"holds a run of a different job \({key}: .* there, {value!r} here\)"):
+        claim(job_of(**change), Storage(str(tmp_path)))
+
+
+SGD: dict[str, Any] = {"target": "torch.optim:SGD", "args": {"lr": 0.003, "nested": {"deep": [1, {"a": 2}]}}}
+
+
+@pytest.mark.parametrize(
+    ("here", "says"),
+    [
+        ({**SGD, "args": {**SGD["args"], "lr": 0.01}}, "optimizer.args.lr: 0.003 there, 0.01 here"),
+        ({**SGD, "args": {**SGD["args"], "momentum": 0.9}}, "optimizer.args.momentum: not set there, 0.9 here"),
+        ({**SGD, "args": {"lr": 0.003}}, "optimizer.args.nested: set there, not set here"),
+        (
+            {**SGD, "args": {"lr": 0.003, "nested": {"deep": [1, {"a": 3}]}}},
+            "optimizer.args.nested.deep.1.a: 2 there, 3 here",
+        ),
+        (
+            {"target": "torch.optim:Adam", "args": {**SGD["args"], "lr": 1}},
+            "optimizer.target: 'torch.optim:SGD' there, 'torch.optim:Adam' here; "
+            "optimizer.args.lr: 0.003 there, 1 here",
+        ),
+    ],
+)
+def test_what_differs_is_told_by_its_path(tmp_path: Path, here: dict[str, Any], says: str) -> None:
+    train = {"task": "train", "loss": "torch.nn:CrossEntropyLoss"}
+    claim(job_of(**train, optimizer=SGD), Storage(str(tmp_path)))
+    with pytest.raises(JobError) as told:
+        claim(job_of(**train, optimizer=here), Storage(str(tmp_path)))
+    assert f"a run of a different job ({says}); give it another name" in str(told.value)
+
+
+def test_a_target_that_was_not_there_is_told_by_its_name(tmp_path: Path) -> None:
+    train = {"task": "train", "loss": "torch.nn:CrossEntropyLoss", "optimizer": SGD}
+    claim(job_of(**train), Storage(str(tmp_path)))
+    step = {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 3}}
+    says = r"\(scheduler: None there, 'torch.optim.lr_scheduler:StepLR' here\)"
+    with pytest.raises(JobError, match=says):
+        claim(job_of(**train, scheduler=step), Storage(str(tmp_path)))
+
+
+def test_no_advice_names_overwrite_without_what_it_deletes(tmp_path: Path) -> None:
+    claim(job_of(), Storage(str(tmp_path)))
+    for path in ("checkpoints/step-3.safetensors", "checkpoints/step-6.safetensors", "history/steps-0-3.parquet"):
+        (tmp_path / "job" / path).parent.mkdir(exist_ok=True)
+        (tmp_path / "job" / path).write_text("x")
+    says = r"or replace it \(--overwrite, overwrite=True\), which deletes its 2 checkpoints and history$"
+    with pytest.raises(JobError, match=says):
+        claim(job_of(seed=2), Storage(str(tmp_path)))
+    (tmp_path / "job" / "checkpoints" / "step-3.safetensors").unlink()
+    (tmp_path / "job" / "weights.safetensors").write_text("x")
+    finish(tmp_path, "done")
+    with pytest.raises(JobError, match=r"which deletes its 1 checkpoint, history and weights$"):
+        claim(job_of(), Storage(str(tmp_path)))
+
+
+def test_the_files_that_overwrite_deletes_are_those_that_runs_keep() -> None:
+    assert {CHECKPOINTS, PARTS} == contents.COUNTED.keys()
+    assert {HISTORY, METRICS, WEIGHTS, MERGED} == contents.NAMED.keys()
+
+
+def resumed(tmp_path: Path, began: dict[str, Any], **here: Any) -> Job:
+    claim(job_of(**began), Storage(str(tmp_path)))
+    return with_shards_of_run(job_of(**here), Storage(str(tmp_path)))
+
+
+def test_a_run_keeps_the_shards_that_it_began_with(tmp_path: Path) -> None:
+    fewer = resumed(tmp_path, {"workers": 2}, workers=1)
+    assert (fewer.num_shards, fewer.workers) == (2, 1)
+    assert claim(fewer, Storage(str(tmp_path))).carried_on
+    more = with_shards_of_run(job_of(workers=5), Storage(str(tmp_path)))
+    assert (more.num_shards, more.workers) == (2, 2), "a shard is one worker's"
+    assert claim(more, Storage(str(tmp_path))).carried_on
+    elastic = with_shards_of_run(job_of(workers={"min": 1, "max": 8}), Storage(str(tmp_path)))
+    assert (elastic.num_shards, elastic.min_workers, elastic.max_workers) == (2, 1, 2)
+    here = with_shards_of_run(job_of(workers=0), Storage(str(tmp_path)))
+    assert (here.num_shards, here.workers) == (2, 0)
+
+
+def test_a_job_that_sets_its_shards_keeps_them(tmp_path: Path) -> None:
+    job = resumed(tmp_path, {"workers": 2}, workers=1, shards=1)
+    with pytest.raises(JobError, match=r"a run of a different job \(shards: 2 there, 1 here\)"):
+        claim(job, Storage(str(tmp_path)))
+
+
+def test_a_run_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
+    job = job_of(workers=3)
+    assert with_shards_of_run(job, Storage(str(tmp_path))) is job
+
+
+def test_objects_from_python_are_never_taken_for_one_another(tmp_path: Path) -> None:
+    claim(job_of(dataset=[1, 2]), Storage(str(tmp_path)))
+    with pytest.raises(JobError, match="a run of Python objects; whether these are the same"):
+        claim(job_of(dataset=[3, 4]), Storage(str(tmp_path)))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_that_would_begin_with_nothing_neither_begins_nor_replaces_another(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    if overwrite:
+        claim(job_of(), Storage(str(tmp_path)))
+        finish(tmp_path, "done")
+    with pytest.raises(JobError, match=r"init_from: there is no file .*nowhere.pt"):
+        claim(job_of(init_from=str(tmp_path / "nowhere.pt")), Storage(str(tmp_path)), overwrite)
+    assert (tmp_path / "job" / "result.json").exists() == overwrite
+    assert (tmp_path / "job").exists() == overwrite
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path, overwrite: bool) -> None:
+    thesis = tmp_path / "job" / "in a folder" / "thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("years of work")
+    with pytest.raises(JobError, match="holds files that are no run"):
+        claim(job_of(), Storage(str(tmp_path)), overwrite)
+    assert thesis.read_text() == "years of work"
+
+
+def test_a_damaged_claim_is_told(tmp_path: Path) -> None:
+    claim(job_of(), Storage(str(tmp_path)))
+    (tmp_path / "job" / "run.json").write_text("{")
+    with pytest.raises(StorageError, match=r"run\.json: is damaged"):
+        claim(job_of(), Storage(str(tmp_path)))
+
+
+def test_what_a_worker_cannot_see_is_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="set storage to a folder that every node mounts, or to a URL"):
+        check_shared(Storage(str(tmp_path)), "token", "rank 3 on 10.0.0.7")
+
+
+def test_secrets_are_not_kept(tmp_path: Path) -> None:
+    claim(job_of(env={"TOKEN": "hush"}), Storage(str(tmp_path)))
+    assert "hush" not in (tmp_path / "job" / "run.json").read_text()
+
+
+def test_relative_storage_in_a_shipped_folder_is_under_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert base_storage(job_of()).path == f"{tmp_path}/runs"
+    shipped = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    shipped.mkdir(parents=True)
+    monkeypatch.chdir(shipped)
+    assert base_storage(job_of()).path == f"{Path.home()}/runs"
+    assert base_storage(job_of(storage=f"{tmp_path}/x")).path == f"{tmp_path}/x"

@@ -1,0 +1,122 @@
+"""Keys as other libraries name them are answered with the key that does it here."""
+
+import re
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job, Target
+from dp_ray.key_hints import NESTED, TOP
+
+GOOD: dict[str, Any] = {"model": "a:b", "dataset": "a:c", "batch_size": 30}
+
+
+def told(**keys: Any) -> str:
+    with pytest.raises(JobError) as caught:
+        Job.make({**GOOD, **keys}, "job")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("gradient_accumulation_steps", "shards"),
+        ("accumulate", "shards"),
+        ("accumulate_grad_batches", "shards"),
+        ("num_workers", "workers"),
+        ("device", "gpus_per_worker"),
+        ("accelerator", "gpus_per_worker"),
+        ("gpus", "workers"),
+        ("nodes", "workers"),
+        ("num_nodes", "workers"),
+        ("lr", "optimizer.args.lr"),
+        ("learning_rate", "optimizer.args.lr"),
+        ("weight_decay", "optimizer.args.weight_decay"),
+        ("amp", "precision"),
+        ("fp16", "precision"),
+        ("bf16", "precision"),
+        ("mixed_precision", "precision"),
+        ("val", "eval.dataset"),
+        ("val_dataset", "eval.dataset"),
+        ("test", "eval.dataset"),
+        ("resume", "init_from"),
+        ("resume_from_checkpoint", "init_from"),
+        ("strategy", "split"),
+        ("num_epochs", "epochs"),
+        ("max_epochs", "epochs"),
+        ("Max-Epochs", "epochs"),
+        ("total_steps", "max_steps"),
+        ("gradient_clip_val", "grad_clip"),
+        ("criterion", "loss"),
+        ("lr_scheduler", "scheduler"),
+        ("per_device_train_batch_size", "batch_size"),
+        ("output_dir", "storage"),
+        ("deterministic", "bitwise"),
+        ("collate_fn", "collate"),
+        ("pin_memory", "loader.pin_memory"),
+        ("save_steps", "checkpoint.every_steps"),
+    ],
+)
+def test_a_key_of_elsewhere_is_answered_with_the_key_here(name: str, key: str) -> None:
+    assert f"{name}: is no key of a job; here it is {key}" in told(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"loader": {"num_workers": 2}}, "loader.num_workers: is no key of a job; here it is loader.processes"),
+        (
+            {"loader": {"prefetch_factor": 2}},
+            "loader.prefetch_factor: is no key of a job; here it is loader.prefetch",
+        ),
+        ({"loader": {"shuffle": True}}, "loader.shuffle: is no key of a job; here it is shuffle"),
+        ({"optimizer": {"target": "a:b", "lr": 1}}, "optimizer.lr: is no key of a job; here it is optimizer.args.lr"),
+        ({"model": {"target": "a:b", "width": 1}}, "model.width: is no key of a job; here it is model.args.width"),
+        ({"model": {"_target_": "a:b"}}, "model._target_: is no key of a job; did you mean model.target?"),
+        ({"model": {"target": "a:b", "kwargs": {}}}, "model.kwargs: is no key of a job; did you mean model.args?"),
+        (
+            {"metrics": {"f1": {"target": "a:b", "task": 1}}},
+            "metrics.f1.task: is no key of a job; here it is metrics.f1.args.task",
+        ),
+        (
+            {"eval": {"dataset": {"target": "a:b", "split": 1}}},
+            "eval.dataset.split: is no key of a job; here it is eval.dataset.args.split",
+        ),
+        ({"eval": {"data": "a:b"}}, "eval.data: is no key of a job; did you mean eval.dataset?"),
+        ({"checkpoint": {"save_top_k": 1}}, "checkpoint.save_top_k: is no key of a job; here it is checkpoint.keep"),
+        ({"checkpoint": {"best": {"metric": "a", "monitor": "b"}}}, "here it is checkpoint.best.metric"),
+        ({"model": {"target": "a:b", "params": {}}}, "model.params: is no key of a job; here it is model.args"),
+        ({"workers": {"min_workers": 1}}, "workers.min_workers: is no key of a job; here it is workers.min"),
+    ],
+)
+def test_a_nested_key_of_elsewhere_is_answered_too(keys: dict[str, Any], says: str) -> None:
+    assert says in told(**keys)
+
+
+def owner_of(path: str) -> Any:
+    """The field of the job that a dotted key names; raises KeyError where there is none."""
+    model: Any = Job
+    for part in path.split("."):
+        if model is Target or (
+            isinstance(model, type) and issubclass(model, Target) and part not in model.model_fields
+        ):
+            return model
+        model = inner(model.model_fields[part].annotation)
+    return model
+
+
+def inner(annotation: Any) -> Any:
+    """The model that a field holds, maybe; a target where it holds none."""
+    found = [annotation, *(one for part in get_args(annotation) for one in (part, *get_args(part)))]
+    return next((one for one in found if isinstance(one, type) and issubclass(one, BaseModel)), Target)
+
+
+def test_every_answer_is_a_key_of_a_job_and_no_question_is() -> None:
+    for answer in (*TOP.values(), *NESTED.values()):
+        owner_of(re.split(r"[ :]", answer)[0])
+    assert not TOP.keys() & Job.model_fields.keys()
+    for name in (name for name in NESTED if not name.startswith("scheduler.")):
+        with pytest.raises(KeyError):
+            owner_of(name)

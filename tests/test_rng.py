@@ -1,0 +1,128 @@
+"""Random numbers are a sample's and a shard's own, whoever draws them, and a caller's generators stay."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dp_ray.job import Job
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Work
+from dp_ray.replica.data import load_shards
+from dp_ray.replica.world import World
+from dp_ray.rundir.ledger import PARTS
+from dp_ray.storage import Storage
+from dp_ray.task.task import run_task
+
+CPU = torch.device("cpu")
+
+
+class Drawing:
+    """Samples that are what was drawn for them; only every `each`-th draws at all."""
+
+    def __init__(self, generator: str, each: int = 1) -> None:
+        self.generator = generator
+        self.each = each
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read.append(index)
+        if index % self.each:
+            return torch.zeros(2, dtype=torch.float64)
+        draws = {"torch": lambda: torch.rand(()).item(), "numpy": np.random.rand, "random": random.random}
+        return torch.tensor([draws[self.generator](), index], dtype=torch.float64)
+
+
+class DrawingMany(Drawing):
+    """The same, read many at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
+
+
+def rows_of(dataset: Any, batch_size: int, shards: int, epoch: int = 0, **keys: Any) -> dict[int, list[float]]:
+    """What each sample was in one epoch, however it was cut."""
+    given = {
+        "model": "a:b",
+        "dataset": dataset,
+        "batch_size": batch_size,
+        "shards": shards,
+        "order": "shuffled",
+        **keys,
+    }
+    job = Job.make(given, "job")
+    work = Work(Split(40, batch_size, shards, epochs=epoch + 1), start=epoch * Split(40, batch_size, shards).steps)
+    loaded = load_shards(job, dataset, work, CPU)
+    return {
+        index: row for indices, rows in loaded for index, row in zip(indices.tolist(), rows.tolist(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("generator", ["torch", "numpy", "random"])
+@pytest.mark.parametrize("kind", [Drawing, DrawingMany])
+@pytest.mark.parametrize("each", [1, 13])
+def test_what_a_sample_draws_is_its_own(generator: str, kind: type[Drawing], each: int) -> None:
+    first = rows_of(kind(generator, each), 7, 3)
+    assert rows_of(kind(generator, each), 40, 1) == first
+    assert rows_of(kind(generator, each), 5, 5, loader={"processes": 2, "context": "fork"}) == first
+    assert rows_of(kind(generator, each), 7, 3, epoch=1) != first
+    assert rows_of(kind(generator, each), 7, 3, seed=1) != first
+    drawn = [row[0] for index, row in first.items() if index % each == 0]
+    assert len(set(drawn)) == len(drawn), "two samples drew the same"
+
+
+def test_samples_that_draw_nothing_are_read_once() -> None:
+    dataset = Drawing("torch", each=1000)
+    dataset.__class__ = type(
+        "RngProbe", (Drawing,), {"__getitem__": lambda self, index: self.read.append(index) or torch.ones(2)}
+    )
+    rows_of(dataset, 7, 3)
+    assert sorted(dataset.read) == list(range(40))
+
+
+def drawing_collate(items: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(items) + torch.rand(())
+
+
+def test_a_collate_draws_for_its_shard() -> None:
+    dataset = list(torch.zeros(40, 2))
+    first = rows_of(dataset, 8, 4, collate=drawing_collate)
+    assert rows_of(dataset, 8, 4, collate=drawing_collate, loader={"processes": 1, "context": "fork"}) == first
+    assert len({row[0] for row in first.values()}) == 20, "each of 20 shards has its own"
+
+
+class Noise(nn.Module):
+    """Draws from all three generators, in eval mode too."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * 0 + torch.rand(()) + random.random() + float(np.random.rand())
+
+
+def test_a_models_noise_is_the_shards_and_the_callers_generators_are_given_back(tmp_path: Path) -> None:
+    from dp_ray.plan.order import Order
+    from dp_ray.results.outputs import Merged, merge
+
+    found = []
+    torch.manual_seed(5)
+    before = torch.rand(3), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    torch.manual_seed(5)
+    for workers in (1, 3):
+        job = Job.make({"model": Noise(), "dataset": torch.zeros(20, 2), "batch_size": 8, "shards": 4}, "job")
+        run = Storage(str(tmp_path / str(workers)))
+        run.child(PARTS).create()
+        for rank in range(workers):
+            run_task(job, World(rank, workers), run, lambda _: None)
+        merge(run.child(PARTS), run, Order(20, 0, 0, False), 20)
+        found.append(Merged(run).read())
+    assert torch.equal(found[0], found[1])
+    assert len(found[0].unique()) == 4 + 4 + 4, "each shard of each step has its own"
+    after = torch.rand(3), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert torch.equal(after[0], before[0])
+    assert after[1:] == before[1:]
