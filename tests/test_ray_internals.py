@@ -24,7 +24,7 @@ FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
 # Ray's documented variable stands in the command line's help, which loads no Ray.
 ALLOWED = {("dp_ray/cli.py", "RAY_ADDRESS")}
 
-# The private things of Ray, as module:attribute, with the parameters that we give, if we call or override them.
+# Ray's private things, as module:attribute, with the parameters that we give where we call or override them.
 CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray:init": None,  # takes _temp_dir, see below
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available": (
@@ -60,6 +60,10 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError": ("message", "failure"),
     "ray.train.v2._internal.exceptions:WorkerHealthCheckTimeoutError": None,
     "ray.train.v2._internal.execution.callback:WorkerGroupCallback.before_init_train_context": ("workers",),
+    "ray.train.v2._internal.execution.callback:WorkerGroupCallback.before_worker_group_start": (
+        "worker_group_context",
+    ),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroupContext": ("num_workers",),
     "ray.train.v2._internal.execution.controller:TrainController": (
         "train_fn_ref",
         "train_run_context",
@@ -156,9 +160,6 @@ VARIABLES = {
 BINARIES = ("_raylet.so", "core/src/ray/raylet/raylet", "core/src/ray/gcs/gcs_server")
 
 
-# Nobody else names what is private in Ray
-
-
 def is_private(module: str) -> bool:
     """Whether a dotted name of Ray is private."""
     parts = module.split(".")
@@ -233,7 +234,7 @@ def sources() -> list[Path]:
 def test_private_ray_stands_behind_the_wall(path: Path) -> None:
     where = path.relative_to(ROOT).as_posix()
     found = [name for name in private_names(path.read_text()) if (where, name) not in ALLOWED]
-    assert not found, f"{where} names {found}: that belongs into {WALL.relative_to(ROOT)}"
+    assert not found, f"{where} names {found}, which belong into {WALL.relative_to(ROOT)}"
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def program(environment: dict[str, str], folder: Path, *args: str) -> subprocess
 def test_another_ray_ends_a_run_with_one_line(another_ray: dict[str, str], tmp_path: Path, args: list[str]) -> None:
     done = program(another_ray, tmp_path, *args)
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    *before, line = done.stderr.splitlines()
+    assert all(one.endswith(": importing torch and Ray") for one in before)
     assert line == (
         "error: Ray 9.9.9 is installed, and dp_ray works with Ray >=2.60,<2.61: run `python -m pip install "
         "'ray[default,train]>=2.60,<2.61'`, or set workers to 0, which needs no Ray"

@@ -11,8 +11,8 @@ import ray
 from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.channel import drain, open_channel
-from dp_ray.cluster.connect import check_fits, connected, train_environment, worker_resources
+from dp_ray.cluster.channel import drain, open_channel, tell
+from dp_ray.cluster.connect import address_of, check_fits, connected, train_environment, worker_resources
 from dp_ray.cluster.network import BoundTorchConfig
 from dp_ray.cluster.orders import END
 from dp_ray.cluster.ray_internals import ControlledTrainer, WorkersStart, cause_of, is_death
@@ -24,24 +24,30 @@ from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault
-from dp_ray.monitor.messages import WorkerReady
-from dp_ray.monitor.monitor import Monitor, NodeControl, error_of, listening
+from dp_ray.monitor.messages import Starting, WorkerReady
+from dp_ray.monitor.monitor import Monitor, NodeControl, counted, error_of, listening
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.environment import set_environment
 from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StopRequested
 
 
-class EnvironmentCallback(WorkersStart):
-    """Sets the job's `env` in each worker's process, before anything of torch or of the user is imported there.
+class StartCallback(WorkersStart):
+    """Tells the driver how far the workers' start is, and sets the job's `env` in each worker's process.
 
-    The values do not go into Ray's runtime_env, which its agent logs.
+    This is before anything of torch or of the user is imported there. The values do not go into Ray's runtime_env,
+    which its agent logs.
     """
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, env: dict[str, str], channel: Any) -> None:
         self._env = env
+        self._channel = channel
 
-    def on_processes(self, call: Callable[..., list[Any]]) -> None:
+    def on_placing(self, count: int) -> None:
+        tell(self._channel, Starting(f"starting {counted(count, 'worker')}"))
+
+    def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
+        tell(self._channel, Starting(f"{counted(count, 'worker')} importing torch"))
         if self._env:
             call(set_environment, self._env)
 
@@ -58,10 +64,11 @@ def run_on_ray(
 ) -> None:
     is_own = not ray.is_initialized()
     keep_prints = is_own and not verbose
+    monitor.begin(what_begins(address))
     with connected(job, address, verbose), train_environment(), TemporaryDirectory() as folder:
         each = worker_resources(job)
         if waiting := check_fits(job, each):
-            console.say(f"{job.run_name}: {waiting}")
+            console.say(waiting)
         check_can_be_shipped(job)
         channel = open_channel(job.max_workers)
         monitor.node_control = RayNodeControl(channel)
@@ -78,9 +85,10 @@ def run_on_ray(
             run_config=_run_config(job, folder, verbose),
             scaling=lambda given: ElasticScalingPolicy(given, _wanted(job, each), channel),
             restarts=lambda given: RestartPolicy(given, job.retries, channel),
-            start=EnvironmentCallback(dict(job.env)),
+            start=StartCallback(dict(job.env), channel),
             is_own=is_own,
         )
+        monitor.begin("starting Ray Train")
         try:
             # Ray has put a handler of SIGTERM of its own in the place of ours.
             with planned_stops(monitor.ask_to_stop), listening(monitor, lambda: drain(channel), trainer.abort):
@@ -89,6 +97,14 @@ def run_on_ray(
             if monitor.is_stopping and (monitor.failed is None or monitor.failed.kind == WorkerError.__name__):
                 raise StopRequested("stopped as it was asked") from None
             raise _cause(error, monitor, verbose) from None
+
+
+def what_begins(address: str | None) -> str:
+    """What the user waits for before there is a Ray."""
+    if ray.is_initialized():
+        return "looking at the cluster"
+    found = address_of(address)
+    return f"connecting to Ray at {found}" if found else "starting Ray"
 
 
 def backend_of(job: Job, gpus_per_worker: float) -> str | None:

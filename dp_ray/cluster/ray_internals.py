@@ -279,15 +279,25 @@ def failure_of(error: Exception) -> WorkersFailed | StartFailed:
 
 
 class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
-    """What is done in each worker's process before anything of torch or of the user is imported there."""
+    """What is done while workers start, before anything of torch or of the user is imported in their processes."""
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        self.on_placing(worker_group_context.num_workers)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        self.on_processes(lambda do, *args: ray.get([worker.execute_async(do, *args) for worker in workers]))
+        def call(do: Callable[..., Any], *args: Any) -> list[Any]:
+            return list(ray.get([worker.execute_async(do, *args) for worker in workers]))
+
+        self.on_processes(len(workers), call)
         return {}
 
     @abstractmethod
-    def on_processes(self, call: Callable[..., list[Any]]) -> None:
-        """The processes are there: `call(do, *args)` calls `do` in each, and gives what each returned."""
+    def on_placing(self, count: int) -> None:
+        """So many workers are about to be placed on nodes."""
+
+    @abstractmethod
+    def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
+        """Their processes are there: `call(do, *args)` calls `do` in each, and gives what each returned."""
 
 
 @dataclass(frozen=True)

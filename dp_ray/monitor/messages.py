@@ -64,6 +64,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Starting:
+    """What goes on before there is a step: workers are started, or import torch."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class Started:
     """A worker is about to run its first step."""
 
@@ -142,7 +149,9 @@ class WorkerExit(Exception):
         return next(iter(self.text.strip().splitlines()), type(self).__name__)
 
 
-Message = WorkerReady | Shapes | Told | Printed | Failed | Started | Beat | FaultInjected | Interrupted | Waits
+Message = (
+    WorkerReady | Shapes | Told | Printed | Failed | Starting | Started | Beat | FaultInjected | Interrupted | Waits
+)
 
 
 def message_of(attempt: str, what: Any) -> Message:
