@@ -17,7 +17,7 @@ import torch
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "first-day.md").read_text()
-COMMANDS = re.findall(r"^    (dp-ray .*)$", PAGE, re.M)
+COMMANDS = re.findall(r"^(dp-ray .*)$", PAGE, re.M)
 
 
 def program(command: str) -> list[str]:
@@ -60,14 +60,14 @@ def test_the_first_day(folder: Path) -> None:
 
     with subprocess.Popen(
         program(stopped), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
-    ) as train_state:
+    ) as running:
         history = folder / "runs" / "stopped" / "checkpoints"
         until = time.monotonic() + 60
         while not (history.exists() and list(history.glob("step-*"))) and time.monotonic() < until:
             time.sleep(0.01)
-        train_state.send_signal(signal.SIGINT)
-        said = train_state.communicate(timeout=60)[1]
-    assert train_state.returncode == 130
+        running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=60)[1]
+    assert running.returncode == 130
     assert re.search(r"interrupted after step \d+ of 120; run the same command to carry on", said.splitlines()[-1])
     done(again, folder)
     assert result_of(folder, "stopped")["weights_sha256"] == trained["weights_sha256"]
