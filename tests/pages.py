@@ -46,6 +46,11 @@ def prose_of(page: Path) -> str:
     return _FENCED.sub("", page.read_text())
 
 
+def inline_of(page: Path) -> list[str]:
+    """The code within the page's sentences and tables."""
+    return re.findall(r"`([^`\n]+)`", prose_of(page))
+
+
 def links_of(page: Path) -> list[str]:
     return [one[1] or one[2] for one in _LINK.finditer(prose_of(page))]
 

@@ -10,19 +10,21 @@ import runpy
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+import yaml
 
 import benchmarks.__main__
 import jobs.digits  # noqa: F401  (scikit-learn's first import sets environment variables)
 from dp_ray import cli
 from dp_ray.job import Job, parse_counts
 from tests.conftest import ROOT
-from tests.pages import PAGES, Block, anchors_of, blocks_of, links_of, name_of, prose_of
+from tests.pages import PAGES, Block, anchors_of, blocks_of, inline_of, links_of, name_of, prose_of
 
 PACKAGE = ROOT / "dp_ray"
 VERIFIED = "needs Ray: tests/test_training_runs.py verifies a job on Ray"
@@ -42,6 +44,19 @@ NOT_RUN = {
     "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
 }
 RUN_ELSEWHERE = {"docs/first-day.md"}  # by tests/test_first_day.py
+# With what each key of a job, shown alone within a sentence, makes a job.
+ANY_JOB: dict[str, Any] = {
+    "task": "train",
+    "model": "module:attribute",
+    "dataset": "module:attribute",
+    "batch_size": 30,
+    "loss": "torch.nn:CrossEntropyLoss",
+    "optimizer": "torch.optim:SGD",
+    "eval": {"dataset": "module:attribute"},
+    "shards": 16,
+    "devices": ["cpu", "cpu"],
+    "split": "auto",
+}
 # Modules of the house that another branch brings; empty once it is merged.
 TO_COME = {"dp_ray/cluster/ray_internals.py", "tests/test_ray_internals.py"}
 
@@ -78,6 +93,25 @@ def test_every_file_and_test_that_is_named_is_there(page: Path) -> None:
         found = [one for one in (ROOT / path, PACKAGE / path) if one.exists()]
         assert found, f"{name_of(page)} names {path}"
         assert not test or f"\ndef {test}(" in found[0].read_text(), f"{name_of(page)} names {path}::{test}"
+
+
+@page_by_page
+def test_every_key_within_a_sentence_is_one_of_a_job(page: Path) -> None:
+    for code in inline_of(page):
+        if re.match(r"[a-z_]+: \S", code):
+            (given,) = [yaml.safe_load(code.replace("...", "'module:attribute'"))]
+            Job.make({**ANY_JOB, "workers": given.get("shards", 16), **given}, "job")
+
+
+@page_by_page
+def test_every_command_within_a_sentence_is_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for code in inline_of(page):
+        if code.startswith("dp-ray ") and "jobs/" in code:
+            check(shlex.split(code))
+        if extras := re.search(r"pip install '\.\[(.*)\]'", code):
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            assert set(extras[1].split(",")) <= project["optional-dependencies"].keys()
 
 
 def test_the_house_names_every_module_in_a_line() -> None:
