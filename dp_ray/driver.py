@@ -53,9 +53,9 @@ from dp_ray.rundir.weights import LINKS, WEIGHTS, first_step
 from dp_ray.storage import Storage
 from dp_ray.system.environment import environment
 from dp_ray.system.stop_signals import planned_stops
+from dp_ray.task.cut import split_of
 from dp_ray.task.step_control import StepControl, StopRequested
 from dp_ray.task.task import run_task
-from dp_ray.task.train import split_of
 from dp_ray.tensors.file import sha256_of
 from dp_ray.tracebacks import shorten
 

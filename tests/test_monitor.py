@@ -25,7 +25,7 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
 from dp_ray.storage import Storage
-from dp_ray.task.train import Note
+from dp_ray.task.notices import Note
 
 SEEN = Seen("[5, 5]", "[5, 2]", 5)
 

@@ -75,7 +75,7 @@ class Started:
 class Beat:
     """A worker is alive, and has been in `step` for `seconds`; `stack` is where, once that is too long.
 
-    `step` is None before its first step and after its last.
+    `step` is None before its first step and after its last; `waits_for` says what of other workers it waits for.
     """
 
     attempt: str
@@ -83,6 +83,7 @@ class Beat:
     step: int | None
     seconds: float
     stack: str
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)

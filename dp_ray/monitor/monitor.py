@@ -41,8 +41,7 @@ from dp_ray.results.shape_reports import Collector, ReportFile, Rows
 from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
 from dp_ray.rundir.incidents import IncidentLog, Interruption
 from dp_ray.secrets import hide
-from dp_ray.task.task import Measured
-from dp_ray.task.train import Note
+from dp_ray.task.notices import Measured, Note
 
 INTERRUPT_SECONDS = 10.0
 

@@ -206,10 +206,10 @@ def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, t
     losses = loss(outputs, target)
     if target.is_floating_point():
         return losses  # probabilities: each row counts 1
-    committed = target != loss.ignore_index
+    kept = target != loss.ignore_index
     if loss.weight is None:
-        return total_of(losses), committed.sum()
-    return total_of(losses), total_of(loss.weight[target.where(committed, torch.zeros_like(target))] * committed)
+        return total_of(losses), kept.sum()
+    return total_of(losses), total_of(loss.weight[target.where(kept, torch.zeros_like(target))] * kept)
 
 
 def _is_number(value: Any) -> bool:
