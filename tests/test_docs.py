@@ -57,8 +57,17 @@ ANY_JOB: dict[str, Any] = {
     "devices": ["cpu", "cpu"],
     "split": "auto",
 }
-# Modules of the house that another branch brings; empty once it is merged.
-TO_COME = {"dp_ray/cluster/ray_internals.py", "tests/test_ray_internals.py"}
+# What other branches bring; empty once they are merged.
+_CLUSTER = "ray_internals ray_version scaling_decision restart_decision resources orders"
+_JOB = "job_file job_keys job_parts job_target job_errors job_schema"
+TO_COME = {
+    "tests/test_ray_internals.py",
+    *(f"dp_ray/cluster/{name}.py" for name in _CLUSTER.split()),
+    *(f"dp_ray/{name}.py" for name in _JOB.split()),
+    "dp_ray/monitor/status_line.py",
+    "dp_ray/results/shown.py",
+    "dp_ray/results/table.py",
+}
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
@@ -124,7 +133,7 @@ def test_the_house_names_every_module_in_a_line() -> None:
 def _modules_in(house: str) -> Iterator[str]:
     folder = ""
     for line in house.splitlines()[1:]:
-        indented, name = re.findall(r"^(  |    )(\S+)  +\S", line)[0]
+        indented, name = re.findall(r"^(  |    )(\S+) +\S", line)[0]
         if name.endswith("/"):
             folder = name
         else:
@@ -133,7 +142,7 @@ def _modules_in(house: str) -> Iterator[str]:
 
 def test_the_reference_has_every_key_of_a_job_once() -> None:
     rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "job-file.md").read_text(), re.M)
-    keys = [key for row in rows for key in row.strip("`").split(", ")]
+    keys = [key for row in rows for key in row.strip("`").split(", ") if "." not in key]
     assert sorted(keys) == sorted(Job.model_fields)
 
 
