@@ -76,6 +76,16 @@ def test_the_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 170
 
 
+def test_the_figures_of_the_front_page_are_those_of_the_benchmarks() -> None:
+    table = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = re.findall(
+        r"^\| .* \| ([\d,.]+ \S+) \| ([\d,.]+ \S+ .*) \| ([\d.]+) \|$", prose_of(ROOT / "README.md"), re.M
+    )
+    assert len(rows) == 5
+    for ours, against, ratio in rows:
+        assert f"| {ours} | {against} | {ratio} |" in table
+
+
 @page_by_page
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in links_of(page):

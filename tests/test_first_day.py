@@ -58,6 +58,11 @@ def test_the_first_day(folder: Path) -> None:
     assert isinstance(metrics, dict)
     assert metrics["eval_accuracy"] > 0.8
 
+    quick = (folder / "mine.py").read_text()
+    # Slow enough that it cannot end before it is stopped, however busy the machine is.
+    slow = quick.replace("return self.points[index]", "__import__('time').sleep(0.003); return self.points[index]")
+    assert slow != quick
+    (folder / "mine.py").write_text(slow)
     with subprocess.Popen(
         program(stopped), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
     ) as running:
@@ -67,7 +72,8 @@ def test_the_first_day(folder: Path) -> None:
             time.sleep(0.01)
         running.send_signal(signal.SIGINT)
         said = running.communicate(timeout=60)[1]
-    assert running.returncode == 130
+    (folder / "mine.py").write_text(quick)
+    assert running.returncode == 130, said
     assert re.search(r"interrupted after step \d+ of 120; run the same command to carry on", said.splitlines()[-1])
     done(again, folder)
     assert result_of(folder, "stopped")["weights_sha256"] == trained["weights_sha256"]
