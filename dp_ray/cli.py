@@ -94,6 +94,7 @@ def run(
 
         settings = (*settings, *take_settings(env_from))
     job = _load(job_file, workers, settings, name=name, storage=storage)
+    _say_import(job.run_name, flags["quiet"])
     from dp_ray.driver import Options, execute
 
     result = execute(job, Options(**flags))
@@ -152,6 +153,7 @@ def verify(
     """Run a job on several numbers of workers: is all of it the same?"""
     counts = parse_counts(workers)
     job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
+    _say_import(job.run_name, quiet)
     from dp_ray.driver import Options
     from dp_ray.verify import verify as run_verify
 
@@ -244,6 +246,7 @@ def _follow_up(
     as_json: bool,
     **flags: Any,
 ) -> None:
+    _say_import(name or run_dir, flags["quiet"])
     from dp_ray.driver import Options, execute
     from dp_ray.follow_up import follow_up
 
@@ -280,6 +283,12 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
         click.echo(json.dumps(result.to_json()))
     elif not shapes:
         click.echo("\n".join(lines(result)))
+
+
+def _say_import(name: str, is_quiet: bool) -> None:
+    """Say what the first seconds of a run go into."""
+    if not is_quiet:
+        click.echo(f"{name}: importing torch and Ray", err=True)
 
 
 def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:

@@ -64,9 +64,6 @@ TO_COME = {
     "tests/test_ray_internals.py",
     *(f"dp_ray/cluster/{name}.py" for name in _CLUSTER.split()),
     *(f"dp_ray/{name}.py" for name in _JOB.split()),
-    "dp_ray/monitor/status_line.py",
-    "dp_ray/results/shown.py",
-    "dp_ray/results/table.py",
 }
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -63,6 +63,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Starting:
+    """What goes on before there is a step: workers are started, or import torch."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class Started:
     """A worker is about to run its first step."""
 
@@ -131,7 +138,9 @@ class WorkerExit(Exception):
         return self.text
 
 
-Message = WorkerReady | Shapes | Told | Printed | Failed | Started | Beat | FaultInjected | Interrupted | Waits
+Message = (
+    WorkerReady | Shapes | Told | Printed | Failed | Starting | Started | Beat | FaultInjected | Interrupted | Waits
+)
 
 
 def message_of(attempt: str, what: Any) -> Message:

@@ -157,7 +157,9 @@ class Evaluation:
         """What metrics with a state come to: the shards' states merged in the order of the shards."""
         if not self._states:
             return {}
-        everybodys = gathered({shard: _on_cpu(own) for shard, own in kept.items()})
+        if dist.is_initialized():
+            kept = {shard: _on_cpu(own) for shard, own in kept.items()}
+        everybodys = gathered(kept)
         by_shard = {shard: own for theirs in everybodys for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:
