@@ -94,6 +94,7 @@ class Monitor:
         self._moved = time.monotonic()
         self.failed: Failed | None = None
         self.is_stopping = False
+        self.stopped_by = ""  # the signal that came last
         self.is_deaf = False  # nobody listens to the workers any more, so none can be asked for anything
         self._said_nan = False
         self.metrics: dict[str, float] = {}
@@ -228,12 +229,18 @@ class Monitor:
         self._console.say(f"interrupted, {by}")
         self._save_incidents(self.incidents)
 
-    def ask_to_stop(self) -> bool:
+    @property
+    def steps_done(self) -> int:
+        """How many steps are done, by what all workers have told."""
+        return self.progress.step
+
+    def ask_to_stop(self, signal_name: str = "") -> bool:
         """Have the run stop after the step that it is in, which is kept; False where there is no such step.
 
         So it is before the first step, in an evaluation, which keeps nothing, and where this was asked before.
         It is called by a signal handler: what may wait is done in a thread.
         """
+        self.stopped_by = signal_name
         runs_a_step = self._current in self._begun and not self.incidents.is_interrupted
         if self.is_deaf or self.is_stopping or not runs_a_step or self._job.task == "evaluate":
             return False
