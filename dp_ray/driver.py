@@ -388,7 +388,7 @@ def _result(
         shards=job.num_shards,
         batch_dim=job.batch_dim,
         world_sizes=list(incidents.world_sizes),
-        workers=[_told(hello) for hello in attempts[-1].hellos] if attempts else [],
+        workers=[_told(worker) for worker in attempts[-1].workers] if attempts else [],
         restarts=len(incidents.interruptions),
         interruptions=incidents.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitors[0].metrics if monitors else {},
@@ -402,14 +402,14 @@ def _result(
     )
 
 
-def _told(hello: WorkerReady) -> dict[str, Any]:
-    world = hello.world
+def _told(worker: WorkerReady) -> dict[str, Any]:
+    world = worker.world
     return {
         "rank": world.rank,
         "node": world.node,
         "node_rank": world.node_rank,
         "local_rank": world.local_rank,
         "device": str(world.device),
-        "gpu_ids": list(hello.gpu_ids),
-        "pid": hello.pid,
+        "gpu_ids": list(worker.gpu_ids),
+        "pid": worker.pid,
     }
