@@ -3,7 +3,7 @@
 Private are what Ray does not document: modules and names with an underscore, `ray.train.v2`, `ray.core.generated`,
 names of its classes and texts of its messages, and its environment variables, a few of which are documented.
 Each thing says what it is for and, after "Public:", what would take its place. `tests/test_ray_internals.py` holds
-Ray to what is relied on here, by name; docs/new-ray.md says how to try a new Ray.
+Ray to what is relied on here, by name; CONTRIBUTING.md says how to try a new Ray.
 
 This module is imported in every worker, so what is slow to import, as grpc is, is imported where it is used.
 """

@@ -1,7 +1,7 @@
 """Whether the installed Ray is one that dp_ray can work with; asked before Ray is imported.
 
 dp_ray uses interfaces of Ray that change between versions (`ray_internals.py`), so it takes one series at a time.
-docs/new-ray.md says how to try another one.
+CONTRIBUTING.md says how to try another one.
 """
 
 import os
