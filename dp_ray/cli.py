@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from dp_ray.errors import Error, JobError
-from dp_ray.job import Job, load_job, parse_counts, parse_setting, parse_workers
+from dp_ray.job import Job
+from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
 from dp_ray.secrets import hide
 from dp_ray.tracebacks import frames_of, notes_of
 

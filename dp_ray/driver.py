@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ import torch
 from dp_ray.cluster.fault_injection import Fault, parse_faults
 from dp_ray.cluster.launch import run_on_ray
 from dp_ray.errors import DataError, Error, JobError, RunInterrupted, StorageError
-from dp_ray.job import Job, Target, load_job
+from dp_ray.job import Job
+from dp_ray.job_file import job_from
+from dp_ray.job_target import Target
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.messages import Started, WorkerReady, message_of
 from dp_ray.monitor.monitor import Monitor
@@ -83,20 +84,11 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     names = {field.name for field in dataclasses.fields(Options)}
     options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
     try:
-        return execute(_job_of(job, keys), options)
+        return execute(job_from(job, keys), options)
     except Error as error:
         if not options.verbose:
             shorten(error)
         raise error  # from here, so that Python shows no frames of dp_ray
-
-
-def _job_of(job: Job | str | os.PathLike[str] | None, keys: dict[str, Any]) -> Job:
-    by_time = time.strftime("run-%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06}"
-    if job is None:
-        return Job.make(keys, by_time)
-    if isinstance(job, Job):
-        return job if job.name and not keys else Job.make({**dict(job), **keys}, by_time)
-    return load_job(Path(job), keys)
 
 
 def execute(job: Job, options: Options) -> Result:

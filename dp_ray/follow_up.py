@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job import Job, job_of
+from dp_ray.job import Job
+from dp_ray.job_file import job_of
 from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.rundir.weights import BEST, WEIGHTS

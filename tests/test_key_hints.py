@@ -7,7 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.key_hints import NESTED, TOP
 
 GOOD: dict[str, Any] = {"model": "a:b", "dataset": "a:c", "batch_size": 30}

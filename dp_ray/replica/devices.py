@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.plan.partition import balance
 from dp_ray.replica.targets import build, resolve
 from dp_ray.tensors.tree import map_leaves

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.devices import building_on, spread, with_devices
 from dp_ray.replica.rng import seed_all

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from dp_ray.errors import ModelError, WorkerError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Work
 from dp_ray.replica.data import Indices, load_shards, seeded_dataset
