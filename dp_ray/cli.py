@@ -122,7 +122,7 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
             len(build_dataset(job, job.dataset_key)), job.batch_size, job.num_shards, job.drop_last, epochs, most
         )
         planned = plan_of(split, job.max_workers)
-        if job.split is not None:
+        if job.device_map is not None:
             from dp_ray.replica.devices import plan_blocks
 
             planned["blocks"] = plan_blocks(job)

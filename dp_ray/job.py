@@ -37,7 +37,7 @@ class Job(JobKeys):
             "accelerator_type",
             "devices",
             "input_device",
-            "split",
+            "device_map",
             "blocks",
             "loader",
             "checkpoint",
@@ -79,10 +79,10 @@ class Job(JobKeys):
             yield f"gpus_per_worker: must be 'auto', at most 1, or a whole number, got {gpus:g}"
         if gpus != "auto" and gpus > 1 and self.devices is not None and len(self.devices) != gpus:
             yield f"devices: {len(self.devices)} are named, and gpus_per_worker is {gpus:g}; leave one of them out"
-        if self.blocks is not None and self.split is None:
-            yield "blocks: are what split: auto splits; set split: auto, or leave blocks out"
-        if self.split is not None and self.num_devices == 1:
-            yield "split: a worker has one device; set gpus_per_worker to 2 or more, or devices: [cpu, cpu]"
+        if self.blocks is not None and self.device_map is None:
+            yield "blocks: are what device_map: auto places; set device_map: auto, or leave blocks out"
+        if self.device_map is not None and self.num_devices == 1:
+            yield "device_map: a worker has one device; set gpus_per_worker to 2 or more, or devices: [cpu, cpu]"
         if self.sync_batchnorm and self.num_shards > max(1, self.min_workers):
             yield (
                 f"sync_batchnorm: needs a worker for each shard, since a worker runs its shards one after another; "

@@ -58,7 +58,7 @@ _ALLOWED = {
     "loader.context": "null, 'fork', 'spawn' or 'forkserver'",
     "find_unused_parameters": "'auto', true or false",
     "devices": "null or a list of devices, like [cpu] or ['cuda:0', 'cuda:1']",
-    "split": "null or 'auto'",
+    "device_map": "null or 'auto'",
 }
 
 

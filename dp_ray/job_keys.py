@@ -51,7 +51,7 @@ class JobKeys(Strict):
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     devices: Annotated[list[str], Field(min_length=1)] | None = None
     input_device: str | None = None
-    split: Literal["auto"] | None = None
+    device_map: Literal["auto"] | None = None
     blocks: Annotated[list[str], Field(min_length=1)] | None = None
     retries: NonNegativeInt = 3
     timeouts: Timeouts = Timeouts()

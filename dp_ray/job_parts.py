@@ -81,10 +81,10 @@ class Checkpoint(Strict):
 
 
 class Timeouts(Strict):
-    """Seconds: in one step before it counts as a hang, and for room after workers were lost; null is for ever."""
+    """Seconds: in one step before it counts as a hang, and for capacity after workers were lost; null is for ever."""
 
     step: PositiveFloat | None = 600
-    room: PositiveFloat | None = 600
+    capacity: PositiveFloat | None = 600
 
 
 class Eval(Strict):

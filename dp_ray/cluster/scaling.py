@@ -117,7 +117,7 @@ class ElasticScalingPolicy(ScalingPolicy):  # type: ignore[misc]
         limit = wanted.room_seconds
         if cannot_fit and self._has_started and not _autoscales() and limit is not None and waited > limit:
             raise ClusterError(
-                f"{needs} ({text_of(wanted.each)} each); {who}, and none came in {limit:g} s (timeouts.room); "
+                f"{needs} ({text_of(wanted.each)} each); {who}, and none came in {limit:g} s (timeouts.capacity); "
                 "run the job again when there are more, or with fewer workers: it carries on"
             )
         if now - self._said > SAY_SECONDS:
