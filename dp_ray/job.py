@@ -21,11 +21,11 @@ COLUMNS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "r
 
 
 class Job(JobKeys):
-    """One job: a model over a dataset, in global batches of `batch_size` rows cut into `shards` shards.
+    """One job: a model over a dataset, in global batches of `batch_size` rows that are cut into `shards` shards.
 
-    Targets are `module:attribute` with args, or, from Python, classes, functions, partials and objects; the key
-    `model_args` gives those of `model`, and likewise of the others. Keys of other tasks are left aside.
-    Raises JobError, naming the key, what was got and what it may be, through `Job.make`.
+    A target is `module:attribute` with args or, from Python, a class, a function, a partial or an object. The args
+    may also stand in a key of their own: `model_args`, `dataset_args` and so on. Keys of other tasks are ignored.
+    `Job.make` raises JobError, which names each wrong key, what it got and what it may be.
     """
 
     TARGETED: ClassVar = ("model", "dataset", "collate", "loss", "step", "optimizer", "scheduler")

@@ -18,10 +18,10 @@ from dp_ray.job_target import Strict, Target, Targeted
 
 
 class Group(Strict):
-    """Parameters whose names the regular expression `match` finds, with optimizer args of their own."""
+    """Parameters with optimizer args of their own."""
 
-    match: str
-    args: dict[str, Any]
+    match: str = Field(description="A regular expression that is searched in the parameters' names.")
+    args: dict[str, Any] = Field(description="The optimizer's args for these parameters.")
 
     @model_validator(mode="after")
     def _is_a_pattern(self) -> "Group":
@@ -33,23 +33,30 @@ class Group(Strict):
 
 
 class Optimizer(Target):
-    """A target that is called with the trainable parameters and `args`; the first group that matches counts."""
+    """A target that is called with the trainable parameters and `args`."""
 
-    groups: list[Group] = Field(default_factory=list)
+    groups: list[Group] = Field(
+        default_factory=list,
+        description="Parameters with args of their own. A parameter belongs to the first group whose `match` finds "
+        "it.",
+    )
 
 
 class Scheduler(Target):
-    """A target that is called with the optimizer and `args`, and stepped each `per`.
+    """A target that is called with the optimizer and `args`."""
 
-    `metric` is what a ReduceLROnPlateau watches: `loss` (the epoch's mean), or what `eval` measures.
-    """
-
-    per: Literal["step", "epoch"] = "step"
-    metric: str | None = None
+    per: Literal["step", "epoch"] = Field(
+        default="step", description="Step the scheduler after each step, or each epoch."
+    )
+    metric: str | None = Field(
+        default=None,
+        description="What a ReduceLROnPlateau watches: `loss`, the epoch's mean, or a metric that `eval` measures, "
+        "like `eval_loss`.",
+    )
 
 
 def _metric(value: Any) -> Any:
-    """`best: eval_loss` is the least of it."""
+    """The short form `best: eval_loss` as a mapping."""
     return {"metric": value} if isinstance(value, str) else value
 
 
@@ -61,46 +68,62 @@ def location(value: Any) -> Any:
 
 
 class Best(Strict):
-    """The checkpoint to keep beside the newest: the one with the least, or the greatest, of a metric."""
+    """The metric by which a training keeps its best weights."""
 
-    metric: str
-    mode: Literal["min", "max"] = "min"
+    metric: str = Field(description="A metric that `eval` measures, like `eval_loss` or `eval_accuracy`.")
+    mode: Literal["min", "max"] = Field(
+        default="min", description="Whether the smallest or the largest value is best."
+    )
 
 
 class Checkpoint(Strict):
-    """When the state of a training is kept, beside at its end, and how many of them.
+    """When a training writes checkpoints, besides at its end, and which it keeps."""
 
-    `every_seconds: auto` without `every_steps`: as often as costs at most 1 % of the time measured, at the latest
-    every 300 s, and at each epoch's end; with `every_steps`: every 300 s.
-    """
-
-    every_steps: PositiveInt | None = None
-    every_seconds: Literal["auto"] | NonNegativeFloat | None = "auto"
-    keep: PositiveInt = 2
-    best: Annotated[Best, BeforeValidator(_metric)] | None = None
+    every_steps: PositiveInt | None = Field(default=None, description="Write a checkpoint every so many steps.")
+    every_seconds: Literal["auto"] | NonNegativeFloat | None = Field(
+        default="auto",
+        description="Write a checkpoint every so many seconds. null: never by the clock. auto: every 300 s; without "
+        "`every_steps` also at each epoch's end, and more often if that costs at most 1 % of the time.",
+    )
+    keep: PositiveInt = Field(default=2, description="How many checkpoints are kept: the newest ones.")
+    best: Annotated[Best, BeforeValidator(_metric, json_schema_input_type=str | Best)] | None = Field(
+        default=None,
+        description="Also keep the best weights, `best.safetensors`: by `eval_loss`, or `{metric: eval_accuracy, "
+        "mode: max}`. The search for the best starts again if metric or mode change.",
+    )
 
 
 class Timeouts(Strict):
-    """Seconds: in one step before it counts as a hang, and for capacity after workers were lost; null is for ever."""
+    """How long a step may take, and how long to wait for nodes that were lost."""
 
-    step: PositiveFloat | None = 600
-    capacity: PositiveFloat | None = 600
+    step: PositiveFloat | None = Field(
+        default=600, description="Seconds in one step after which a worker counts as hung. null: no limit."
+    )
+    capacity: PositiveFloat | None = Field(
+        default=600,
+        description="Seconds to wait for room for the workers after nodes were lost, if no autoscaler can add nodes. "
+        "null: no limit.",
+    )
 
 
 class Eval(Strict):
-    """A dataset on which a training's model is evaluated every so often, and at the end."""
+    """When and on which dataset a training evaluates its model, besides at its end."""
 
-    dataset: Targeted
-    every_steps: PositiveInt | None = None
-    every_epochs: PositiveInt | None = None
-    batch_size: PositiveInt | None = None
+    dataset: Targeted = Field(description="The dataset to evaluate on, which task evaluate uses too.")
+    every_steps: PositiveInt | None = Field(default=None, description="Evaluate every so many steps.")
+    every_epochs: PositiveInt | None = Field(
+        default=None, description="Evaluate every so many epochs. Default: 1 if `every_steps` is not set."
+    )
+    batch_size: PositiveInt | None = Field(
+        default=None, description="Samples in a global batch of an evaluation. Default: the job's `batch_size`."
+    )
 
 
 class Elastic(Strict):
     """As many workers as the cluster has room for, between `min` and `max`."""
 
-    min: PositiveInt
-    max: PositiveInt
+    min: PositiveInt = Field(description="The fewest workers with which the job runs.")
+    max: PositiveInt = Field(description="The most workers with which the job runs.")
 
     @model_validator(mode="after")
     def _in_order(self) -> "Elastic":
@@ -112,8 +135,15 @@ class Elastic(Strict):
 class Loader(Strict):
     """The torch DataLoader of each worker."""
 
-    processes: NonNegativeInt = 0
-    prefetch: PositiveInt = 2
-    pin_memory: Literal["auto"] | bool = "auto"
-    persistent: bool = True
-    context: Literal["fork", "spawn", "forkserver"] | None = None
+    processes: NonNegativeInt = Field(
+        default=0,
+        description="Processes that load data for each worker: DataLoader's num_workers. 0: the worker loads itself.",
+    )
+    prefetch: PositiveInt = Field(default=2, description="Batches that each process loads ahead.")
+    pin_memory: Literal["auto"] | bool = Field(
+        default="auto", description="Load batches into pinned memory. auto: if the worker has a GPU."
+    )
+    persistent: bool = Field(default=True, description="Keep the processes from one epoch to the next.")
+    context: Literal["fork", "spawn", "forkserver"] | None = Field(
+        default=None, description="How the processes are started. null: the system's default."
+    )

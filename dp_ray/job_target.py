@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -18,10 +18,12 @@ class Strict(BaseModel):
 
 
 class Target(Strict):
-    """Something to call with `args` as keywords: `module:attribute`, or from Python a class or function itself."""
+    """What to call, with `args` as keywords: `module:attribute`, or from Python a class or function itself."""
 
-    target: Any
-    args: dict[str, Any] = Field(default_factory=dict)
+    target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})] = Field(
+        description="`module:attribute`, imported from the current folder. From Python, a class or function too."
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Keywords with which the target is called.")
 
     @model_validator(mode="before")
     @classmethod
@@ -86,7 +88,7 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
             raise ValueError(f"must be a target, like {{target: 'jobs.digits:Net', args: {{}}}}, got {value!r}")
         return value
 
-    return BeforeValidator(parse)
+    return BeforeValidator(parse, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | cls)
 
 
 Targeted = Annotated[Any, target_parser(Target)]
