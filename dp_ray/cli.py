@@ -1,4 +1,4 @@
-"""The command line: run, plan, verify, submit, evaluate, predict, report."""
+"""The command line: run, plan, verify, submit, evaluate, predict, report, schema."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ import shlex
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -281,6 +281,17 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
         click.echo(json.dumps(result.to_json()))
     elif not shapes:
         click.echo("\n".join(lines(result)))
+
+
+@cli.command()
+@click.option(
+    "--out", metavar="FILE", type=click.File("w", atomic=True), default="-", help="File to write; default stdout."
+)
+def schema(out: TextIO) -> None:
+    """Print the JSON schema of job files, for editors."""
+    from dp_ray.job_schema import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2), file=out)
 
 
 def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:

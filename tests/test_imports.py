@@ -23,6 +23,7 @@ FLOORS = [
     "job_errors",
     "job",
     "job_file",
+    "job_schema",
     "uploads",
     "storage",
     "tensors",
