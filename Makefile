@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick fuzz check bench clean
+.PHONY: demo test quick fuzz check bench docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -31,6 +31,9 @@ check: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
+
+docs: .venv/installed
+	$(BIN)/python docs/reference.py
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -99,7 +99,7 @@ class JobKeys(Strict):
     loss: Targeted | None = Field(
         default=None,
         description="A function of (outputs, target) that returns a number for each row or element, or (sum, "
-        "weight). A loss of torch.nn or torch.nn.functional, named as target, is built so.",
+        "weight). A loss of torch.nn or torch.nn.functional, named as a target, is built to do so.",
     )
     step: Targeted | None = Field(
         default=None,

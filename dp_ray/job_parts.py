@@ -101,8 +101,8 @@ class Timeouts(Strict):
     )
     capacity: PositiveFloat | None = Field(
         default=600,
-        description="Seconds to wait for room for the workers after nodes were lost, if no autoscaler can add nodes. "
-        "null: no limit.",
+        description="Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no "
+        "limit.",
     )
 
 

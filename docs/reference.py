@@ -1,0 +1,111 @@
+"""Write the table of all keys of a job into docs/job-file.md; `make docs` runs this."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dp_ray.job import Job
+from dp_ray.job_schema import json_schema
+
+PAGE = Path(__file__).with_name("job-file.md")
+BEGIN = "<!-- The keys: `make docs` writes this table from dp_ray/job_keys.py and dp_ray/job_parts.py. -->\n"
+END = "<!-- The end of the keys. -->\n"
+OF_TARGETS = ("target", "args")  # the same for every target, so they are described once, above the table
+
+
+class Row(NamedTuple):
+    """One key: its dotted name, the values that it takes, its default and its meaning, as Markdown."""
+
+    key: str
+    values: str
+    default: str
+    meaning: str
+
+
+def updated(page: str) -> str:
+    """The page with the table of today's keys between its two markers."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"the page has no markers: {BEGIN}{END}"
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def table() -> str:
+    """All keys, in the order of the model; the keys of a part follow it with dotted names."""
+    schema = json_schema()
+    keys = {name: key for name, key in schema["properties"].items() if name in Job.model_fields}
+    rows = [Row("key", "values", "default", "meaning"), Row("---", "---", "---", "---")]
+    rows += _rows(keys, schema["required"], schema["$defs"], "")
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _rows(keys: dict[str, Any], required: list[str], parts: dict[str, Any], before: str) -> Iterator[Row]:
+    for name, key in keys.items():
+        inner = [parts[ref] for ref in _references(key)]
+        default = "required" if name in required else _default(key)
+        meaning = key.get("description") or inner[0]["description"]
+        yield Row(f"`{before}{name}`", ", ".join(_values(key)), default, meaning)
+        for part in inner:
+            own = {one: value for one, value in part["properties"].items() if one not in OF_TARGETS or "items" in key}
+            yield from _rows(own, part.get("required", []), parts, f"{before}{name}{'[]' * ('items' in key)}.")
+
+
+def _references(key: dict[str, Any]) -> list[str]:
+    """The names of the parts that a key may hold."""
+    tried = [key, key.get("items", {}), *key.get("anyOf", [])]
+    return [one["$ref"].rpartition("/")[2] for one in tried if "$ref" in one]
+
+
+def _default(key: dict[str, Any]) -> str:
+    """The default as YAML; nothing for a part, whose keys have defaults of their own."""
+    if "$ref" in key:
+        return ""
+    default = key.get("default", [] if key.get("type") == "array" else {})
+    return (
+        f"`{default if isinstance(default, str) else f'{default:g}' if _is_number(default) else json.dumps(default)}`"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _values(key: dict[str, Any]) -> Iterator[str]:
+    """The values that a key takes, in words or as YAML."""
+    match key:
+        case {"anyOf": [{"type": "string", "pattern": _}, {"$ref": _}, *others]}:
+            yield "a target"
+            for one in others:
+                yield from _values(one)
+        case {"anyOf": several}:
+            for one in several:
+                yield from _values(one)
+        case {"enum": names}:
+            yield from (f"`{name}`" for name in names)
+        case {"const": name}:
+            yield f"`{name}`"
+        case {"$ref": _}:
+            yield "a mapping"
+        case {"type": "array", "items": {"type": "string"}}:
+            yield "a list of text"
+        case {"type": "array"}:
+            yield "a list of mappings"
+        case {"type": "object", "additionalProperties": {"anyOf": _}}:
+            yield "targets by name"
+        case {"type": "object"}:
+            yield "a mapping"
+        case {"type": "boolean"}:
+            yield "`true`, `false`"
+        case {"type": "integer" | "number" as kind}:
+            what = "a whole number" if kind == "integer" else "a number"
+            least = 1 if kind == "integer" and "exclusiveMinimum" in key else 0
+            yield f"{what} above 0" if kind == "number" and "exclusiveMinimum" in key else f"{what} from {least} up"
+        case {"type": "null"}:
+            yield "`null`"
+        case _:
+            yield "text"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))
