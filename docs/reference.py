@@ -11,7 +11,7 @@ from dp_ray.job_schema import json_schema
 PAGE = Path(__file__).with_name("job-file.md")
 BEGIN = "<!-- The keys: `make docs` writes this table from dp_ray/job_keys.py and dp_ray/job_parts.py. -->\n"
 END = "<!-- The end of the keys. -->\n"
-OF_TARGETS = ("target", "args")  # the same for every target, so they are described once, above the table
+OF_TARGETS = ("target", "args")  # the page describes them once, above the table
 
 
 class Row(NamedTuple):
@@ -41,14 +41,19 @@ def table() -> str:
 
 
 def _rows(keys: dict[str, Any], required: list[str], parts: dict[str, Any], before: str) -> Iterator[Row]:
+    """A row for each key, followed by those of the part that it holds; `before` stands before their names."""
     for name, key in keys.items():
-        inner = [parts[ref] for ref in _references(key)]
         default = "required" if name in required else _default(key)
-        meaning = key.get("description") or inner[0]["description"]
-        yield Row(f"`{before}{name}`", ", ".join(_values(key)), default, meaning)
-        for part in inner:
-            own = {one: value for one, value in part["properties"].items() if one not in OF_TARGETS or "items" in key}
-            yield from _rows(own, part.get("required", []), parts, f"{before}{name}{'[]' * ('items' in key)}.")
+        yield Row(f"`{before}{name}`", ", ".join(_values(key)), default, key["description"])
+        inside = f"{before}{name}[]." if "items" in key else f"{before}{name}."
+        for part in (parts[ref] for ref in _references(key)):
+            yield from _rows(_own_keys(part), part.get("required", []), parts, inside)
+
+
+def _own_keys(part: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a part, without those that every target has."""
+    keys: dict[str, Any] = part["properties"]
+    return {name: key for name, key in keys.items() if "target" not in keys or name not in OF_TARGETS}
 
 
 def _references(key: dict[str, Any]) -> list[str]:

@@ -2,16 +2,20 @@
 
 from typing import Any
 
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
 from dp_ray.job import Job
 
 
-class _WithoutTitles(GenerateJsonSchema):
-    """Pydantic's schema without a title for each key, which would only repeat the key."""
+class _KeysOnly(GenerateJsonSchema):
+    """Pydantic's schema with descriptions of keys alone: an editor would show those of parts in their place."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
+        return False  # it would repeat the key
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        return {key: value for key, value in super().model_schema(schema).items() if key != "description"}
 
 
 def json_schema() -> dict[str, Any]:
@@ -19,7 +23,7 @@ def json_schema() -> dict[str, Any]:
 
     It checks each key by itself. `dp-ray plan` also checks what must hold among several keys.
     """
-    schema = Job.model_json_schema(schema_generator=_WithoutTitles)
+    schema = Job.model_json_schema(schema_generator=_KeysOnly)
     about = {
         "$schema": GenerateJsonSchema.schema_dialect,
         "title": "A job of dp_ray",
