@@ -67,13 +67,9 @@ def _default(key: dict[str, Any]) -> str:
     if "$ref" in key:
         return ""
     default = key.get("default", [] if key.get("type") == "array" else {})
-    return (
-        f"`{default if isinstance(default, str) else f'{default:g}' if _is_number(default) else json.dumps(default)}`"
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, float):
+        default = f"{default:g}"
+    return f"`{default if isinstance(default, str) else json.dumps(default)}`"
 
 
 def _values(key: dict[str, Any]) -> Iterator[str]:

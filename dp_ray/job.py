@@ -16,7 +16,7 @@ from dp_ray.job_target import Target, describe_target, with_args
 from dp_ray.secrets import hide, hide_in
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# The history's own columns: a metric of a training has a column of its own.
+# The columns that every history has; each metric adds one of its own name.
 COLUMNS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "epoch_loss")
 
 
@@ -30,22 +30,13 @@ class Job(JobKeys):
 
     TARGETED: ClassVar = ("model", "dataset", "collate", "loss", "step", "optimizer", "scheduler")
 
-    # A run of a job that differs in one of these only is the same run, carried on.
+    # A job that differs in these keys only resumes the same run.
     CANNOT_CHANGE_THE_RESULT: ClassVar[frozenset[str]] = frozenset(
-        {"name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "placement"}
-        | {
-            "accelerator_type",
-            "devices",
-            "input_device",
-            "device_map",
-            "blocks",
-            "loader",
-            "checkpoint",
-            "retries",
-            "timeouts",
-            "storage",
-            "env",
-        }
+        (
+            *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
+            *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
+            *("timeouts", "storage", "env"),
+        )
     )
 
     @model_validator(mode="after")
@@ -59,12 +50,12 @@ class Job(JobKeys):
                 f"workers: {self.max_workers} workers cannot share {self.num_shards} shards; "
                 f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
             )
-        for problem in (*self._missing(), *self._contradictions()):
+        for problem in (*self._missing(), *self._of_devices(), *self._of_training(), *self._of_metrics()):
             raise ValueError(problem)
         return self
 
     def _missing(self) -> Iterator[str]:
-        """What the task cannot do without."""
+        """Keys that the task needs and the job does not set."""
         if self.task == "train" and self.optimizer is None:
             yield "optimizer: is missing; task train needs one, like {target: 'torch.optim:AdamW', args: {lr: 0.001}}"
         if self.task == "train" and self.loss is None and self.step is None:
@@ -72,8 +63,8 @@ class Job(JobKeys):
         if self.task == "evaluate" and self.loss is None and self.step is None and not self.metrics:
             yield "loss: is missing; task evaluate needs a loss, metrics or a step"
 
-    def _contradictions(self) -> Iterator[str]:
-        """Keys that cannot hold together."""
+    def _of_devices(self) -> Iterator[str]:
+        """Keys of devices that contradict each other."""
         gpus = self.gpus_per_worker
         if gpus != "auto" and gpus > 1 and gpus != int(gpus):
             yield f"gpus_per_worker: must be 'auto', at most 1, or a whole number, got {gpus:g}"
@@ -83,6 +74,9 @@ class Job(JobKeys):
             yield "blocks: are what device_map: auto places; set device_map: auto, or leave blocks out"
         if self.device_map is not None and self.num_devices == 1:
             yield "device_map: a worker has one device; set gpus_per_worker to 2 or more, or devices: [cpu, cpu]"
+
+    def _of_training(self) -> Iterator[str]:
+        """Keys of the model, the loss and the step that contradict each other."""
         if self.sync_batchnorm and self.num_shards > max(1, self.min_workers):
             yield (
                 f"sync_batchnorm: needs a worker for each shard, since a worker runs its shards one after another; "
@@ -92,6 +86,9 @@ class Job(JobKeys):
             yield "sync_batchnorm: its sums depend on the workers, so it cannot be bitwise"
         if self.step is not None and self.loss is not None:
             yield "loss: is computed by step where there is one; leave loss or step out"
+
+    def _of_metrics(self) -> Iterator[str]:
+        """Metrics whose name is taken, and names of metrics that nothing measures."""
         for name in self.metrics:
             if not NAME.fullmatch(name) or name == "loss":
                 yield f"metrics.{name}: must be a name of letters, digits, '.', '_' and '-' other than 'loss'"
@@ -104,7 +101,7 @@ class Job(JobKeys):
 
     @property
     def eval_names(self) -> tuple[str, ...]:
-        """What evaluating while training measures."""
+        """What an evaluation during a training measures, like `eval_loss`."""
         if self.eval is None:
             return ()
         has_loss = self.loss is not None or self.step is not None
@@ -112,7 +109,7 @@ class Job(JobKeys):
 
     @property
     def watched(self) -> dict[str, str]:
-        """The evaluated metrics that a training looks at, by the keys that name them."""
+        """The metrics of evaluations by which a training decides, by the keys that name them."""
         best, metric = self.checkpoint.best, getattr(self.scheduler, "metric", None)
         named = {"checkpoint.best.metric": best and best.metric, "scheduler.metric": metric}
         is_train = self.task == "train"
@@ -126,21 +123,21 @@ class Job(JobKeys):
 
     @property
     def gives_first(self) -> bool:
-        """Whether items must be pairs (inputs, target), of which the model gets the first."""
+        """Whether items must be pairs (inputs, target): the model gets the first."""
         return self.inputs == "first" or (self.inputs == "auto" and self.task != "predict")
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether the samples come in a random order: by `shuffle` in a training, else by `order`."""
+        """Whether the samples are taken in a random order: `shuffle` says so in a training, else `order`."""
         return self.shuffle if self.task == "train" else self.order == "shuffled"
 
     @property
     def dataset_key(self) -> str:
-        """The key under which the task's own dataset stands."""
+        """The key that holds the task's own dataset."""
         return "eval.dataset" if self.task == "evaluate" and self.eval is not None else "dataset"
 
     def for_task(self) -> "Job":
-        """The job over the dataset of its task: evaluate takes that of `eval`, where there is one."""
+        """The job over the dataset of its task: evaluate uses that of `eval` if there is one."""
         return self.over_eval() if self.dataset_key == "eval.dataset" else self
 
     def over_eval(self) -> "Job":
@@ -152,26 +149,29 @@ class Job(JobKeys):
 
     @property
     def num_devices(self) -> int:
-        """Devices of a worker over which its model lies."""
+        """Devices of each worker over which its model is placed."""
         if self.devices is not None:
             return len(self.devices)
         return 1 if self.gpus_per_worker == "auto" else max(1, int(self.gpus_per_worker))
 
     @property
     def min_workers(self) -> int:
+        """The fewest workers with which the job runs."""
         return self.workers.min if isinstance(self.workers, Elastic) else self.workers
 
     @property
     def max_workers(self) -> int:
+        """The most workers with which the job runs."""
         return self.workers.max if isinstance(self.workers, Elastic) else self.workers
 
     @property
     def num_shards(self) -> int:
-        """Shards of every global batch: `shards`, or else the largest number of workers."""
+        """Shards of each global batch: `shards`, or else the largest number of workers."""
         return self.shards or max(1, self.max_workers)
 
     @property
     def run_name(self) -> str:
+        """Name of the run's directory in `storage`."""
         assert self.name is not None, "Job.make names every job"
         return self.name
 
@@ -184,13 +184,13 @@ class Job(JobKeys):
 
     @property
     def is_all_targets(self) -> bool:
-        """Whether its keys alone tell the job from any other."""
+        """Whether all targets are names, so that the keys alone identify the job."""
         given = [value for value in self.targets.values() if value is not None]
         return all(isinstance(value, Target) and value.is_named for value in given)
 
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
-        """The job that these keys and values describe; JobError lists every one that is wrong."""
+        """The job with these keys and values. Raises JobError, which lists every wrong key."""
         named = {**values, "name": default_name if values.get("name") is None else values["name"]}
         for key in cls.TARGETED:
             if (args := named.pop(f"{key}_args", None)) is not None:
@@ -201,7 +201,7 @@ class Job(JobKeys):
             raise JobError("\n".join(explain(error))) from None
 
     def describe(self) -> dict[str, Any]:
-        """The job as plain JSON values, without the secrets of URLs; an object from Python is named by its type."""
+        """The job as plain JSON values, without the secrets in URLs; an object from Python is shown as its type."""
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval"})
         values["eval"] = self.eval and {
             **self.eval.model_dump(exclude={"dataset"}),

@@ -1,4 +1,4 @@
-"""What is wrong with a job, in the user's words: one line for each key."""
+"""Pydantic's errors as messages for users: the key, what it may be, what it got, and a hint."""
 
 import difflib
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from dp_ray.secrets import hide
 
 
 def explain(error: ValidationError) -> list[str]:
-    """One line for each wrong key; of a union's tries only the one that says most."""
+    """One line for each wrong key; for a union of types, the line that says most."""
     lines: dict[str, str] = {}
     for detail in error.errors():
         path = _path(detail["loc"])
@@ -25,7 +25,7 @@ def explain(error: ValidationError) -> list[str]:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """The dotted key; pydantic's own names of a union's members are left out."""
+    """The dotted key, without pydantic's names for the members of a union."""
     members = {"Elastic", "Target", "Optimizer", "Scheduler", "int", "bool", "str", "float", "none"}
     inner = {"literal[", "constrained-", "list[", "function-", "nullable"}
     parts = [
@@ -75,7 +75,7 @@ _OWNERS: dict[str, type[BaseModel]] = {
 
 
 def _nearest(path: str) -> str:
-    """A hint at the key that was meant, or all that there are."""
+    """A hint: the key that was meant, or all keys."""
     *parents, key = path.split(".")
     owner = _OWNERS.get(".".join(parents), Target) if parents else JobKeys
     is_of_target = issubclass(owner, Target)

@@ -15,9 +15,9 @@ from dp_ray.secrets import hide
 
 
 def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
-    """The job in a YAML file, with dotted keys of `overrides` laid over it.
+    """The job in a YAML file, with the dotted keys of `overrides` set in it.
 
-    Raises JobError where the file cannot be read, is not YAML or is no valid job.
+    Raises JobError if the file cannot be read, is not YAML or is not a valid job.
     """
     values = _read_yaml(Path(path))
     try:
@@ -27,14 +27,14 @@ def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Jo
 
 
 def job_of(values: dict[str, Any], overrides: Mapping[str, Any], default_name: str) -> Job:
-    """The job of these keys and values, with the dotted keys of `overrides` laid over them."""
+    """The job of these keys and values, with the dotted keys of `overrides` set in them."""
     for key, value in overrides.items():
         _lay_over(values, key.split("."), value)
     return Job.make(values, default_name)
 
 
 def job_from(job: Job | str | os.PathLike[str] | None, keys: Mapping[str, Any]) -> Job:
-    """The job of `dp_ray.run`: a Job, a job file or nothing, with `keys` laid over it.
+    """The job of `dp_ray.run`: a Job, a job file or nothing, with `keys` in place of its own.
 
     A job without a name is named by the time.
     """
@@ -74,7 +74,7 @@ def parse_counts(text: str) -> list[int]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-3 is a number, and a key that stands twice is a mistake."""
+    """YAML in which 1e-3 is a number, and a key that is given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

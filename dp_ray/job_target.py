@@ -12,7 +12,7 @@ TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 class Strict(BaseModel):
-    """Unknown keys and wrong types are errors; a job never changes once made."""
+    """A frozen model in which unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
@@ -28,7 +28,7 @@ class Target(Strict):
     @model_validator(mode="before")
     @classmethod
     def _opened(cls, values: Any) -> Any:
-        """The keywords of a partial are args."""
+        """A partial becomes its function or class, and its keywords become args."""
         given = values.get("target") if isinstance(values, dict) else None
         if not isinstance(given, functools.partial) or (keywords := _keywords(given)) is None:
             return values
@@ -45,22 +45,22 @@ class Target(Strict):
 
     @property
     def is_named(self) -> bool:
-        """Whether it is a name, and no class or function from Python."""
+        """Whether it is a name, not a class or function from Python."""
         return isinstance(self.target, str)
 
     @property
     def label(self) -> str:
-        """Its name, for reading."""
+        """Its name, for messages."""
         return self.target if isinstance(self.target, str) else _qualified(self.target)
 
 
 def _is_called(value: Any) -> bool:
-    """Whether a Python object is there to be called with args, rather than to be taken as it is."""
+    """Whether a Python object is called with args; other objects are used as they are."""
     return inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, functools.partial)
 
 
 def _keywords(given: functools.partial[Any]) -> dict[str, Any] | None:
-    """The arguments of a partial as keywords; None where they cannot be: a function gets others before them."""
+    """The arguments of a partial as keywords; None if they cannot be: a function gets other arguments first."""
     if not given.args or not inspect.isclass(given.func):
         return None if given.args else given.keywords
     try:
@@ -78,8 +78,10 @@ def _qualified(value: Any) -> str:
 
 
 def target_parser(cls: type[Target]) -> BeforeValidator:
+    """The validator of a key that holds a target of this class, or an object from Python."""
+
     def parse(value: Any) -> Any:
-        """Text, a mapping, a class or a function becomes a Target; another object stays what it is."""
+        """Make text, a mapping, a class or a function a target; leave other objects as they are."""
         if isinstance(value, str) or _is_called(value):
             return cls(target=value)
         if isinstance(value, Mapping):
@@ -95,7 +97,7 @@ Targeted = Annotated[Any, target_parser(Target)]
 
 
 def describe_target(value: Any) -> Any:
-    """A target as plain JSON values; an object from Python is named by its type."""
+    """A target as plain JSON values; an object from Python is shown as its type."""
     if value is None:
         return None
     if not isinstance(value, Target):
@@ -104,7 +106,7 @@ def describe_target(value: Any) -> Any:
 
 
 def with_args(given: Any, args: Any) -> Any:
-    """A target with these args: those of the keys `model_args`, `dataset_args` ..."""
+    """A target with these args, which a key such as `model_args` holds."""
     if isinstance(given, Target):
         return given.model_copy(update={"args": args})
     return {**given, "args": args} if isinstance(given, Mapping) else {"target": given, "args": args}

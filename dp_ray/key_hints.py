@@ -1,4 +1,4 @@
-"""What other libraries call the keys of a job: an unknown key is answered with the one that does it here."""
+"""Keys as other libraries and earlier versions name them, with the key that does the same here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -146,7 +146,10 @@ def renamed(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_to(path: str, is_of_target: bool) -> str | None:
-    """What does here what the unknown key at a dotted path does elsewhere; None where nobody knows."""
+    """The key that does here what an unknown key does in other libraries; None if there is none.
+
+    `path` is the dotted key. Inside a target, any other key is taken for one of its args.
+    """
     *parents, key = path.split(".")
     known = key.lower().replace("-", "_")
     answer = NESTED.get(path) if parents else TOP.get(known)
