@@ -105,7 +105,7 @@ def _reports_a_second(folder: Path, workers: int) -> float:
     ray.get([replay.hello.remote(channel) for replay in replays])
     path = folder / "shapes.parquet"
     split, tensorboard = Split(workers * steps, workers, workers), TensorBoardWriter(Storage(str(folder)))
-    monitor = Monitor(job, split, ReportFile(path), tensorboard, Console(quiet=True), False)
+    monitor = Monitor(job, split, ReportFile(path), tensorboard, Console("growth", quiet=True), False)
     started = time.perf_counter()
     with listening(monitor, lambda: drain(channel)):
         ray.get([replay.send.remote(channel) for replay in replays])

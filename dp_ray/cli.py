@@ -95,6 +95,7 @@ def run(
 
         settings = (*settings, *take_settings(env_from))
     job = _load(job_file, workers, settings, name=name, storage=storage)
+    _say_import(job.run_name, flags["quiet"])
     from dp_ray.driver import Options, execute
 
     result = execute(job, Options(**flags))
@@ -153,6 +154,7 @@ def verify(
     """Run a job on several numbers of workers: is all of it the same?"""
     counts = parse_counts(workers)
     job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
+    _say_import(job.run_name, quiet)
     from dp_ray.driver import Options
     from dp_ray.verify import verify as run_verify
 
@@ -245,6 +247,7 @@ def _follow_up(
     as_json: bool,
     **flags: Any,
 ) -> None:
+    _say_import(name or run_dir, flags["quiet"])
     from dp_ray.driver import Options, execute
     from dp_ray.follow_up import follow_up
 
@@ -292,6 +295,12 @@ def schema(out: TextIO) -> None:
     from dp_ray.job_schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2), file=out)
+
+
+def _say_import(name: str, is_quiet: bool) -> None:
+    """Say what the first seconds of a run go into."""
+    if not is_quiet:
+        click.echo(f"{name}: importing torch and Ray", err=True)
 
 
 def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:

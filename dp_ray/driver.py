@@ -36,12 +36,12 @@ from dp_ray.replica.world import World
 from dp_ray.results.history import HISTORY, best_of, merge_history, summary
 from dp_ray.results.output_parts import reading
 from dp_ray.results.outputs import MERGED, Merged, merge
-from dp_ray.results.report import measured, relative
 from dp_ray.results.result import Result, load, with_best_weights
 from dp_ray.results.shape_journal import REPORTS, Journal, read_journal
 from dp_ray.results.shape_recorder import Run
 from dp_ray.results.shape_reports import ReportFile, read_runs
 from dp_ray.results.shapes import Seen
+from dp_ray.results.shown import measured, relative
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, located, with_shards_of_run
@@ -54,9 +54,9 @@ from dp_ray.rundir.weights import LINKS, WEIGHTS, first_step
 from dp_ray.storage import Storage
 from dp_ray.system.environment import environment
 from dp_ray.system.stop_signals import planned_stops
+from dp_ray.task.cut import split_of
 from dp_ray.task.step_control import StepControl, StopRequested
 from dp_ray.task.task import run_task
-from dp_ray.task.train import split_of
 from dp_ray.tensors.file import sha256_of
 from dp_ray.tracebacks import shorten
 
@@ -89,13 +89,17 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
         if not options.verbose:
             shorten(error)
         raise error  # from here, so that Python shows no frames of dp_ray
+    except RunInterrupted as stopped:
+        if options.verbose:
+            raise
+        raise stopped.with_traceback(None) from None
 
 
 def execute(job: Job, options: Options) -> Result:
     """Run a job to its end; its result, also of a failure, is in the run directory."""
     started = time.monotonic()
     job = job.for_task()
-    console = Console(options.quiet)
+    console = Console(job.run_name, options.quiet)
     faults = parse_faults(options.inject)
     if faults and job.max_workers == 0:
         raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
@@ -104,12 +108,13 @@ def execute(job: Job, options: Options) -> Result:
     base, asked = base_storage(job), job
     if not options.overwrite:
         job = with_shards_of_run(asked, base)
-    with contextlib.redirect_stdout(sys.stderr), environment(job.env):  # what user code prints was not asked for
-        split, rows = check_targets(job)
-    wait_until_free(base.child(job.run_name), lambda what: console.say(f"{job.run_name}: {what}"))
+    building = console.if_slow("building the dataset")
+    with contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
+        split, rows = check_targets(job)  # what user code prints was not asked for
+    wait_until_free(base.child(job.run_name), console.say)
     claimed = claim(job, base, options.overwrite, rows)
     if claimed.carried_on and job is not asked:
-        console.say(f"{job.run_name}: {_taken_over(asked, job)}")
+        console.say(_taken_over(asked, job))
     with held(claimed):
         return _execute(job, split, rows, claimed, console, options, faults, started)
 
@@ -133,9 +138,9 @@ def _execute(
 ) -> Result:
     """Run a job in the directory that this driver holds."""
     where = relative(str(claimed.storage))
-    console.say(f"{job.run_name}: {'carrying on in' if claimed.carried_on else 'run directory'} {where}")
+    console.say(f"{'carrying on in' if claimed.carried_on else 'run directory'} {where}")
     for line in (*remarks(split, job.max_workers), *unmeasured(job)):
-        console.say(f"{job.run_name}: {line}")
+        console.say(line)
     claimed.storage.remove_unfinished(recursive=True)
     monitors: list[Monitor] = []
     try:
@@ -164,7 +169,7 @@ def _execute(
     for name in (ledger.LEDGER, INCIDENTS):
         claimed.storage.delete(name)
     claimed.storage.remove_unfinished(recursive=True)
-    console.say(f"{job.run_name}: {_summary(result)}")
+    console.say(_summary(result))
     return result
 
 
@@ -177,7 +182,7 @@ def _save_unfinished(result: Result, run: Storage) -> None:
 def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
     """What the workers left in pieces becomes whole, and is proven to be."""
     if job.task == "predict":
-        console.say(f"{job.run_name}: merging the outputs")
+        console.say("merging the outputs")
         order = Order(split.rows, job.seed, 0, job.is_shuffled)
         merge(run.child(PARTS), run, order, split.rows_kept, ledger.committed(run))
     elif job.task == "train":
@@ -249,7 +254,7 @@ def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options:
         if incidents.world_sizes:
             monitor.interrupt(_of_the_last_driver(job, claimed.storage))
         try:
-            with console.live():
+            with console.live(monitor.progress):
                 yield monitor
         except BaseException as raised:
             error = raised

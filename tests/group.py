@@ -19,8 +19,9 @@ from dp_ray.job import Job
 from dp_ray.replica.world import World
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
+from dp_ray.task.notices import Measured
 from dp_ray.task.step_control import StepControl
-from dp_ray.task.task import Measured, run_task
+from dp_ray.task.task import run_task
 from tests.conftest import free_port
 
 _context = multiprocessing.get_context("forkserver")

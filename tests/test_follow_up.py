@@ -55,7 +55,7 @@ def test_evaluate_takes_the_best_weights_on_the_dataset_of_eval(
     assert (result["name"], result["rows"]) == ("trained-evaluate", 20)
     assert result["run_dir"] == str(run_dir.parent / "trained-evaluate")
     assert result["metrics"]["loss"] == pytest.approx(best["value"], rel=1e-6)
-    assert said.err.splitlines()[0] == (
+    assert said.err.splitlines()[1] == (
         f"trained-evaluate: evaluates the best weights of {run_dir} on its eval.dataset tests.training:Pairs"
     )
 

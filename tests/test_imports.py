@@ -13,6 +13,7 @@ PACKAGE = Path(dp_ray.__file__).parent
 FLOORS = [
     "secrets",
     "errors",
+    "text",
     "tracebacks",
     "system",
     "plan",

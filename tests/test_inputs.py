@@ -14,8 +14,8 @@ from dp_ray.replica.world import World
 from dp_ray.results.outputs import Merged, merge
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
+from dp_ray.task.notices import Note
 from dp_ray.task.task import run_task
-from dp_ray.task.train import Note
 from tests import models, training
 
 FIRST, SECOND = models.Rows(20).data, models.Rows(20).data.flip(0)

@@ -15,8 +15,9 @@ import dp_ray
 from dp_ray import driver, errors
 from dp_ray.cluster.channel import END, Channel
 from dp_ray.job import Job
+from dp_ray.monitor import console
 from dp_ray.monitor.console import Console, Progressed
-from dp_ray.monitor.messages import Failed, Interrupted, Message, Printed, Shapes, Started, WorkerReady
+from dp_ray.monitor.messages import Failed, Interrupted, Message, Printed, Shapes, Started, Starting, WorkerReady
 from dp_ray.monitor.monitor import Monitor, error_of, listening
 from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.split import Shard, Split
@@ -25,7 +26,7 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
 from dp_ray.storage import Storage
-from dp_ray.task.train import Note
+from dp_ray.task.notices import Note
 
 SEEN = Seen("[5, 5]", "[5, 2]", 5)
 
@@ -33,7 +34,12 @@ SEEN = Seen("[5, 5]", "[5, 2]", 5)
 def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2}, "job")
     return Monitor(
-        job, Split(20, 10, 2), ReportFile(io.BytesIO()), TensorBoardWriter(Storage("nowhere")), Console(quiet), shapes
+        job,
+        Split(20, 10, 2),
+        ReportFile(io.BytesIO()),
+        TensorBoardWriter(Storage("nowhere")),
+        Console("job", quiet),
+        shapes,
     )
 
 
@@ -162,14 +168,104 @@ def test_the_order_to_end_stays() -> None:
     assert asyncio.run(orders()) == (END, "the user stops the run")
 
 
-def test_progress_says_how_far_it_is() -> None:
+class Clock:
+    """The clock of the console, set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(console, "time", clock)
+    return clock
+
+
+def test_progress_says_what_goes_on_and_how_far_it_is(clock: Clock) -> None:
     progress = Progressed("job", steps=10, rows=100)
-    assert str(progress) == "starting the workers, 0 s"
+    assert str(progress) == "starting"
+    progress.begin("starting Ray")
+    assert str(progress) == "starting Ray"
+    clock.now += 7
+    assert str(progress) == "starting Ray, 7 s"
     progress.start([World(0), World(1)])
-    progress.step, progress.rows = 5, 50
-    assert str(progress).startswith("step 5/10, 50 rows, ")
-    assert str(progress).endswith("0:00 left")
     assert torch.device("cpu") == progress.workers[0][0].device
+    clock.now += 3
+    assert str(progress) == "building the dataset and the model, 3 s"
+    progress.run(0)
+    clock.now += 20
+    assert str(progress) == "in step 1 of 10, 20 s", "nothing is done yet, and yet it works"
+    progress.advance(1, 10)
+    clock.now += 1
+    assert str(progress) == "step 1/10, 10 rows, 0.476 rows/s, 3:09 left"
+    progress.advance(5, 40)
+    assert str(progress) == "step 5/10, 50 rows, 40 rows/s, 0:01 left", "the first step was no measure"
+    progress.advance(10, 50)
+    assert str(progress) == "step 10/10, 100 rows, finishing"
+
+
+def test_progress_of_a_run_that_is_carried_on_is_that_of_its_own_steps(clock: Clock) -> None:
+    progress = Progressed("job", steps=10, rows=100)
+    progress.advance(6, 60)
+    progress.start([World(0)])
+    progress.run(6)
+    clock.now += 5
+    assert str(progress) == "in step 7 of 10, 5 s"
+    progress.advance(7, 10)
+    clock.now += 5
+    assert str(progress) == "step 7/10, 70 rows, 1 rows/s, 0:30 left"
+    progress.begin("starting 2 workers")
+    clock.now += 5
+    assert str(progress) == "starting 2 workers, 5 s"
+
+
+def test_what_goes_on_before_the_first_step_is_said_at_once(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = monitor_of()
+    monitor.begin("starting Ray")
+    for what in ("starting 2 workers", "2 workers importing torch"):
+        monitor.take(Starting(what))
+    clock.now += 6
+    monitor.tick()
+    for rank in (0, 1):
+        monitor.take(hello("a", rank))
+    clock.now += 6
+    monitor.tick()
+    monitor.take(Started("a", 0, 0))
+    clock.now += 6
+    monitor.tick()
+    assert capsys.readouterr().err.splitlines() == [
+        "job: starting Ray",
+        "job: starting 2 workers",
+        "job: 2 workers importing torch",
+        "job: 2 workers importing torch, 6 s",
+        "job: 2 workers on 2 nodes (cpu)",
+        "job: building the dataset and the model, 6 s",
+        "job: in step 1 of 2, 6 s",
+    ]
+    monitor.close()
+
+
+def test_a_run_never_stands_at_no_step_and_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    job = {"model": "tests.models:Linear", "dataset": {"target": "tests.models:Rows", "args": {"length": 9}}}
+    dp_ray.run(**job, batch_size=3, workers=0, storage=str(tmp_path))
+    told = capsys.readouterr().err
+    assert "step 3/3, 9 rows" in told
+    assert "step 0/" not in told and " 0 rows" not in told
+
+
+def test_what_takes_its_time_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console("job").if_slow("building the dataset", seconds=0.01):
+        time.sleep(0.3)
+    with Console("job").if_slow("never said", seconds=60):
+        pass
+    assert capsys.readouterr().err == "job: building the dataset\n"
 
 
 def test_with_no_workers_reports_of_two_threads_are_taken_one_at_a_time(

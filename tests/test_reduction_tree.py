@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.plan.reduction_tree import Node, fold, fold_all, halves, leaf_pairs, nodes, parents
+from dp_ray.plan.reduction_tree import Node, fold, halves, leaf_pairs, nodes, parents
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import chunk_sizes, num_filled, worker_shards
 
@@ -40,7 +40,8 @@ def test_the_sum_over_workers_is_the_sum_by_definition(values: list[float], data
     assert total is not None
     assert math.copysign(1, total) == math.copysign(1, expected)
     assert total == expected or (math.isnan(total) and math.isnan(expected))
-    assert fold_all(values, plus) == total or math.isnan(total)
+    leaves = {(shard, shard + 1): value for shard, value in enumerate(values) if value is not None}
+    assert fold(leaves, root, plus) == total or math.isnan(total)
 
 
 @given(st.integers(1, 20), st.integers(0, 6))
@@ -63,8 +64,8 @@ def test_a_worker_has_few_nodes(shards: int, data: st.DataObject) -> None:
 
 
 def test_what_is_missing_counts_nothing() -> None:
-    assert fold_all([1.0, None, None, 4.0], plus) == 5.0
-    assert fold_all([None, None], plus) is None
+    assert fold({(0, 1): 1.0, (3, 4): 4.0}, (0, 4), plus) == 5.0
+    assert fold({}, (0, 2), plus) is None
     assert fold({}, (0, 1), plus) is None
 
 

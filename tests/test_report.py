@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import dp_ray
-from dp_ray.results.report import compared, lines, relative
+from dp_ray.results.report import compared, lines
+from dp_ray.results.shown import relative
 from tests.test_cli import status_of
 from tests.test_tracebacks import keys_of
 

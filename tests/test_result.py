@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import math
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from dp_ray.results.result import Result, load
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shape_reports import Collector, ReportFile
 from dp_ray.results.shapes import Seen, ShardReport
+from dp_ray.results.table import Table
 from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.storage import Storage
 
@@ -178,6 +182,55 @@ def test_the_lines_are_those_of_the_run(result: Result) -> None:
         "\tIn Model: input size torch.Size([2, 5]) output size torch.Size([2, 2])",
         "Outside: input size torch.Size([4, 5]) output_size torch.Size([4, 2])",
     ]
+
+
+def test_a_result_shows_itself_as_a_small_table(result: Result) -> None:
+    where = Path(result.run_dir)
+    assert repr(result).splitlines() == [
+        "name            digits",
+        "task            predict",
+        "status          done",
+        "rows            10",
+        "steps           2",
+        "metrics         loss 0.1",
+        "seconds         1.5",
+        f"outputs         {where / 'outputs.parquet'}",
+        f"run_dir         {where}",
+    ]
+    shown = dataclasses.replace(result, status="failed", error="ModelError: a < b", metrics={"a": 1.0, "b": math.nan})
+    cells = re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", shown._repr_html_())
+    assert ("error", "ModelError: a &lt; b") in cells and ("metrics", "a 1<br>b nan") in cells
+
+
+def test_tables_are_lists_that_show_themselves_and_go_to_pandas(result: Result) -> None:
+    shapes = result.shapes
+    assert isinstance(shapes, list) and len(shapes) == 4 and shapes[1:3] == expected_reports()[1:3]
+    frame = shapes.to_pandas()
+    assert list(frame.columns) == [field.name for field in dataclasses.fields(ShardReport)]
+    assert frame["rows"].tolist() == [3, 3, 2, 2] and frame["input_size"][2] == torch.Size([2, 5])
+    text = repr(shapes).splitlines()
+    assert text[0].split()[:6] == ["step", "shard", "rank", "node", "device", "rows"]
+    assert (text[3].split()[:6], text[-1]) == (["1", "0", "0", "localhost", "cpu", "2"], "4 rows")
+
+
+def test_a_long_table_shows_its_ends() -> None:
+    rows = [{"step": step, "loss": 1 / 3, "eval_<loss>": None if step else 0.5} for step in range(100)]
+    table = Table(rows)
+    assert table == rows and list(table) == rows and json.loads(json.dumps(table)) == rows
+    lines = repr(table).splitlines()
+    assert [line.split()[0] for line in lines] == ["step", *"01234", "...", *map(str, range(95, 100)), "100"]
+    assert lines[1].split() == ["0", "0.333333", "0.5"] and lines[2].split() == ["1", "0.333333", "-"]
+    html = table._repr_html_()
+    assert "<th>eval_&lt;loss&gt;</th>" in html and html.count("<tr>") == 12 and "100 rows" in html
+    assert table.to_pandas()["eval_<loss>"].isna().sum() == 99
+    assert (repr(Table()), Table().to_pandas().empty) == ("no rows", True)
+    assert "no rows" in Table()._repr_html_()
+
+
+def test_without_pandas_a_table_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="to_pandas needs pandas, which is not installed: pip install pandas"):
+        Table([{"step": 0}]).to_pandas()
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])

@@ -16,7 +16,7 @@ from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Update
 from dp_ray.results.history import History, best_of, merge_history, read_history, summary
 from dp_ray.storage import Storage
-from dp_ray.task.train import Note
+from dp_ray.task.notices import Note
 from tests import training
 from tests.group import WorkerExit, history_of, measured, run_group, weights_of
 from tests.test_trainer import ADAMW, job_of

@@ -321,6 +321,11 @@ def test_a_stale_address_of_a_dead_ray_costs_no_time(tmp_path: Path, in_project:
     finally:
         stale.write_text(before) if before is not None else stale.unlink()
     assert done.returncode == 0, done.stderr
+    said = [line.removeprefix("tutorial: ") for line in done.stderr.splitlines()]
+    first = ["importing torch and Ray", "starting Ray", "starting Ray Train", "starting 2 workers"]
+    order = [said.index(line) for line in (*first, "2 workers importing torch", "2 workers on 1 node (cpu)")]
+    assert order == sorted(order), "what goes on in the first seconds is said"
+    assert "step 0/" not in done.stderr
     assert json.loads(done.stdout)["seconds"] < 50, "a dead address is asked for a minute"
     assert left_by_embedded_rays() <= others, "an embedded Ray leaves its folder behind"
 

@@ -72,3 +72,11 @@ def test_every_position_is_in_exactly_one_shard(
 def test_a_step_outside_the_epoch_is_an_error() -> None:
     with pytest.raises(IndexError, match="step 4 is outside the job's 4 steps"):
         Split(100, 30, 8).batch(4)
+
+
+@pytest.mark.parametrize("max_steps", [None, 1, 3, 4, 9, 99])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_rows_of_all_epochs_are_those_of_its_steps(max_steps: int | None, drop_last: bool) -> None:
+    split = Split(100, 30, 8, drop_last, epochs=3, max_steps=max_steps)
+    sizes = [stop - start for start, stop in map(split.batch, range(split.total_steps))]
+    assert split.total_rows == sum(sizes)

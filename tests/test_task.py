@@ -21,8 +21,9 @@ from dp_ray.results.outputs import Merged, merge
 from dp_ray.results.shape_recorder import Report
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
+from dp_ray.task.cut import split_of
+from dp_ray.task.notices import Note
 from dp_ray.task.task import run_task
-from dp_ray.task.train import Note, split_of
 from tests import models
 from tests.conftest import free_port
 from tests.group import run_group

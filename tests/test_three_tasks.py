@@ -9,7 +9,7 @@ import torch
 import dp_ray
 from dp_ray.job import Job
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.task.train import Note
+from dp_ray.task.notices import Note
 from tests import models, training
 from tests.group import run_group
 

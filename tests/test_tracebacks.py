@@ -78,7 +78,7 @@ def test_a_mistake_shows_the_users_frames_once_then_one_sentence(
     assert (told.count('File "'), told.count("ValueError")) == (2, 2), "once in the code, once in the sentence"
     assert status_of(monkeypatch, *args, "--overwrite", "--verbose") == 1
     told = capsys.readouterr().err
-    assert {"mine_of_traces.py", "step.py", "train.py"} <= files_in(told)
+    assert {"mine_of_traces.py", "step.py", "trainer.py"} <= files_in(told)
 
 
 def test_a_loss_that_raises_says_what_it_got(
@@ -251,7 +251,7 @@ def test_what_raised_is_named(tmp_path: Path, keys: dict[str, Any], error: type[
     with pytest.raises(error) as raised:
         dp_ray.run(**keys_of(storage=str(tmp_path), **keys))
     assert str(raised.value) == says
-    assert files_in(frames_of(raised.value)) == {"test_traces.py"}
+    assert files_in(frames_of(raised.value)) == {"test_tracebacks.py"}
     assert "LookupError:" not in frames_of(raised.value), "the sentence says it"
 
 
@@ -262,7 +262,7 @@ def test_what_a_loaders_process_raised_is_told_as_if_it_were_the_worker(tmp_path
         with pytest.raises(DataError) as raised:
             dp_ray.run(**keys_of(storage=str(tmp_path), loader={"processes": processes}, **keys), overwrite=True)
         said.append(str(raised.value))
-        assert files_in(frames_of(raised.value)) == {"test_traces.py"}
+        assert files_in(frames_of(raised.value)) == {"test_tracebacks.py"}
     assert said[0] == said[1]
 
 
@@ -290,8 +290,8 @@ def test_a_worker_tells_the_users_frames_and_the_whole(monkeypatch: pytest.Monke
     assert (failed.kind, failed.text.partition(";")[0]) == ("ModelError", "loss raised LookupError: nothing there")
     (short,) = error_of(failed).__notes__
     (whole,) = error_of(failed, is_verbose=True).__notes__
-    assert files_in(short) == {"test_traces.py"}
-    assert files_in(whole) >= {"test_traces.py", "step.py", "worker.py"}
+    assert files_in(short) == {"test_tracebacks.py"}
+    assert files_in(whole) >= {"test_tracebacks.py", "step.py", "worker.py"}
 
 
 def keys_of_job() -> dict[str, Any]:
@@ -313,9 +313,9 @@ def test_an_error_that_python_shows_has_no_frames_but_the_users(tmp_path: Path) 
     while trace is not None:
         shown.append(Path(trace.tb_frame.f_code.co_filename).name)
         trace = trace.tb_next
-    assert shown == ["test_traces.py", "driver.py"]
+    assert shown == ["test_tracebacks.py", "driver.py"]
     assert isinstance(cause, LookupError) and cause.__traceback__ is not None
-    assert Path(cause.__traceback__.tb_frame.f_code.co_filename).name == "test_traces.py"
+    assert Path(cause.__traceback__.tb_frame.f_code.co_filename).name == "test_tracebacks.py"
     assert cause.__traceback__.tb_next is None
 
 

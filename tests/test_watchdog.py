@@ -28,10 +28,16 @@ def watchdog(limit: float | None = LIMIT, workers: int = 3) -> Watchdog:
     return Watchdog(limit, hellos)
 
 
+def beat(rank: int, step: int | None, seconds: float, stack: str) -> Beat:
+    """A worker's beat: where it stands is told once it is late."""
+    is_late = seconds > LIMIT
+    return Beat("a", rank, step, seconds, stack * is_late, "the others' gradients" * (is_late and stack == WAITS))
+
+
 def beats(dog: Watchdog, seconds: float, stacks: list[str], steps: list[int | None] | None = None) -> None:
     for rank, stack in enumerate(stacks):
         step = steps[rank] if steps else 7
-        dog.take(Beat("a", rank, step, seconds, stack if seconds > LIMIT else ""))
+        dog.take(beat(rank, step, seconds, stack))
 
 
 def test_the_one_that_does_not_wait_is_blamed_once_with_its_stack(clock: list[float]) -> None:
@@ -55,7 +61,7 @@ def test_a_worker_that_does_not_answer_is_blamed_first(clock: list[float]) -> No
     for seconds in range(10, 120, 10):
         clock[0] = 1000.0 + seconds
         for rank in (0, 2):
-            dog.take(Beat("a", rank, 7, float(seconds), WAITS if seconds > LIMIT else ""))
+            dog.take(beat(rank, 7, float(seconds), WAITS))
     hang = dog.hang()
     assert hang is not None
     assert hang.ranks == (1,)
@@ -95,7 +101,7 @@ def test_those_who_wait_for_slow_ones_do_not_hang(clock: list[float]) -> None:
     dog = watchdog()
     clock[0] = 1200.0
     for rank, (seconds, stack) in enumerate([(150.0, WAITS), (5.0, ""), (150.0, WAITS)]):
-        dog.take(Beat("a", rank, 7, seconds, stack))
+        dog.take(beat(rank, 7, seconds, stack))
     assert dog.hang() is None
     clock[0] = 1320.0
     beats(dog, 120.0, [WAITS, READS, WAITS])
@@ -117,7 +123,7 @@ def test_a_worker_that_is_stopped_right_after_its_start_is_found(clock: list[flo
     for seconds in range(10, 120, 10):
         clock[0] = 1000.0 + seconds
         for rank in (0, 2):
-            dog.take(Beat("a", rank, 7, float(seconds), WAITS if seconds > LIMIT else ""))
+            dog.take(beat(rank, 7, float(seconds), WAITS))
     hang = dog.hang()
     assert hang is not None
     assert hang.ranks == (1,)

@@ -53,11 +53,16 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
     # some of Ray Train's actors would wait for one that died, or ask the wrong one.
     short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path may have 107 characters, TMPDIR many
     with _environment_kept(), handlers_kept(), own_folder(short) as folder, _raylets_hushed(verbose):
-        _start(job, address or os.environ.get("RAY_ADDRESS"), verbose, folder)
+        _start(job, address_of(address), verbose, folder)
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def address_of(given: str | None) -> str | None:
+    """Where the Ray is that the user means; None for one of our own."""
+    return given or os.environ.get("RAY_ADDRESS")
 
 
 @contextmanager

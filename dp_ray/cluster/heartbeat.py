@@ -9,11 +9,13 @@ from types import FrameType
 from typing import Any
 
 import ray
+from torch.distributed import distributed_c10d
 
 from dp_ray.cluster.channel import END, encoded, tell
 from dp_ray.cluster.fault_injection import Fault, bring_about
 from dp_ray.monitor.messages import Beat, FaultInjected, Started, beat_interval
 from dp_ray.replica.world import World
+from dp_ray.system.waiting import waits_for
 from dp_ray.task.step_control import StepControl
 
 SHOWN_FRAMES = 12
@@ -98,8 +100,9 @@ class Heartbeat(StepControl):
         interval = beat_interval(self._world.world_size)
         while not self._stopped.wait(interval):
             seconds = time.monotonic() - self._since
-            stack = self._stack() if self._limit is not None and seconds > self._limit else ""
-            beat = Beat(self._attempt, self._world.rank, self._step, seconds, stack)
+            is_late = self._limit is not None and seconds > self._limit
+            stack, waits = self._stack() if is_late else ("", "")
+            beat = Beat(self._attempt, self._world.rank, self._step, seconds, stack, waits)
             try:
                 order = ray.get(self._channel.put.remote(encoded(beat)))
             except ray.exceptions.RayError:
@@ -108,7 +111,17 @@ class Heartbeat(StepControl):
             if order == "save" and not self._has_saved:
                 self._save = self._has_saved = True
 
-    def _stack(self) -> str:
-        """Where the worker's loop stands, innermost last."""
-        frame: FrameType | None = sys._current_frames().get(self._loop)
-        return "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:]) if frame is not None else ""
+    def _stack(self) -> tuple[str, str]:
+        """Where the worker's loop stands, innermost last; and what of other workers it waits for."""
+        frame = sys._current_frames().get(self._loop)
+        if frame is None:
+            return "", ""
+        waits = waits_for() or "a collective of its own" * is_in_collective(frame)
+        return "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:]), waits
+
+
+def is_in_collective(frame: FrameType | None) -> bool:
+    """Whether a function of torch.distributed runs, called by the user's code for instance."""
+    while frame is not None and frame.f_globals is not vars(distributed_c10d):
+        frame = frame.f_back
+    return frame is not None

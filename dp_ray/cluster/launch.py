@@ -14,8 +14,8 @@ from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.channel import END, drain, open_channel
-from dp_ray.cluster.connect import check_fits, connected, train_environment, worker_resources
+from dp_ray.cluster.channel import END, drain, open_channel, tell
+from dp_ray.cluster.connect import address_of, check_fits, connected, train_environment, worker_resources
 from dp_ray.cluster.fault_injection import Fault
 from dp_ray.cluster.network import BoundTorchConfig
 from dp_ray.cluster.restarts import RestartPolicy, cause_of
@@ -24,24 +24,30 @@ from dp_ray.cluster.worker import WorkerConfig, train_loop_per_worker
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.messages import WorkerReady
-from dp_ray.monitor.monitor import Monitor, NodeControl, error_of, listening
+from dp_ray.monitor.messages import Starting, WorkerReady
+from dp_ray.monitor.monitor import Monitor, NodeControl, counted, error_of, listening
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.environment import set_environment
 from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StopRequested
 
 
-class EnvironmentCallback(WorkerGroupCallback):  # type: ignore[misc]
-    """Sets the job's `env` in each worker's process, before anything of torch or of the user is imported there.
+class StartCallback(WorkerGroupCallback):  # type: ignore[misc]
+    """Tells the driver how far the workers' start is, and sets the job's `env` in each worker's process.
 
-    The values do not go into Ray's runtime_env, which its agent logs.
+    This is before anything of torch or of the user is imported there. The values do not go into Ray's runtime_env,
+    which its agent logs.
     """
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, env: dict[str, str], channel: Any) -> None:
         self._env = env
+        self._channel = channel
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        tell(self._channel, Starting(f"starting {counted(worker_group_context.num_workers, 'worker')}"))
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        tell(self._channel, Starting(f"{counted(len(workers), 'worker')} importing torch"))
         if self._env:
             ray.get([worker.execute_async(set_environment, self._env) for worker in workers])
         return {}
@@ -54,7 +60,7 @@ class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
         self, *args: Any, wanted: Wanted, retries: int, channel: Any, is_own: bool, env: dict[str, str], **keys: Any
     ) -> None:
         super().__init__(*args, **keys)
-        self._environment = EnvironmentCallback(env)
+        self._start = StartCallback(env, channel)
         self._unneeded = {"DatasetsCallback"}  # of Ray Data, of which there is none
         if is_own:
             self._unneeded.add("PlacementGroupCleanerCallback")  # what it would clean up goes with the job
@@ -67,7 +73,7 @@ class PolicyTrainer(TorchTrainer):  # type: ignore[misc]
     def _create_default_callbacks(self) -> list[Any]:
         """With ours, without those that start a process for nothing: together two seconds of each run."""
         made = super()._create_default_callbacks()
-        return [self._environment, *(one for one in made if type(one).__name__ not in self._unneeded)]
+        return [self._start, *(one for one in made if type(one).__name__ not in self._unneeded)]
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
         """Run Ray Train's controller on this node; unlike Ray's own, this can be aborted at any time.
@@ -103,10 +109,11 @@ def run_on_ray(
 ) -> None:
     is_own = not ray.is_initialized()
     keep_prints = is_own and not verbose
+    monitor.begin(what_begins(address))
     with connected(job, address, verbose), train_environment(), TemporaryDirectory() as folder:
         each = worker_resources(job)
         if waiting := check_fits(job, each):
-            console.say(f"{job.run_name}: {waiting}")
+            console.say(waiting)
         check_can_be_shipped(job)
         channel = open_channel(job.max_workers)
         monitor.node_control = RayNodeControl(channel)
@@ -127,6 +134,7 @@ def run_on_ray(
             is_own=is_own,
             env=dict(job.env),
         )
+        monitor.begin("starting Ray Train")
         try:
             # Ray has put a handler of SIGTERM of its own in the place of ours.
             with planned_stops(monitor.ask_to_stop), listening(monitor, lambda: drain(channel), trainer.abort):
@@ -135,6 +143,14 @@ def run_on_ray(
             if monitor.is_stopping and (monitor.failed is None or monitor.failed.kind == WorkerError.__name__):
                 raise StopRequested("stopped as it was asked") from None
             raise _cause(error, monitor, verbose) from None
+
+
+def what_begins(address: str | None) -> str:
+    """What the user waits for before there is a Ray."""
+    if ray.is_initialized():
+        return "looking at the cluster"
+    found = address_of(address)
+    return f"connecting to Ray at {found}" if found else "starting Ray"
 
 
 def backend_of(job: Job, gpus_per_worker: float) -> str | None:

@@ -1,9 +1,10 @@
-"""What the user sees while a job runs: a live display on a terminal, else a plain line every few seconds.
+"""What the user sees while a job runs: a live display on a terminal, one line in a notebook, else a line every 5 s.
 
 All of it goes to stderr; stdout is for what was asked for (`--shapes`, `--json`).
 """
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
+from dp_ray.monitor.status_line import honours_carriage_returns, rewritten
 from dp_ray.replica.world import World
 from dp_ray.secrets import hide
 
@@ -23,46 +26,71 @@ SHOWN_WORKERS = 16
 
 
 class Console:
-    """Says what happens; `progress` may be called as often as there is news."""
+    """Says what happens; `progress` may be called as often as there is news.
 
-    def __init__(self, quiet: bool = False) -> None:
+    Each line begins with the run's name, but in a notebook, whose cell shows nothing else.
+    """
+
+    def __init__(self, name: str, quiet: bool = False) -> None:
         self._quiet = quiet
         self._rich = RichConsole(stderr=True, highlight=False)
+        self._is_notebook = honours_carriage_returns(sys.stderr)
+        self._before = "" if self._is_notebook else f"{name}: "
         self._live: Live | None = None
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[says]}"))
-        self._task = self._bar.add_task("", says="")
+        self._is_shown = False  # the progress, at all times
         self._told = 0.0
         self._done = False
 
     def say(self, line: str) -> None:
         if not self._quiet:
-            self._print(hide(line))
+            self._print(self._before + hide(line))
 
     def printed(self, world: World, line: str) -> None:
         """A line that user code printed on a worker; shown even when quiet."""
         self._print(f"[rank {world.rank}] {line}")
 
-    def progress(self, seen: "Progressed") -> None:
-        if self._quiet:
-            return
-        if self._live:
-            self._bar.update(self._task, total=seen.steps, completed=seen.step, description=seen.name, says=str(seen))
-            self._live.update(Group(self._bar, _workers(seen)))
-        elif time.monotonic() - self._told >= LINE_SECONDS and not self._done:
+    @contextmanager
+    def if_slow(self, line: str, seconds: float = 1.0) -> Iterator[None]:
+        """Say what the block does, if it takes longer than some seconds."""
+        timer = threading.Timer(seconds, self.say, (line,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def progress(self, seen: "Progressed", at_once: bool = False) -> None:
+        """A line on the progress, where that is not shown at all times; `at_once`, else every few seconds."""
+        is_due = at_once or time.monotonic() - self._told >= LINE_SECONDS
+        if is_due and not self._quiet and not self._is_shown and not self._done:
             self._done = seen.step == seen.steps
             self._told = time.monotonic()
-            self._print(f"{seen.name}: {seen}")
+            self.say(str(seen))
 
     @contextmanager
-    def live(self) -> Iterator[None]:
-        """The live display, where stderr is a terminal."""
+    def live(self, seen: "Progressed") -> Iterator[None]:
+        """While the block runs, the progress is shown: on a terminal with the workers, in a notebook as one line."""
         self._told = time.monotonic()
-        if self._quiet or not self._rich.is_terminal:
+        self._is_shown = not self._quiet and (self._rich.is_terminal or self._is_notebook)
+        if not self._is_shown:
             yield
-            return
-        with Live(console=self._rich, refresh_per_second=5, transient=True, redirect_stdout=False) as self._live:
-            yield
-        self._live = None
+        elif self._is_notebook:
+            with rewritten(lambda: str(seen)):
+                yield
+        else:
+            with self._display(seen) as self._live:
+                yield
+        self._live, self._is_shown = None, False
+
+    def _display(self, seen: "Progressed") -> Live:
+        return Live(
+            console=self._rich,
+            get_renderable=lambda: _display(seen),
+            refresh_per_second=5,
+            transient=True,
+            redirect_stdout=False,
+        )
 
     def _print(self, line: str) -> None:
         if self._live:
@@ -82,13 +110,31 @@ class Progressed:
         self.rows = 0
         self.last: dict[str, Any] = {}  # the training's last row of history
         self.workers: dict[int, tuple[World, int]] = {}
-        self._made = time.monotonic()
-        self._started: tuple[float, int] | None = None
+        self._doing = "starting"
+        self._since = time.monotonic()
+        self._ran: tuple[float, int] | None = None  # when the first step began, and how many rows there were
+        self._warm: tuple[float, int] | None = None  # likewise when it ended
+
+    def begin(self, what: str) -> None:
+        """This goes on from now on, and no step."""
+        self._doing, self._since = what, time.monotonic()
+        self._ran = self._warm = None
 
     def start(self, worlds: list[World]) -> None:
         """These workers run from now on."""
         self.workers = {world.rank: (world, 0) for world in worlds}
-        self._started = (time.monotonic(), self.rows)
+        self.begin("building the dataset and the model")
+
+    def run(self, step: int) -> None:
+        """The workers are in their first step."""
+        self.begin(f"in step {step + 1} of {self.steps}")
+        self._ran = (time.monotonic(), self.rows)
+
+    def advance(self, step: int, rows: int) -> None:
+        """All workers are through with `step` steps, the last of them with `rows` rows."""
+        self.step, self.rows = step, self.rows + rows
+        if self._ran is not None:  # else a late report of workers that are being replaced, or of an earlier run
+            self._doing, self._warm = "", self._warm or (time.monotonic(), self.rows)
 
     def add(self, rank: int, rows: int) -> None:
         world, before = self.workers[rank]
@@ -96,20 +142,34 @@ class Progressed:
 
     @property
     def rows_per_second(self) -> float:
-        if self._started is None:
+        """The rate since the end of the first step, which takes longer than others; or of that step alone."""
+        warm = self._warm  # once: the display looks from a thread of its own
+        began = warm if warm and self.rows > warm[1] else self._ran
+        if began is None:
             return 0.0
-        started, rows = self._started
-        return (self.rows - rows) / max(1e-9, time.monotonic() - started)
+        return (self.rows - began[1]) / max(1e-9, time.monotonic() - began[0])
 
     def __str__(self) -> str:
-        if self._started is None:
-            return f"starting the workers, {time.monotonic() - self._made:.0f} s"
+        if self._doing:
+            seconds = time.monotonic() - self._since
+            return self._doing + (f", {seconds:.0f} s" if seconds >= 1 else "")
         if self.step == self.steps:
-            return f"step {self.step}/{self.steps}, {self.rows} rows, stopping the workers"
+            return f"step {self.step}/{self.steps}, {self.rows} rows, finishing"
         rate = self.rows_per_second
         left = f", {_duration((self.rows_in_all - self.rows) / rate)} left" if rate else ""
         loss = f", loss {self.last['loss']:.4g}" if "loss" in self.last else ""
-        return f"step {self.step}/{self.steps}, {self.rows} rows, {rate:,.0f} rows/s{loss}{left}"
+        return f"step {self.step}/{self.steps}, {self.rows} rows, {_rate(rate)} rows/s{loss}{left}"
+
+
+def _rate(rows_per_second: float) -> str:
+    return f"{rows_per_second:,.0f}" if rows_per_second >= 10 else f"{rows_per_second:.3g}"
+
+
+def _display(seen: Progressed) -> Group:
+    """A bar, below it the progress in words, which a narrow terminal may wrap, and the workers."""
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(Text(seen.name), ProgressBar(seen.steps, seen.step, width=40))
+    return Group(bar, Text(f"  {seen}"), _workers(seen))
 
 
 def _workers(seen: Progressed) -> Table:

@@ -63,6 +63,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Starting:
+    """What goes on before there is a step: workers are started, or import torch."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class Started:
     """A worker is about to run its first step."""
 
@@ -75,7 +82,7 @@ class Started:
 class Beat:
     """A worker is alive, and has been in `step` for `seconds`; `stack` is where, once that is too long.
 
-    `step` is None before its first step and after its last.
+    `step` is None before its first step and after its last; `waits_for` says what of other workers it waits for.
     """
 
     attempt: str
@@ -83,6 +90,7 @@ class Beat:
     step: int | None
     seconds: float
     stack: str
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,9 @@ class WorkerExit(Exception):
         return self.text
 
 
-Message = WorkerReady | Shapes | Told | Printed | Failed | Started | Beat | FaultInjected | Interrupted | Waits
+Message = (
+    WorkerReady | Shapes | Told | Printed | Failed | Starting | Started | Beat | FaultInjected | Interrupted | Waits
+)
 
 
 def message_of(attempt: str, what: Any) -> Message:

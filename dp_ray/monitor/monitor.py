@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +25,7 @@ from dp_ray.monitor.messages import (
     Printed,
     Shapes,
     Started,
+    Starting,
     Told,
     Waits,
     WorkerReady,
@@ -34,15 +35,14 @@ from dp_ray.monitor.watchdog import Hang, Watchdog
 from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
 from dp_ray.results.history import Logged
-from dp_ray.results.report import measured
 from dp_ray.results.shape_journal import Journal
 from dp_ray.results.shape_recorder import Keep, Run
 from dp_ray.results.shape_reports import Collector, ReportFile, Rows
 from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
+from dp_ray.results.shown import measured
 from dp_ray.rundir.incidents import IncidentLog, Interruption
 from dp_ray.secrets import hide
-from dp_ray.task.task import Measured
-from dp_ray.task.train import Note
+from dp_ray.task.notices import Measured, Note
 
 INTERRUPT_SECONDS = 10.0
 
@@ -106,7 +106,7 @@ class Monitor:
         self._print_shapes = shapes
         self._stdout = sys.stdout
         self._collector = Collector(self._on_rows)
-        self._progress = Progressed(job.run_name, split.total_steps, split.rows_kept * split.epochs)
+        self.progress = Progressed(job.run_name, split.total_steps, split.total_rows)
         self._begun: set[str] = set()
         self._gathering: dict[str, dict[int, WorkerReady]] = {}
         self._early: dict[str, list[Shapes]] = {}
@@ -127,6 +127,8 @@ class Monitor:
         elif isinstance(message, Printed):
             for line in message.lines:
                 self._console.printed(message.world, line)
+        elif isinstance(message, Starting):
+            self.begin(message.what)
         elif isinstance(message, Started):
             self._started(message)
         elif isinstance(message, Beat):
@@ -135,21 +137,26 @@ class Monitor:
         elif isinstance(message, Interrupted):
             self._interrupted(message)
         elif isinstance(message, Waits):
-            self._console.say(f"{self._job.run_name}: {message.what}")
+            self._console.say(message.what)
         elif isinstance(message, FaultInjected):
             self._fault_injected(message)
         elif self.failed is None or self.failed.kind == WorkerError.__name__:
             self.failed = message  # the first that is no consequence of another worker's end
 
+    def begin(self, what: str) -> None:
+        """This goes on from now on, before there is a step."""
+        self.progress.begin(what)
+        self._console.progress(self.progress, at_once=True)
+
     def _told(self, what: Any) -> None:
         if isinstance(what, Note):
-            self._console.say(f"{self._job.run_name}: {what.text}")
+            self._console.say(what.text)
         elif isinstance(what, Keep):
             self._must_keep = True
         elif isinstance(what, Measured):
             self.metrics = what.metrics
         elif isinstance(what, Logged):
-            self._progress.last = what.rows[-1]
+            self.progress.last = what.rows[-1]
             self._tensorboard.add(what.rows)
             for row in what.rows:
                 self._say_row(row)
@@ -159,10 +166,10 @@ class Monitor:
         told = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
         if told:
             values = ", ".join(f"{name} {value}" for name, value in told.items())
-            self._console.say(f"{self._job.run_name}: epoch {row['epoch']}, step {row['step']}: {values}")
+            self._console.say(f"epoch {row['epoch']}, step {row['step']}: {values}")
         if not math.isfinite(row["loss"]) and not self._said_nan:
             self._said_nan = True
-            self._console.say(f"{self._job.run_name}: the loss of step {row['step']} is {row['loss']}")
+            self._console.say(f"the loss of step {row['step']} is {row['loss']}")
 
     def tick(self) -> None:
         """Pass on what is complete, show it, and look for a worker that hangs."""
@@ -170,7 +177,7 @@ class Monitor:
         if self._must_keep and self._journal:
             self._must_keep = False
             self._journal.save(self._collector)
-        self._console.progress(self._progress)
+        self._console.progress(self.progress)
         if hang := self._watchdog.hang():
             self._on_hang(hang)
 
@@ -180,7 +187,7 @@ class Monitor:
         if what in self._hung or self._hangs_left == 0:
             again = " again" if what in self._hung else ""
             raise WorkerError(f"hangs{again}: {hang} (timeouts.step is {self._job.timeouts.step:g})")
-        self._console.say(f"{self._job.run_name}: hangs, and is replaced: {hang}")
+        self._console.say(f"hangs, and is replaced: {hang}")
         self._hung.add(what)
         self._hangs_left -= 1
         self._hang = hang
@@ -194,11 +201,12 @@ class Monitor:
         if message.attempt in self._begun:
             return
         self._begun.add(message.attempt)
+        self.progress.run(message.step)
         if self.incidents.is_interrupted:
             is_known = self.incidents.interruptions[-1].kind != "driver"
             seconds = round(time.monotonic() - self._moved, 1) if is_known else None
             self.incidents = self.incidents.resumed(message.step, seconds)
-            self._console.say(f"{self._job.run_name}: {self.incidents.interruptions[-1].resumption}")
+            self._console.say(self.incidents.interruptions[-1].resumption)
             self._save_incidents(self.incidents)
 
     def _interrupted(self, message: Interrupted) -> None:
@@ -212,12 +220,12 @@ class Monitor:
         self._hang = self.failed = None
         self._watchdog = Watchdog(None, ())  # until there are new workers
         nodes = tuple(sorted({hello.world.node for hello in lost}))
-        self.interrupt(Interruption(kind, what, self._progress.step, message.ranks, nodes))
+        self.interrupt(Interruption(kind, what, self.progress.step, message.ranks, nodes))
 
     def interrupt(self, by: Interruption) -> None:
         """The workers are being replaced."""
         self.incidents = self.incidents.interrupted(by)
-        self._console.say(f"{self._job.run_name}: interrupted, {by}")
+        self._console.say(f"interrupted, {by}")
         self._save_incidents(self.incidents)
 
     def ask_to_stop(self) -> bool:
@@ -236,10 +244,10 @@ class Monitor:
     def _stop(self) -> None:
         self.node_control.stop()
         says = "stops after this step, which is kept; once more leaves at once"
-        self._console.say(f"{self._job.run_name}: {says}")
+        self._console.say(says)
 
     def _fault_injected(self, message: FaultInjected) -> None:
-        self._console.say(f"{self._job.run_name}: rehearsal: {message.what}, by {message.world}")
+        self._console.say(f"rehearsal: {message.what}, by {message.world}")
         if message.is_the_drivers:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -263,11 +271,11 @@ class Monitor:
         self.incidents = self.incidents.begun(len(hellos))
         self._save_incidents(self.incidents)
         worlds = [one.world for one in hellos]
-        where = f"{_count(worlds, 'worker')} on {_count({world.node for world in worlds}, 'node')}"
+        where = f"{counted(len(worlds), 'worker')} on {counted(len({world.node for world in worlds}), 'node')}"
         devices = ", ".join(sorted({str(world.device) for world in worlds}))
-        self._console.say(f"{self._job.run_name}: {where} ({devices})")
+        self._console.say(f"{where} ({devices})")
         self._collector.begin(worlds)
-        self._progress.start(worlds)
+        self.progress.start(worlds)
         for shapes in self._early.pop(hello.attempt, []):
             self._shapes(shapes)
 
@@ -278,15 +286,16 @@ class Monitor:
         report = shapes.report
         self._collector.take(report)
         rows = sum(self._collector.rows_of(report.world.rank, run) for run in report.runs)
-        self._progress.add(report.world.rank, rows)
+        self.progress.add(report.world.rank, rows)
 
     def _on_rows(self, collector: Collector, rows: Rows) -> None:
         block = self._file.write(collector, rows)
         if self._journal:
             self._journal.add(block)
-        self._progress.step = int(rows.step[-1]) + 1
         self._moved = time.monotonic()
-        self._progress.rows += sum(collector.seen[number].rows for number in rows.seen.tolist())
+        self.progress.advance(
+            int(rows.step[-1]) + 1, sum(collector.seen[number].rows for number in rows.seen.tolist())
+        )
         if self._print_shapes:
             self._print(self._lines(collector, rows))
 
@@ -299,7 +308,7 @@ class Monitor:
         except BrokenPipeError:
             self._print_shapes = False
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
-            self._console.say(f"{self._job.run_name}: stdout was closed, no more shapes are printed")
+            self._console.say("stdout was closed, no more shapes are printed")
 
     def _lines(self, collector: Collector, rows: Rows) -> Iterator[str]:
         numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)
@@ -313,8 +322,9 @@ class Monitor:
         return self._decoded[number]
 
 
-def _count(things: Sized, noun: str) -> str:
-    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
+def counted(number: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def error_of(failed: Failed, is_verbose: bool = False) -> errors.Error:

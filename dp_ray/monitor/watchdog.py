@@ -7,11 +7,6 @@ from dataclasses import dataclass
 from dp_ray.monitor.messages import Beat, WorkerReady, beat_interval
 
 SILENT_BEATS = 10
-# Where a worker stands that waits for others: in a collective, or on a GPU that is in one.
-WAITING = (
-    *("torch/distributed/", "replica/buffers.py", "replica/reducer.py", "in _backward\n"),
-    *("in stops\n", "results/history.py", "rundir/checkpoint.py"),
-)
 
 
 @dataclass
@@ -21,6 +16,7 @@ class _Seen:
     moved: float
     step: int | None = None
     stack: str = ""
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,8 @@ class Watchdog:
         seen = self._seen.get(beat.rank)
         if seen is None:
             return
-        seen.heard, seen.moved, seen.step, seen.stack = now, now - beat.seconds, beat.step, beat.stack
+        seen.heard, seen.moved, seen.step = now, now - beat.seconds, beat.step
+        seen.stack, seen.waits_for = beat.stack, beat.waits_for
 
     def hang(self) -> Hang | None:
         """The workers to blame, once; after as long again as it takes to hear from all of them."""
@@ -93,6 +90,6 @@ class Watchdog:
             return silent
         last = min(seen.step or 0 for seen in late)
         behind = [seen for seen in late if seen.step == last]
-        hung = [seen for seen in behind if seen.stack and not any(sign in seen.stack for sign in WAITING)]
+        hung = [seen for seen in behind if seen.stack and not seen.waits_for]
         all_late = len(late) == sum(seen.step is not None for seen in self._seen.values())
         return hung or (behind if all_late else [])

@@ -7,7 +7,7 @@ Floating-point addition is commutative and not associative, so a sum's bits depe
 6.0
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 Node = tuple[int, int]
@@ -48,12 +48,6 @@ def fold(held: Mapping[Node, T], node: Node, add: Callable[[T, T], T]) -> T | No
     if left is None or right is None:
         return right if left is None else left
     return add(left, right)
-
-
-def fold_all(values: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:
-    """The sum over all shards, of one value (or None: an empty shard) each."""
-    held = {(shard, shard + 1): value for shard, value in enumerate(values) if value is not None}
-    return fold(held, (0, len(values)), add)
 
 
 def leaf_pairs(node: Node) -> set[Node]:

@@ -77,6 +77,12 @@ class Split:
         steps = self.steps * self.epochs
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
+    @property
+    def total_rows(self) -> int:
+        """Rows of all steps of all epochs."""
+        epochs, rest = divmod(self.total_steps, max(1, self.steps))
+        return epochs * self.rows_kept + rest * self.batch_size
+
     def cursor(self, step: int) -> tuple[int, int]:
         """The epoch of a step, and its place in it."""
         return divmod(step, max(1, self.steps))

@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_ray.system.waiting import waiting
+from dp_ray.tensors.raw import as_bytes, from_bytes
+
 ALIGNED = 16  # bytes, so that every dtype's tensors can be seen in one flat row of bytes
 
 
@@ -50,7 +53,8 @@ class Buffers:
     def finish(self) -> None:
         """The step is done: the buffers are shard 0's."""
         if self._work is not None:
-            self._work.wait()
+            with waiting("rank 0's buffers"):
+                self._work.wait()
             assert self._flat is not None
             _copy(self._tensors(), _split(self._flat, self._tensors()))
             self._work = self._flat = None
@@ -113,13 +117,10 @@ def _padded(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = as_bytes(tensor)
     return nn.functional.pad(raw, (0, _padded(tensor) - raw.numel()))
 
 
 def _split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     pieces = torch.split(flat, [_padded(tensor) for tensor in like])
-    return [
-        piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for piece, tensor in zip(pieces, like, strict=True)
-    ]
+    return [from_bytes(piece, tensor) for piece, tensor in zip(pieces, like, strict=True)]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,7 +22,10 @@ from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.targets import bound, build_dataset, resolve
 from dp_ray.replica.user_code import raising, said
-from dp_ray.tensors.tree import flatten, map_leaves, num_rows, scatter, sizes
+from dp_ray.tensors.nested import flatten, map_leaves, sizes
+from dp_ray.tensors.raw import moved
+from dp_ray.tensors.scatter import num_rows, scatter
+from dp_ray.text import listed
 from dp_ray.tracebacks import frames_of
 
 CPU = torch.device("cpu")
@@ -245,7 +248,7 @@ def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed:
     if seed is not None:
         seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
     try:
-        with raising("collate", lambda _: f"; it got samples {_shorten(wanted.indices)}", DataError):
+        with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
             return indices, collate(items)
     except Error as error:
         return indices, _as_told(error)
@@ -306,11 +309,8 @@ def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 
 
 def _move(batch: Batch, device: torch.device) -> Batch:
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-
     indices, inputs = batch
-    return indices, map_leaves(move, inputs)
+    return indices, map_leaves(lambda leaf: moved(leaf, device), inputs)
 
 
 def _wait_for(batch: Batch, copies: "torch.cuda.Stream", device: torch.device) -> Batch:
@@ -324,15 +324,10 @@ def _wait_for(batch: Batch, copies: "torch.cuda.Stream", device: torch.device) -
 
 
 def _read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:
-    what = f"samples {_shorten(indices)}"
+    what = f"samples {listed(indices)}"
     with raising(f"{what} of {name}", kind=DataError):
         items = many(list(indices))
     if isinstance(items, list | tuple) and len(items) == len(indices):
         return items
     got = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
     raise DataError(f"{name}'s __getitems__ gave {got} for {what}: it must give a list of one item for each")
-
-
-def _shorten(indices: Sequence[int]) -> str:
-    shown = ", ".join(str(index) for index in indices[:8])
-    return shown if len(indices) <= 8 else f"{shown}, ... ({len(indices)} in all)"

@@ -20,7 +20,9 @@ from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.plan.partition import balance
 from dp_ray.replica.targets import build, resolve
-from dp_ray.tensors.tree import map_leaves
+from dp_ray.tensors.nested import map_leaves
+from dp_ray.tensors.raw import moved
+from dp_ray.text import listed
 
 _devices: ContextVar[tuple[torch.device, ...]] = ContextVar("devices", default=(torch.device("cpu"),))
 
@@ -76,11 +78,11 @@ def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules:
-            raise JobError(f"blocks: the model has no module {name!r}; it has {_listed(list(modules)[1:])}")
+            raise JobError(f"blocks: the model has no module {name!r}; it has {listed(list(modules)[1:])}")
         if any(name != other and name.startswith(f"{other}.") for other in names):
             raise JobError(f"blocks: {name!r} is a part of another block")
     if len(names) < count:
-        raise JobError(f"device_map: {len(names)} blocks ({_listed(names)}) cannot be placed on {count} devices")
+        raise JobError(f"device_map: {len(names)} blocks ({listed(names)}) cannot be placed on {count} devices")
     sizes = [_bytes_of(modules[name]) for name in names]
     places = [place for place, part in enumerate(balance(sizes, count)) for _ in part]
     found = [Block(*one) for one in zip(names, sizes, places, strict=True)]
@@ -161,13 +163,10 @@ def _has_own(module: nn.Module) -> bool:
 
 
 def _move_inputs(module: nn.Module, device: torch.device) -> None:
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
-            return (move(args[0]),), kwargs
-        return map_leaves(move, args), map_leaves(move, kwargs)
+            return (moved(args[0], device),), kwargs
+        return tuple(map_leaves(lambda leaf: moved(leaf, device), one) for one in (args, kwargs))
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -198,8 +197,3 @@ def _innermost(model: nn.Module, error: BaseException) -> str:
         where = names.get(id(trace.tb_frame.f_locals.get("self")), where)
         trace = trace.tb_next
     return where
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown}, ... ({len(names)} in all)"

@@ -20,6 +20,8 @@ from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.step import Metrics, Step, StepOutput, as_row, run_step
 from dp_ray.replica.targets import bound, build, resolve
 from dp_ray.replica.user_code import at, got, raising
+from dp_ray.replica.world import gathered
+from dp_ray.system.waiting import waiting
 
 
 def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
@@ -129,9 +131,10 @@ class Evaluation:
                         self._update(name, own.setdefault(name, copy.deepcopy(metric)), step_output)
                 on_shard(shard, batch, step_output)
             on_step(step)
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        totals = sums.sum(0).tolist()
+        with waiting("the other workers' sums"):
+            if dist.is_initialized():
+                dist.all_reduce(sums)
+            totals = sums.sum(0).tolist()
         means = {name: _mean(*totals[2 * at : 2 * at + 2]) for at, name in enumerate(self._names)}
         computed = self._computed(kept)
         if twice := means.keys() & computed.keys():
@@ -155,10 +158,9 @@ class Evaluation:
         """What metrics with a state come to: the shards' states merged in the order of the shards."""
         if not self._states:
             return {}
-        everybodys = [kept]
         if dist.is_initialized():
-            everybodys = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everybodys, {shard: _on_cpu(own) for shard, own in kept.items()})
+            kept = {shard: _on_cpu(own) for shard, own in kept.items()}
+        everybodys = gathered(kept)
         by_shard = {shard: own for theirs in everybodys for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:

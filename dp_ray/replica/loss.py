@@ -19,7 +19,8 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.job_target import Target
 from dp_ray.replica.rng import preserved
 from dp_ray.replica.targets import bind, bound, resolve
-from dp_ray.tensors.tree import flatten, gather, map_leaves, num_rows, rows_dim, scatter
+from dp_ray.tensors.nested import flatten, map_leaves
+from dp_ray.tensors.scatter import gather, num_rows, rows_dim, scatter
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
 
@@ -205,10 +206,10 @@ def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, t
     losses = loss(outputs, target)
     if target.is_floating_point():
         return losses  # probabilities: each row counts 1
-    committed = target != loss.ignore_index
+    kept = target != loss.ignore_index
     if loss.weight is None:
-        return total_of(losses), committed.sum()
-    return total_of(losses), total_of(loss.weight[target.where(committed, torch.zeros_like(target))] * committed)
+        return total_of(losses), kept.sum()
+    return total_of(losses), total_of(loss.weight[target.where(kept, torch.zeros_like(target))] * kept)
 
 
 def _is_number(value: Any) -> bool:

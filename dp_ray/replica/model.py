@@ -20,7 +20,9 @@ from dp_ray.replica.devices import building_on, spread, with_devices
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.targets import build, check_gives, resolve
 from dp_ray.replica.world import broadcast, gathered
+from dp_ray.system.waiting import waiting
 from dp_ray.tensors.layout import overlaps
+from dp_ray.tensors.raw import as_bytes, from_bytes
 
 
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
@@ -189,10 +191,11 @@ def _broadcast_state(model: nn.Module) -> None:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             continue  # built from the same seed or file on every worker
         data = tensor.detach()
-        raw = data.contiguous().reshape(-1).view(torch.uint8)
-        dist.broadcast(raw, src=0)
+        raw = as_bytes(data)
+        with waiting("rank 0's model"):
+            dist.broadcast(raw, src=0)
         if raw.data_ptr() != data.data_ptr() and dist.get_rank() != 0:
-            _copy(name, data, raw.view(data.dtype).reshape(data.shape))
+            _copy(name, data, from_bytes(raw, data))
 
 
 def _copy(name: str, data: torch.Tensor, values: torch.Tensor) -> None:

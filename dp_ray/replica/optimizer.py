@@ -17,6 +17,7 @@ from dp_ray.job_parts import Optimizer, Scheduler
 from dp_ray.replica.targets import bind, check_gives
 from dp_ray.replica.user_code import raising
 from dp_ray.tensors.layout import is_dense, laid_out, overlaps
+from dp_ray.text import listed
 
 
 def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -69,7 +70,7 @@ def _groups(given: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
         if not mine:
             raise JobError(
                 f"optimizer.groups: {group.match!r} matches no trainable parameter that is left; there are "
-                f"{', '.join(list(named)[:8])}{' ...' * (len(named) > 8)}"
+                f"{listed(named)}"
             )
     groups = [{"params": mine, **group.args} for group, mine in zip(given.groups, found, strict=True)]
     return [*groups, *([{"params": rest}] if rest else [])]

@@ -13,7 +13,7 @@ worker's shards are one node of the tree (2 and 4 workers, and where W is a powe
 (1 + m) (W-1)/W B where they are m nodes, of which there are at most 2 log2(shards).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -267,7 +267,6 @@ class SumReducer:
 
 
 Reducer = TreeReducer | SumReducer
-Hook = Callable[[object, Any], torch.futures.Future[torch.Tensor]]
 
 
 def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from dp_ray.replica.model import call_model
 from dp_ray.replica.targets import bound
 from dp_ray.replica.user_code import got, raising
 from dp_ray.replica.world import World
-from dp_ray.tensors.tree import flatten, map_leaves
+from dp_ray.tensors.nested import flatten, map_leaves
+from dp_ray.tensors.raw import moved
 
 Step: TypeAlias = Callable[[nn.Module, Any], Any]
 
@@ -64,11 +65,7 @@ def build_step(job: Job, world: World) -> Step:
 def beside(outputs: Any, target: Any) -> Any:
     """The target on the device of the outputs."""
     device = next((leaf.device for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)), None)
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-
-    return target if device is None else map_leaves(move, target)
+    return target if device is None else map_leaves(lambda leaf: moved(leaf, device), target)
 
 
 def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:

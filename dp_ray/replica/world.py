@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dp_ray.errors import DataError
+from dp_ray.system.waiting import waiting
 
 CPU = torch.device("cpu")
 
@@ -59,7 +60,8 @@ def broadcast(text: str) -> str:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
     texts = [text]
-    dist.broadcast_object_list(texts, src=0)
+    with waiting("rank 0"):
+        dist.broadcast_object_list(texts, src=0)
     return texts[0]
 
 
@@ -68,7 +70,8 @@ def gathered(value: Any) -> list[Any]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    with waiting("all ranks"):
+        dist.all_gather_object(values, value)
     return values
 
 

@@ -15,7 +15,9 @@ import pyarrow as pa
 import torch
 
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.tensors.tree import Keys, TreeSpec, difference, flatten, gather, is_plain, rows_dim, unflatten
+from dp_ray.tensors.nested import Keys, TreeSpec, difference, flatten, is_plain, unflatten
+from dp_ray.tensors.raw import as_bytes
+from dp_ray.tensors.scatter import gather, rows_dim
 
 METADATA = b"dp_ray"
 SAMPLE_INDEX = "sample_index"
@@ -191,8 +193,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in C order, whatever its dtype."""
     if not tensor.numel():
         return memoryview(b"")  # one of numpy's has strides that torch cannot view
-    flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    return memoryview(as_bytes(tensor.cpu()).numpy())  # type: ignore[arg-type]
 
 
 def _rows_first(name: str, leaf: Any, batch_dim: int) -> torch.Tensor:

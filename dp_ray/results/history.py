@@ -13,6 +13,7 @@ from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Update
 from dp_ray.rundir.contents import replacing
 from dp_ray.storage import Storage
+from dp_ray.system.waiting import waiting
 
 METRICS = "metrics.parquet"
 HISTORY = "history"
@@ -65,7 +66,8 @@ class History:
 
     def flush(self) -> None:
         """Read the numbers from the device and pass them on."""
-        rows = [self._row(*entry) for entry in self._pending]
+        with waiting("the GPU, which may be in an exchange"):
+            rows = [self._row(*entry) for entry in self._pending]
         self._pending, self._sent = [], time.perf_counter()
         self._rows += rows
         if rows:

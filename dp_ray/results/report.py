@@ -2,60 +2,21 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dp_ray.job import Job
 from dp_ray.key_hints import renamed
 from dp_ray.results.result import Result
+from dp_ray.results.shown import aligned, listed, measured, relative, shown
 from dp_ray.rundir.files import RUN
 from dp_ray.tensors.digest import is_inner
 
-PATHS = ("run_dir", "outputs", "weights")
 NO_DIFFERENCE = ("name", "storage")  # of the jobs, since each run has its own
-WIDTH = 16
-
-
-def relative(path: str) -> str:
-    """A path from the folder in which we stand, where it is below that; else, and a URL, as it is."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if "://" not in path and Path(path).is_relative_to(here) else path
-
-
-def measured(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The metrics in six digits, without those that `verify` takes for itself."""
-    return {name: f"{value:.6g}" for name, value in metrics.items() if not is_inner(name)}
-
-
-def steps_of(result: Result) -> str:
-    """The steps of a run: `24 (3 epochs of 8)`."""
-    total = result.total_steps or result.steps * result.epochs
-    if total != result.steps * result.epochs:
-        return f"{total} ({result.steps} in an epoch)"
-    return str(total) if result.epochs == 1 else f"{total} ({result.epochs} epochs of {result.steps})"
 
 
 def lines(result: Result) -> list[str]:
     """One run for reading: a line for each of its values, and for each metric."""
-    values = result.to_json()
-    del values["total_steps"]
-    shown = {key: _plainly(value) for key, value in values.items()}
-    shown |= {key: relative(values[key]) for key in PATHS if values[key]}
-    shown["steps"] = steps_of(result)
-    if result.best:
-        shown["best"] = "{metric} {value:.6g} after step {step}".format(**result.best)
-    metrics = measured(result.metrics)
-    width = max(map(len, metrics), default=0)
-    shown["metrics"] = f"\n{'':{WIDTH}}".join(f"{name:{width}} {value}" for name, value in metrics.items()) or "-"
-    return "\n".join(f"{key:{WIDTH}}{value}" for key, value in shown.items()).splitlines()
-
-
-def _plainly(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
-        return "; ".join(f"{one['kind']} in step {one['step']}: {one['what']}" for one in value)
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "; ".join(f"rank {one['rank']} {one['node']} {one['device']}" for one in value)
-    return "-" if value in (None, [], {}) else str(value)
+    return listed(shown({**result.to_json(), "metrics": result.metrics})).splitlines()
 
 
 def differences(results: Sequence[Result]) -> dict[str, list[Any]]:
@@ -92,9 +53,7 @@ def compared(results: Sequence[Result]) -> str:
         ("seconds", [f"{result.seconds:.1f}" for result in results]),
     ]
     table = [[name, *cells] for name, cells in rows]
-    widths = [max(len(row[at]) for row in table) for at in range(len(results) + 1)]
-    text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return "\n".join([*text, ", ".join(_verdict(results, differing))])
+    return "\n".join([aligned(table), ", ".join(_verdict(results, differing))])
 
 
 def _verdict(results: Sequence[Result], differing: Mapping[str, Any]) -> Iterator[str]:

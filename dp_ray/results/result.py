@@ -17,10 +17,17 @@ from dp_ray.results.output_parts import reading
 from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.shape_reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
+from dp_ray.results.shown import as_html, listed, shown
+from dp_ray.results.table import Table
 from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import read_tensors
+
+SUMMARY = (
+    *("name", "task", "status", "error", "rows", "steps", "metrics", "best", "interruptions", "seconds"),
+    *("outputs", "weights", "run_dir"),
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,18 +90,21 @@ class Result:
         return read_tensors(self.storage(), WEIGHTS)[0]
 
     @property
-    def history(self) -> list[dict[str, Any]]:
-        """A row for each step of a training: step, epoch, loss, metrics, learning rate, gradient norm, speed."""
-        return list(read_history(self.storage()))
+    def history(self) -> Table[dict[str, Any]]:
+        """A row for each step of a training: step, epoch, loss, metrics, learning rate, gradient norm, speed.
+
+        A list of dicts, with `to_pandas()`.
+        """
+        return Table(read_history(self.storage()))
 
     def batches(self) -> Iterator[Any]:
         """The merged outputs of each global batch, in order, read as they are asked for."""
         return self._merged().batches(self.batch_size)
 
     @property
-    def shapes(self) -> list[ShardReport]:
-        """What every shard saw, ordered by step and shard."""
-        return list(self.iter_shapes())
+    def shapes(self) -> Table[ShardReport]:
+        """What every shard saw, ordered by step and shard: a list of ShardReports, with `to_pandas()`."""
+        return Table(self.iter_shapes())
 
     def iter_shapes(self) -> Iterator[ShardReport]:
         """`shapes` one by one, for runs whose reports do not fit in memory."""
@@ -117,7 +127,15 @@ class Result:
         return values
 
     def __repr__(self) -> str:
-        return f"Result({self.name!r}, {self.status}, {self.rows} rows in {self.steps} steps, {self.run_dir!r})"
+        return listed(self._summary())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._summary())
+
+    def _summary(self) -> dict[str, str]:
+        """What a person wants to know first."""
+        found = shown({**self.to_json(), "metrics": self.metrics})
+        return {key: found[key] for key in SUMMARY if found[key] != "-"}
 
     def save(self, run: Storage) -> None:
         run.write_text(RESULT, json.dumps(self.to_json(), indent=2) + "\n")

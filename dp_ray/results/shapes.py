@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from dp_ray.errors import ModelError
-from dp_ray.tensors.tree import num_rows, sizes
+from dp_ray.tensors.nested import sizes
+from dp_ray.tensors.scatter import num_rows
 
 
 @dataclasses.dataclass(frozen=True)

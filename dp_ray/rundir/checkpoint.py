@@ -16,6 +16,7 @@ import torch
 
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
+from dp_ray.system.waiting import waiting
 from dp_ray.tensors.file import check_dtype, parse_tensors, write_tensors
 from dp_ray.tensors.layout import is_dense, laid_out
 
@@ -161,7 +162,8 @@ class CheckpointWriter:
         """
         self.wait()
         plain, tensors = pack(state)
-        self._stage(tensors)
+        with waiting("the GPU, which may be in an exchange"):
+            self._stage(tensors)
         text = json.dumps({**about, "state": plain})
         self._writing = self._thread.submit(self._write, step, text, best_step, before)
 

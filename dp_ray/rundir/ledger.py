@@ -6,10 +6,12 @@ the cluster and not from the storage: what it commits from then on is in no ledg
 
 import json
 import re
+import uuid
 from typing import NamedTuple
 
 from dp_ray.errors import StorageError
 from dp_ray.plan.work import Range
+from dp_ray.replica.world import broadcast, is_rank_0
 from dp_ray.rundir.contents import replacing
 from dp_ray.storage import Storage
 
@@ -67,3 +69,10 @@ def check_newest(run: Storage, attempt: str) -> None:
     newest = read(run).attempt
     if newest != attempt:
         raise StorageError(f"{run}: a newer attempt of the job has begun; this worker is of one that is over")
+
+
+def begin_attempt(run: Storage) -> Ledger:
+    """This attempt's name, and the parts that count from before it: what rank 0 finds, on every rank."""
+    attempt = uuid.uuid4().hex
+    begun = begin(run, attempt) if is_rank_0() else None
+    return Ledger(*json.loads(broadcast(json.dumps(begun))))

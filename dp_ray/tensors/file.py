@@ -13,6 +13,7 @@ import torch
 
 from dp_ray.errors import ModelError, StorageError
 from dp_ray.storage import Storage
+from dp_ray.tensors.raw import as_bytes
 
 TEXT, DIGEST = "state", "sha256"
 PIECE = 1 << 24
@@ -137,6 +138,6 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The tensor's bytes, some megabytes at a time: both hashing and writing leave the interpreter to others."""
     if not tensor.nbytes:
         return
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    raw = as_bytes(tensor).numpy().data
     for start in range(0, len(raw), PIECE):
         yield raw[start : start + PIECE]

@@ -1,14 +1,14 @@
-"""Cut any nesting of tensors into shards along the batch dimension, and put the shards together again.
+"""Take any nesting of tensors apart into its leaves, and build it again.
 
 A LEAF is a tensor or a numpy array not of objects. Tuples, named tuples, lists, mappings, dataclasses and classes
 registered with torch's pytree hold leaves; whatever else stands in them (strings, numbers, None, objects) is a
 CONSTANT.
 
->>> batch = {"x": torch.arange(5), "name": "odd"}
->>> scatter(batch, shards=2)
-[{'x': tensor([0, 1, 2]), 'name': 'odd'}, {'x': tensor([3, 4]), 'name': 'odd'}]
->>> gather(scatter(batch, shards=2), rows=[3, 2])
-{'x': tensor([0, 1, 2, 3, 4]), 'name': 'odd'}
+>>> leaves, spec = flatten({"x": torch.arange(2), "name": "odd"})
+>>> leaves
+[tensor([0, 1])]
+>>> unflatten(spec, [torch.ones(1)])
+{'x': tensor([1.]), 'name': 'odd'}
 """
 
 import dataclasses
@@ -22,8 +22,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from dp_ray.errors import DataError, Error, ModelError
-from dp_ray.plan.split import chunk_bounds
+from dp_ray.errors import Error, ModelError
 from dp_ray.tensors import pytree
 
 Leaf: TypeAlias = torch.Tensor | np.typing.NDArray[Any]
@@ -45,12 +44,12 @@ class TreeSpec:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TreeSpec):
             return NotImplemented
-        return difference(self, other) is None and _leaf_keys(self) == _leaf_keys(other)
+        return difference(self, other) is None and leaf_keys(self) == leaf_keys(other)
 
     @property
     def paths(self) -> list[str]:
         """One dotted path a leaf, in leaf order: {"h": (x, y)} has "h.0" and "h.1", a bare tensor ""."""
-        return [".".join(map(str, keys)) for keys in _leaf_keys(self)]
+        return [".".join(map(str, keys)) for keys in leaf_keys(self)]
 
     def to_json(self, above: Keys = ()) -> Any:
         """Plain JSON values that `from_json` reads; ModelError for a key or constant that is none."""
@@ -121,72 +120,6 @@ def sizes(tree: Any) -> Any:
     if kind in ("tuple", "list"):
         return tuple(inner) if kind == "tuple" else inner
     return type(tree)._make(inner) if kind == "namedtuple" else dict(zip(keys, inner, strict=True))
-
-
-def rows_dim(leaf: Leaf, dim: int) -> int:
-    """Which dimension of a leaf holds its rows: `dim`, but a vector's only one; DataError if there is none."""
-    if leaf.ndim == 1:
-        return 0  # labels [batch] stand beside an RNN's inputs [time, batch, feature] at dim=1
-    if not -leaf.ndim <= dim < leaf.ndim:
-        raise DataError(f"size {list(leaf.shape)} has no dimension {dim} that could hold rows")
-    return dim % leaf.ndim
-
-
-def num_rows(tree: Any, dim: int = 0) -> int | None:
-    """The rows on which all leaves agree, None without leaves; DataError names the first two that do not."""
-    leaves, spec = flatten(tree)
-    names = [_quoted(keys) for keys in _leaf_keys(spec)]
-    rows: list[int] = []
-    for name, leaf in zip(names, leaves, strict=True):
-        try:
-            rows.append(leaf.shape[rows_dim(leaf, dim)])
-        except DataError as error:
-            raise DataError(f"input{name}: {error}") from None
-        if rows[-1] != rows[0]:
-            raise DataError(
-                f"all leaves of a batch need the same rows, but input{names[0]} has {rows[0]} "
-                f"(size {list(leaves[0].shape)}) and input{name} has {rows[-1]} (size {list(leaf.shape)})"
-            )
-    return rows[0] if rows else None
-
-
-def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
-    """Cut a tree as torch.chunk(leaf, shards, rows_dim(leaf, dim)) cuts each leaf, into views of it.
-
-    Gives at most `shards` trees, none without rows; one if the whole batch is without. Constants go to all as
-    the same object, and a tree without leaves goes `shards` times. DataError if leaves differ in rows.
-    """
-    if shards < 1:
-        raise ValueError(f"shards must be at least 1, got {shards}")
-    rows = num_rows(tree, dim)
-    leaves, spec = flatten(tree)
-    if rows is None:
-        return [unflatten(spec, []) for _ in range(shards)]
-    cuts = [slice(*chunk_bounds(rows, shards, shard)) for shard in range(shards)]
-    cuts = [cut for cut in cuts if cut.start < cut.stop] or cuts[:1]
-    # By index: views of tensors and arrays alike, which autograd lets be written to, unlike torch.chunk's.
-    at = [(slice(None),) * rows_dim(leaf, dim) for leaf in leaves]
-    return [unflatten(spec, [leaf[(*to, cut)] for leaf, to in zip(leaves, at, strict=True)]) for cut in cuts]
-
-
-def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0) -> Any:
-    """Put the shards' trees together along their rows, in order: the inverse of `scatter`.
-
-    `rows` are the rows of each shard, to be checked where given. Scalars become a vector only if every shard
-    is one row. One tree gives its own tensors. ModelError if the shards differ in anything but rows.
-    """
-    if not trees:
-        raise ModelError("no shard gave an output, so there is nothing to gather")
-    flat = [flatten(tree) for tree in trees]
-    spec = flat[0][1]
-    for shard, (_, other) in enumerate(flat):
-        if found := difference(spec, other):
-            advice = "all shards must give the same structure, keys and constants"
-            raise ModelError(f"shard {shard}: {found}: {advice}")
-    held = [dict(zip(_leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
-    columns = {keys: [leaves[keys] for leaves in held] for keys in _leaf_keys(spec)}
-    counts = [None] * len(trees) if rows is None else rows
-    return unflatten(spec, [_join(_quoted(keys), column, counts, dim) for keys, column in columns.items()])
 
 
 def is_plain(value: Any) -> bool:
@@ -264,11 +197,11 @@ def _nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
         yield from _nodes(child, (*above, key))
 
 
-def _leaf_keys(spec: TreeSpec) -> list[Keys]:
+def leaf_keys(spec: TreeSpec) -> list[Keys]:
     return [keys for keys, node in _nodes(spec) if node.kind == "leaf"]
 
 
-def _quoted(keys: Keys) -> str:
+def quoted(keys: Keys) -> str:
     return f" {'.'.join(map(str, keys))!r}" if keys else ""
 
 
@@ -278,7 +211,7 @@ def difference(first: TreeSpec, other: TreeSpec) -> str | None:
     for keys in here | there:
         one, two = here.get(keys), there.get(keys)
         if one is None or two is None or not _alike(one, two):
-            return f"output{_quoted(keys)} is {_noun(two)}, that of shard 0 is {_noun(one)}"
+            return f"output{quoted(keys)} is {_noun(two)}, that of shard 0 is {_noun(one)}"
     return None
 
 
@@ -318,7 +251,7 @@ def _plain(value: Any, keys: Keys) -> Any:
     if is_plain(value):
         return value
     advice = "return tensors, arrays, strings, numbers or None"
-    raise ModelError(f"output{_quoted(keys)} holds a {type(value).__qualname__}, not for JSON: {advice}")
+    raise ModelError(f"output{quoted(keys)} holds a {type(value).__qualname__}, not for JSON: {advice}")
 
 
 def _container(kind: Kind, name: str, keys: Keys) -> tuple[Kind, type[Any]]:
@@ -347,40 +280,3 @@ def _loaded_class(name: str) -> type[Any]:
 @functools.cache  # so that what is read twice has one type and compares equal
 def _new_namedtuple(name: str, fields: tuple[str, ...]) -> type[Any]:
     return namedtuple(name, fields, rename=True)
-
-
-def _join(name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int) -> Any:
-    """Concatenate one leaf of all shards; ModelError names the shard whose piece does not fit."""
-    if all(piece.ndim == 0 for piece in pieces):
-        if any(count != 1 for count in rows):
-            advice = "return one value per row (of a loss: reduction='none')"
-            raise ModelError(f"output{name} is a scalar per shard, not per row: {advice}")
-        pieces = [piece.reshape(1) for piece in pieces]
-    for shard, (piece, count) in enumerate(zip(pieces, rows, strict=True)):
-        if found := _misfit(piece, pieces[0], count, dim):
-            raise ModelError(f"shard {shard}: output{name} {found}")
-    concatenate: Any = torch.cat if isinstance(pieces[0], torch.Tensor) else np.concatenate
-    return pieces[0] if len(pieces) == 1 else concatenate(pieces, rows_dim(pieces[0], dim))
-
-
-def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
-    """What keeps a shard's piece from standing next to shard 0's, if anything."""
-    try:
-        here, there = _form(piece, dim), _form(first, dim)
-    except DataError as error:
-        return f"of {error}"
-    if here != there:
-        return f"is {here}, that of shard 0 {there}"
-    got = piece.shape[rows_dim(piece, dim)]
-    advice = "return one row of output per row of input"
-    return None if rows in (None, got) else f"has {got} rows (size {list(piece.shape)}), not {rows}: {advice}"
-
-
-def _form(leaf: Leaf, dim: int) -> str:
-    """What the pieces of all shards must share: all but the number of rows."""
-    size = [str(length) for length in leaf.shape]
-    size[rows_dim(leaf, dim)] = "rows"
-    if isinstance(leaf, torch.Tensor):
-        return f"a tensor of {leaf.dtype}, size [{', '.join(size)}]"
-    # A string array is as wide as its longest string, so the width differs from shard to shard.
-    return f"an array of {leaf.dtype.type if leaf.dtype.kind in 'SU' else leaf.dtype}, size [{', '.join(size)}]"

@@ -1,0 +1,89 @@
+"""The update that a whole batch's gradient makes: weighed, clipped, scaled, stepped."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.errors import ModelError
+from dp_ray.job import Job
+from dp_ray.replica.optimizer import Schedule, build_optimizer, build_scaler, load_optimizer, scale_by, total_norm
+from dp_ray.replica.sparse import numbers_of
+from dp_ray.replica.user_code import raising
+
+
+class OptimizerStep:
+    """A job's optimizer, scheduler and fp16 scaler, and the step that they make together."""
+
+    def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
+        self.optimizer = build_optimizer(job.optimizer, model)
+        self.schedule = Schedule(job.scheduler, self.optimizer)
+        self.scaler = build_scaler(job, device)
+        self._grad_clip = job.grad_clip
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What has a state, by its name in a checkpoint; None where the job has none."""
+        return {"optimizer": self.optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to take the gradient of."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def apply(self, weight: torch.Tensor, rows: int, step: int) -> torch.Tensor:
+        """Update the parameters by their gradients, in which each loss counts 1 / rows; the norm before clipping.
+
+        `weight` is what the losses of the whole batch of `rows` rows weigh together.
+        """
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        gradients = [numbers_of(one.grad) for one in self._parameters if one.grad is not None]
+        weigh_gradients(gradients, weight, rows)
+        norm = total_norm(gradients)
+        if self._grad_clip is not None:
+            scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
+        with raising(f"step {step}: optimizer"):
+            is_skipped = self._step()
+        if not is_skipped:
+            with raising(f"step {step}: scheduler"):
+                self.schedule.after_step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def _step(self) -> bool:
+        """Update the parameters; True where fp16 overflowed, so that this was skipped and does not count."""
+        if self.scaler is None:
+            self.optimizer.step()
+            return False
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return bool(self.scaler.get_scale() < scale)
+
+
+def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor, rows: int) -> None:
+    """Turn gradients of sum / rows into those of sum / weight; a batch whose weights sum to 0 has none."""
+    if weight.device.type != "cpu":  # without waiting for the device
+        scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
+    elif (known := weight.item()) != rows:
+        torch._foreach_mul_(list(gradients), rows / known if known > 0 else 0.0)
+
+
+def load_part(name: str, part: Any, state: Any) -> None:
+    """Load what a part's state_dict gave. ModelError where it is another model's, or another optimizer's."""
+    if (part is None) != (state is None):
+        raise ModelError(f"the checkpoint has {'no' if part is not None else 'a'} {name}, unlike this job")
+    try:
+        if isinstance(part, torch.optim.Optimizer):
+            load_optimizer(part, state)
+        elif part is not None:
+            part.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the checkpoint's {name} does not fit this job's: {error}") from None

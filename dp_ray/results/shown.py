@@ -1,0 +1,74 @@
+"""How people are shown what a run gave: paths, numbers, a table."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dp_ray.tensors.digest import is_inner
+
+PATHS = ("run_dir", "outputs", "weights")
+WIDTH = 16
+
+
+def relative(path: str) -> str:
+    """A path from the folder in which we stand, where it is below that; else, and a URL, as it is."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if "://" not in path and Path(path).is_relative_to(here) else path
+
+
+def measured(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The metrics in six digits, without those that `verify` takes for itself."""
+    return {name: f"{value:.6g}" for name, value in metrics.items() if not is_inner(name)}
+
+
+def shown(values: Mapping[str, Any]) -> dict[str, str]:
+    """The values of a `result.json` for reading; `metrics` has a line for each, and `-` is nothing."""
+    found = {key: _plainly(value) for key, value in values.items() if key != "total_steps"}
+    found |= {key: relative(values[key]) for key in PATHS if values[key]}
+    found["steps"] = _steps(values["total_steps"], values["steps"], values["epochs"])
+    if values["best"]:
+        found["best"] = "{metric} {value:.6g} after step {step}".format(**values["best"])
+    metrics = measured(values["metrics"])
+    width = max(map(len, metrics), default=0)
+    found["metrics"] = "\n".join(f"{name:{width}} {value}" for name, value in metrics.items()) or "-"
+    return found
+
+
+def listed(found: Mapping[str, str]) -> str:
+    """A line for each key and its value; further lines of a value stand below its first."""
+    indent = "\n" + " " * WIDTH
+    return "\n".join(f"{key:{WIDTH}}{value}".replace("\n", indent) for key, value in found.items())
+
+
+def as_html(found: Mapping[str, str]) -> str:
+    """The same as HTML."""
+    rows = [f"<tr><th>{escape(key)}</th><td>{_html(value)}</td></tr>" for key, value in found.items()]
+    return f"<table>{''.join(rows)}</table>"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of as many cells each, as text whose columns stand below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _html(text: str) -> str:
+    return escape(text).replace("\n", "<br>")
+
+
+def _steps(total: int, steps: int, epochs: int) -> str:
+    """The steps of a run: `24 (3 epochs of 8)`."""
+    total = total or steps * epochs
+    if total != steps * epochs:
+        return f"{total} ({steps} in an epoch)"
+    return str(total) if epochs == 1 else f"{total} ({epochs} epochs of {steps})"
+
+
+def _plainly(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
+        return "; ".join(f"{one['kind']} in step {one['step']}: {one['what']}" for one in value)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "; ".join(f"rank {one['rank']} {one['node']} {one.get('device', '-')}" for one in value)
+    return "-" if value in (None, [], {}) else str(value)

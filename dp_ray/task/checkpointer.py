@@ -1,0 +1,125 @@
+"""Rank 0 keeps a training: its history, its checkpoints and the best of them."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from dp_ray.job import Job
+from dp_ray.plan.split import Split
+from dp_ray.replica.trainer import Trainer, Update
+from dp_ray.results.history import HISTORY, History
+from dp_ray.rundir.checkpoint import CHECKPOINTS, CheckpointWriter, TrainState, pack, steps_of
+from dp_ray.rundir.ledger import check_newest
+from dp_ray.storage import Storage
+from dp_ray.task.cut import cut_of
+from dp_ray.task.notices import Send
+from dp_ray.task.pace import Pace
+
+
+class Checkpointer:
+    """Rank 0's books: the history, the checkpoints and the best of them."""
+
+    def __init__(
+        self,
+        job: Job,
+        trainer: Trainer,
+        split: Split,
+        train_state: TrainState,
+        run: Storage,
+        attempt: str,
+        send: Send,
+    ) -> None:
+        self.before_commit: Callable[[], None] = lambda: None
+        self._job = job
+        self._run = run
+        self._attempt = attempt
+        self._trainer = trainer
+        self._split = split
+        self._train_state = train_state
+        for folder in (HISTORY, CHECKPOINTS):
+            run.child(folder).create()
+            run.child(folder).remove_unfinished()
+        names = ["loss", *trainer.measure_names]
+        self._history = History(
+            run.child(HISTORY), split, names, ["epoch_loss", *job.eval_names], train_state.step, send
+        )
+        pack(trainer.state_dict())  # what cannot be kept is said now, and not when hours of training are to be
+        self._first = train_state.step
+        kept = steps_of(run.child(CHECKPOINTS))
+        self._writer = CheckpointWriter(
+            run.child(CHECKPOINTS), job.checkpoint.keep, [one for one in kept if one > train_state.step]
+        )
+        self._begin_best(kept)
+        self._saved = train_state.step
+        self._pace = Pace(job.checkpoint)
+
+    def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
+        if step == self._first:  # optimizers make their state in the first step
+            _, tensors = pack(self._trainer.state_dict())
+            self._pace.expect(sum(tensor.nbytes for tensor in tensors.values()))
+        self._history.add(step, update, measured)
+        is_best = self._note_best(measured)
+        if measured:
+            self._history.resume_clock()
+        every = self._job.checkpoint.every_steps
+        at_step = every is not None and (step + 1) % every == 0
+        at_epoch = self._pace.is_auto and (step + 1) % self._split.steps == 0
+        by_clock = self._pace.is_due(self._writer.seconds, self._writer.is_writing)
+        if must_save or is_best or by_clock or at_step or at_epoch:
+            self.save()
+
+    def save(self) -> None:
+        """Keep the state as it is now."""
+        with self._pace.saving():
+            self._save()
+
+    def _save(self) -> None:
+        about = describe(self._job, self._trainer, self._split, self._train_state)
+        state = self._trainer.state_dict()
+        write_history = self._history.take()
+
+        def before() -> None:
+            check_newest(self._run, self._attempt)
+            write_history()
+            self.before_commit()
+
+        self._writer.save(self._train_state.step, about, state, self._train_state.best_step, before)
+        self._saved = self._train_state.step
+
+    def finish(self) -> None:
+        """The training stops here: this is kept too."""
+        if self._train_state.step != self._saved:
+            self.save()
+        self._writer.wait()
+
+    def close(self) -> None:
+        self._history.flush()
+        self._writer.close()
+
+    def _begin_best(self, kept: Collection[int]) -> None:
+        """Go on with the best so far, if it is still asked for, by the same metric and mode, and still there."""
+        best, train_state = self._job.checkpoint.best, self._train_state
+        by = [] if best is None else [best.metric, best.mode]
+        if train_state.best_by != by or train_state.best_step not in kept:
+            train_state.best = train_state.best_step = None
+        train_state.best_by = by
+
+    def _note_best(self, measured: dict[str, float]) -> bool:
+        best = self._job.checkpoint.best
+        value = None if best is None else measured.get(best.metric)
+        if best is None or value is None or value != value:
+            return False
+        before = self._train_state.best
+        if before is not None and (value >= before if best.mode == "min" else value <= before):
+            return False
+        self._train_state.best, self._train_state.best_step = value, self._train_state.step
+        return True
+
+
+def describe(job: Job, trainer: Trainer, split: Split, train_state: TrainState) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    return {
+        "fingerprint": job.fingerprint(),
+        "cut": cut_of(job, split),
+        "parameters": trainer.parameter_names,
+        "running": train_state.to_json(),
+    }

@@ -1,0 +1,27 @@
+"""How a job cuts its dataset into steps."""
+
+import dataclasses
+from typing import Any
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job
+from dp_ray.plan.split import Split
+
+
+def split_of(job: Job, dataset: Any) -> Split:
+    """How the job cuts its dataset, in all its epochs."""
+    cut = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
+    is_train = job.task == "train"
+    return dataclasses.replace(cut, epochs=job.epochs, max_steps=job.max_steps) if is_train else cut
+
+
+def cut_of(job: Job, split: Split) -> dict[str, Any]:
+    """What a step of the cursor means."""
+    keys = {"seed": job.seed, "shuffle": job.shuffle, "rows": split.rows, "batch_size": split.batch_size}
+    return {**keys, "drop_last": split.drop_last}
+
+
+def check_cut(what: str, about: dict[str, Any], job: Job, split: Split, advice: str) -> None:
+    """Raise JobError where a checkpoint's steps are not those of this job."""
+    if (there := about.get("cut")) != (here := cut_of(job, split)):
+        raise JobError(f"{what} are others: {there} there, {here} here; {advice}")

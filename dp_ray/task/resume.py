@@ -1,0 +1,75 @@
+"""Where a training starts: at its newest checkpoint, where `init_from` says, or at step 0."""
+
+import dataclasses
+from typing import Any
+
+from dp_ray.errors import JobError, ModelError
+from dp_ray.job import Job
+from dp_ray.plan.split import Split
+from dp_ray.replica.trainer import Trainer
+from dp_ray.replica.world import broadcast, is_rank_0
+from dp_ray.rundir.checkpoint import CHECKPOINTS, TrainState, load, newest
+from dp_ray.rundir.contents import replacing
+from dp_ray.rundir.weights import (
+    describe_start,
+    first_step,
+    load_weights,
+    read_start,
+)
+from dp_ray.storage import Storage
+from dp_ray.task.cut import check_cut
+from dp_ray.task.notices import Note, Send
+
+
+def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) -> TrainState:
+    """Where the training stands: at its newest checkpoint, where `init_from` says, or at its start."""
+    checkpoints = run.child(CHECKPOINTS)
+    fingerprint = job.fingerprint()
+
+    def fits(about: dict[str, Any]) -> str | None:
+        return None if about.get("fingerprint") == fingerprint else "it is of a different job"
+
+    if is_rank_0():
+        found = newest(checkpoints, fits, lambda text: send(Note(text)))
+        name = broadcast(found[0] if found else "")
+    else:
+        name = broadcast("")
+        found = (name, *load(checkpoints, name)) if name else None
+    if found:
+        advice = f"start anew {replacing(run)}"
+        check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, advice)
+        return resume(trainer, found[1], found[2])
+    if job.init_from is None:
+        return TrainState()
+    train_state = start_from(job, trainer, split, run, job.init_from)
+    if is_rank_0():
+        send(Note(describe_start(run, job.init_from)))
+    return train_state
+
+
+def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location: str) -> TrainState:
+    """Start from a file of weights, or carry a checkpoint of another run on, from its step."""
+    weights, checkpoint = read_start(run, location)
+    if checkpoint is None:
+        load_weights(trainer.model, weights, location)
+        return TrainState()
+    about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
+    check_cut(f"init_from: the steps of {location}", about, job, split, advice)
+    train_state = resume(trainer, about, checkpoint["state"])
+    if train_state.step != (says := first_step(run)):
+        raise JobError(
+            f"init_from: {location} is {train_state.step} steps on, its name says {says}: give it its own name"
+        )
+    if train_state.step >= split.total_steps:
+        raise JobError(
+            f"init_from: {location} is {train_state.step} steps on, and this job has {split.total_steps}: "
+            f"set epochs above {job.epochs}; {advice}"
+        )
+    return dataclasses.replace(train_state, best=None, best_step=None)
+
+
+def resume(trainer: Trainer, about: dict[str, Any], state: Any) -> TrainState:
+    if about["parameters"] != trainer.parameter_names:
+        raise ModelError("the checkpoint's parameters are not this model's")
+    trainer.load_state_dict(state)
+    return TrainState(**about["running"])

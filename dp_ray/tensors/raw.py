@@ -1,0 +1,22 @@
+"""Tensors as bytes, and from device to device, whatever their dtype."""
+
+from typing import Any
+
+import torch
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in C order, uint8 [nbytes]: its own memory where that is contiguous, else a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of `as_bytes`: bytes, maybe more than are needed, as a tensor of like's dtype and size."""
+    return raw[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def moved(leaf: Any, device: torch.device | None) -> Any:
+    """A tensor on the device, without waiting for the copy; an array, or anything without a device, as it is."""
+    if device is None or not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.to(device, non_blocking=True)

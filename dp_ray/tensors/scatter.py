@@ -1,0 +1,121 @@
+"""Cut any nesting of tensors into shards along the batch dimension, and put the shards together again.
+
+>>> batch = {"x": torch.arange(5), "name": "odd"}
+>>> scatter(batch, shards=2)
+[{'x': tensor([0, 1, 2]), 'name': 'odd'}, {'x': tensor([3, 4]), 'name': 'odd'}]
+>>> gather(scatter(batch, shards=2), rows=[3, 2])
+{'x': tensor([0, 1, 2, 3, 4]), 'name': 'odd'}
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dp_ray.errors import DataError, ModelError
+from dp_ray.plan.split import chunk_bounds
+from dp_ray.tensors.nested import Leaf, difference, flatten, leaf_keys, quoted, unflatten
+
+
+def rows_dim(leaf: Leaf, dim: int) -> int:
+    """Which dimension of a leaf holds its rows: `dim`, but a vector's only one; DataError if there is none."""
+    if leaf.ndim == 1:
+        return 0  # labels [batch] stand beside an RNN's inputs [time, batch, feature] at dim=1
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise DataError(f"size {list(leaf.shape)} has no dimension {dim} that could hold rows")
+    return dim % leaf.ndim
+
+
+def num_rows(tree: Any, dim: int = 0) -> int | None:
+    """The rows on which all leaves agree, None without leaves; DataError names the first two that do not."""
+    leaves, spec = flatten(tree)
+    names = [quoted(keys) for keys in leaf_keys(spec)]
+    rows: list[int] = []
+    for name, leaf in zip(names, leaves, strict=True):
+        try:
+            rows.append(leaf.shape[rows_dim(leaf, dim)])
+        except DataError as error:
+            raise DataError(f"input{name}: {error}") from None
+        if rows[-1] != rows[0]:
+            raise DataError(
+                f"all leaves of a batch need the same rows, but input{names[0]} has {rows[0]} "
+                f"(size {list(leaves[0].shape)}) and input{name} has {rows[-1]} (size {list(leaf.shape)})"
+            )
+    return rows[0] if rows else None
+
+
+def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
+    """Cut a tree as torch.chunk(leaf, shards, rows_dim(leaf, dim)) cuts each leaf, into views of it.
+
+    Gives at most `shards` trees, none without rows; one if the whole batch is without. Constants go to all as
+    the same object, and a tree without leaves goes `shards` times. DataError if leaves differ in rows.
+    """
+    if shards < 1:
+        raise ValueError(f"shards must be at least 1, got {shards}")
+    rows = num_rows(tree, dim)
+    leaves, spec = flatten(tree)
+    if rows is None:
+        return [unflatten(spec, []) for _ in range(shards)]
+    cuts = [slice(*chunk_bounds(rows, shards, shard)) for shard in range(shards)]
+    cuts = [cut for cut in cuts if cut.start < cut.stop] or cuts[:1]
+    # By index: views of tensors and arrays alike, which autograd lets be written to, unlike torch.chunk's.
+    at = [(slice(None),) * rows_dim(leaf, dim) for leaf in leaves]
+    return [unflatten(spec, [leaf[(*to, cut)] for leaf, to in zip(leaves, at, strict=True)]) for cut in cuts]
+
+
+def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0) -> Any:
+    """Put the shards' trees together along their rows, in order: the inverse of `scatter`.
+
+    `rows` are the rows of each shard, to be checked where given. Scalars become a vector only if every shard
+    is one row. One tree gives its own tensors. ModelError if the shards differ in anything but rows.
+    """
+    if not trees:
+        raise ModelError("no shard gave an output, so there is nothing to gather")
+    flat = [flatten(tree) for tree in trees]
+    spec = flat[0][1]
+    for shard, (_, other) in enumerate(flat):
+        if found := difference(spec, other):
+            advice = "all shards must give the same structure, keys and constants"
+            raise ModelError(f"shard {shard}: {found}: {advice}")
+    held = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
+    columns = {keys: [leaves[keys] for leaves in held] for keys in leaf_keys(spec)}
+    counts = [None] * len(trees) if rows is None else rows
+    return unflatten(spec, [_join(quoted(keys), column, counts, dim) for keys, column in columns.items()])
+
+
+def _join(name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int) -> Any:
+    """Concatenate one leaf of all shards; ModelError names the shard whose piece does not fit."""
+    if all(piece.ndim == 0 for piece in pieces):
+        if any(count != 1 for count in rows):
+            advice = "return one value per row (of a loss: reduction='none')"
+            raise ModelError(f"output{name} is a scalar per shard, not per row: {advice}")
+        pieces = [piece.reshape(1) for piece in pieces]
+    for shard, (piece, count) in enumerate(zip(pieces, rows, strict=True)):
+        if found := _misfit(piece, pieces[0], count, dim):
+            raise ModelError(f"shard {shard}: output{name} {found}")
+    concatenate: Any = torch.cat if isinstance(pieces[0], torch.Tensor) else np.concatenate
+    return pieces[0] if len(pieces) == 1 else concatenate(pieces, rows_dim(pieces[0], dim))
+
+
+def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
+    """What keeps a shard's piece from standing next to shard 0's, if anything."""
+    try:
+        here, there = _form(piece, dim), _form(first, dim)
+    except DataError as error:
+        return f"of {error}"
+    if here != there:
+        return f"is {here}, that of shard 0 {there}"
+    got = piece.shape[rows_dim(piece, dim)]
+    advice = "return one row of output per row of input"
+    return None if rows in (None, got) else f"has {got} rows (size {list(piece.shape)}), not {rows}: {advice}"
+
+
+def _form(leaf: Leaf, dim: int) -> str:
+    """What the pieces of all shards must share: all but the number of rows."""
+    size = [str(length) for length in leaf.shape]
+    size[rows_dim(leaf, dim)] = "rows"
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {leaf.dtype}, size [{', '.join(size)}]"
+    # A string array is as wide as its longest string, so the width differs from shard to shard.
+    return f"an array of {leaf.dtype.type if leaf.dtype.kind in 'SU' else leaf.dtype}, size [{', '.join(size)}]"

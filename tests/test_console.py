@@ -1,0 +1,147 @@
+"""What the user sees while a job runs: in a terminal, in a notebook, in a log."""
+
+import io
+import itertools
+import os
+import pty
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from rich.console import Console as RichConsole
+
+from dp_ray.monitor import status_line
+from dp_ray.monitor.console import Console, Progressed, _display
+from dp_ray.monitor.status_line import StatusLine, rewritten
+from dp_ray.replica.world import World
+
+
+def as_a_notebook_shows(text: str) -> list[str]:
+    """Text after a carriage return lies over what was there, as it does in Jupyter's output."""
+
+    def overlaid(line: str) -> str:
+        shown = ""
+        for part in line.split("\r"):
+            shown = part + shown[len(part) :]
+        return shown.rstrip()
+
+    return [overlaid(line) for line in text.split("\n")]
+
+
+def progressed() -> Progressed:
+    """Two workers in step 95 of 540."""
+    progress = Progressed("job", steps=540, rows=17244)
+    progress.start([World(0), World(1)])
+    progress.run(94)
+    progress.advance(95, 3034)
+    progress.last = {"loss": 0.394217}
+    return progress
+
+
+def test_the_status_is_rewritten_and_all_else_stands_above_it() -> None:
+    stream = io.StringIO()
+    line = StatusLine(stream)
+    line.show("step 1/3, a long status")
+    line.show("step 2/3")
+    assert as_a_notebook_shows(stream.getvalue()) == ["step 2/3"]
+    print("epoch 0", "loss 0.3", file=line)
+    assert as_a_notebook_shows(stream.getvalue()) == ["epoch 0 loss 0.3", ""]
+    line.show("step 3/3")
+    line.end()
+    assert as_a_notebook_shows(stream.getvalue()) == ["epoch 0 loss 0.3", "step 3/3", ""]
+
+
+def test_a_line_that_is_not_at_its_end_is_not_overwritten() -> None:
+    stream = io.StringIO()
+    line = StatusLine(stream)
+    line.show("step 1/3")
+    line.write("loading ")
+    line.show("step 2/3")
+    line.write("done\n")
+    line.show("step 3/3")
+    assert as_a_notebook_shows(stream.getvalue()) == ["loading done", "step 3/3"]
+
+
+def test_stderr_ends_with_the_status_of_now(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status_line, "REFRESH_SECONDS", 0.01)
+    before, steps = sys.stderr, itertools.count(1)
+    with pytest.raises(KeyError), rewritten(lambda: f"step {next(steps)}"):
+        _fail_after(0.3)
+    assert sys.stderr is before
+    shown = as_a_notebook_shows(capsys.readouterr().err)
+    assert shown == [f"step {next(steps) - 1}", ""]
+    assert not [thread for thread in threading.enumerate() if thread.name == "status line"]
+
+
+def _fail_after(seconds: float) -> None:
+    time.sleep(seconds)
+    raise KeyError
+
+
+def test_a_forked_process_writes_without_the_lock() -> None:
+    stream = io.StringIO()
+    line = StatusLine(stream)
+    taken, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with line._lock:
+            taken.set()
+            release.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    line._pid = -1  # as in a forked process
+    line.write("from the loader\n")
+    release.set()
+    thread.join()
+    assert stream.getvalue() == "from the loader\n"
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Stderr is a terminal; yields the end that a user looks at."""
+    monkeypatch.setenv("TERM", "xterm")
+    looked_at, written = pty.openpty()
+    with os.fdopen(written, "w") as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", stream)
+        yield looked_at
+        stream.flush()
+    os.close(looked_at)
+
+
+def test_a_terminal_shows_what_goes_on_though_nobody_tells_of_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `workers: 0` nobody calls `progress` before the first steps are through."""
+    progress = Progressed("job", steps=10, rows=100)
+    progress.start([World(0)])
+    with terminal(monkeypatch) as looked_at, Console("job").live(progress):
+        time.sleep(0.6)
+        shown = os.read(looked_at, 100_000).decode()
+    assert "building the dataset and the model" in shown
+
+
+@pytest.mark.parametrize("columns", [24, 40, 80, 200])
+def test_a_narrow_terminal_shows_the_progress_whole(columns: int) -> None:
+    progress = progressed()
+    screen = RichConsole(file=io.StringIO(), width=columns)
+    screen.print(_display(progress))
+    assert isinstance(screen.file, io.StringIO)
+    text = " ".join(screen.file.getvalue().split())
+    assert re.search(r"^job [━╸╺ ]+step 95/540, 3034 rows, [\d,]+ rows/s, loss 0\.3942, \d+:\d\d left ", text)
+
+
+def test_a_log_has_lines_with_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    console, progress = Console("job"), progressed()
+    console.say("run directory runs/job")
+    with console.live(progress):
+        console.progress(progress, at_once=True)
+        console.progress(progress)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "job: run directory runs/job"
+    assert [line.partition(",")[0] for line in told[1:]] == ["job: step 95/540"]
