@@ -20,7 +20,8 @@ from benchmarks.table import Row, share, time_text
 from dp_ray.cluster.channel import drain, open_channel
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.monitor import Monitor, listening
+from dp_ray.monitor.listening import listening
+from dp_ray.monitor.monitor import Monitor
 from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.plan import plan
 from dp_ray.plan.split import Split
@@ -102,7 +103,7 @@ def _reports_a_second(folder: Path, workers: int) -> float:
         ray.remote(Replay).options(num_cpus=0).remote(workers, range(first, workers, REPLAYS), steps)
         for first in range(REPLAYS)
     ]
-    ray.get([replay.hello.remote(channel) for replay in replays])
+    ray.get([replay.ready.remote(channel) for replay in replays])
     path = folder / "shapes.parquet"
     split, tensorboard = Split(workers * steps, workers, workers), TensorBoardWriter(Storage(str(folder)))
     monitor = Monitor(job, split, ReportFile(path), tensorboard, Console("growth", quiet=True), False)

@@ -22,15 +22,15 @@ class Replay:
     def __init__(self, world_size: int, ranks: range, steps: int) -> None:
         worlds = [World(rank, world_size) for rank in ranks]
         self.in_flight = min(IN_FLIGHT, len(ranks))  # a worker waits for its message before it sends the next
-        self.hellos = [_packed(WorkerReady(ATTEMPT, world, 0, ())) for world in worlds]
+        self.ready_messages = [_packed(WorkerReady(ATTEMPT, world, 0, ())) for world in worlds]
         self.reports = [
             _packed(Shapes(ATTEMPT, _report(world, first)))
             for first in range(0, steps, STEPS_IN_A_REPORT)
             for world in worlds
         ]
 
-    async def hello(self, channel: Any) -> None:
-        await self._put(channel, self.hellos)
+    async def ready(self, channel: Any) -> None:
+        await self._put(channel, self.ready_messages)
 
     async def send(self, channel: Any) -> None:
         await self._put(channel, self.reports)

@@ -266,10 +266,18 @@ def _follow_up(
 @click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
 def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
-    """Show what a run left behind; of several, compare them side by side."""
+    """Show what a run left behind, or an unfinished one holds; of several, compare them side by side."""
     from dp_ray.results.report import compared, compared_values, lines
     from dp_ray.results.result import load
+    from dp_ray.rundir.unfinished import unfinished
 
+    found = unfinished(run_dirs[0]) if len(run_dirs) == 1 and not shapes else None
+    if found and not as_json:
+        click.echo(found)
+    if found and not found.has_result:
+        if as_json:
+            click.echo(json.dumps(found.to_json()))
+        return
     result, *others = map(load, run_dirs)
     if others:
         if shapes:

@@ -33,10 +33,9 @@ from dp_ray.replica.model import check_model
 from dp_ray.replica.optimizer import check_optimizer
 from dp_ray.replica.targets import bind, resolve
 from dp_ray.replica.world import World
-from dp_ray.results.history import HISTORY, best_of, merge_history, summary
 from dp_ray.results.output_parts import reading
 from dp_ray.results.outputs import MERGED, Merged, merge
-from dp_ray.results.result import Result, load, with_best_weights
+from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.shape_journal import REPORTS, Journal, read_journal
 from dp_ray.results.shape_recorder import Run
 from dp_ray.results.shape_reports import ReportFile, read_runs
@@ -45,11 +44,12 @@ from dp_ray.results.shown import measured, relative
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, located, with_shards_of_run
-from dp_ray.rundir.files import RESULT, SHAPES
+from dp_ray.rundir.files import SHAPES
+from dp_ray.rundir.history_file import HISTORY, best_of, merge_history, summary
 from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, Interruption, read_incidents
 from dp_ray.rundir.lease import held, wait_until_free
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.rundir.unfinished import interruption
+from dp_ray.rundir.unfinished import interruption, kept_steps, last_end
 from dp_ray.rundir.weights import LINKS, WEIGHTS, first_step
 from dp_ray.storage import Storage
 from dp_ray.system.environment import environment
@@ -71,6 +71,7 @@ class Options:
     inject: str = ""
     quiet: bool = False
     verbose: bool = False
+    resume: bool = False  # the Python objects are those of the run that is to be carried on
 
 
 def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
@@ -78,10 +79,13 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
     `job` is a Job, the path of a job file, or None; the job's keys may be given, or overridden, as keywords,
     with objects in place of targets. So may `address`, `overwrite`, `shapes`, `inject`, `quiet` and `verbose`, which
-    are the command line's flags of the same name. Without a `name`, a run from Python is named by its time.
-    Raises an Error of dp_ray.errors, and RunInterrupted where SIGINT or SIGTERM stopped the run.
+    are the command line's flags of the same name. A run of Python objects, which cannot be compared, is carried on
+    with `resume=True`: the caller says that they are the same. Without a `name`, a run from Python is named by its
+    time. Raises an Error of dp_ray.errors, and RunInterrupted where SIGINT or SIGTERM stopped the run.
     """
     names = {field.name for field in dataclasses.fields(Options)}
+    if not isinstance(keys.get("resume", False), bool):
+        names.remove("resume")  # a file, as in other libraries: the job answers it as a key that it has not
     options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
     try:
         return execute(job_from(job, keys), options)
@@ -111,12 +115,17 @@ def execute(job: Job, options: Options) -> Result:
     building = console.if_slow("building the dataset")
     with contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
         split, rows = check_targets(job)  # what user code prints was not asked for
-    wait_until_free(base.child(job.run_name), console.say)
-    claimed = claim(job, base, options.overwrite, rows)
+    killed = wait_until_free(base.child(job.run_name), console.say)
+    claimed = claim(job, base, options.overwrite, rows, split.total_steps, options.resume)
     if claimed.carried_on and job is not asked:
         console.say(_taken_over(asked, job))
-    with held(claimed):
-        return _execute(job, split, rows, claimed, console, options, faults, started)
+    if claimed.lengths:
+        console.say(f"goes on to step {split.total_steps} ({claimed.lengths})")
+    if claimed.carried_on and (end := last_end(job, split, claimed.storage, killed)):
+        console.say(f"the last attempt was {end.what}")
+    monitors: list[Monitor] = []
+    with held(claimed, lambda: monitors[0].steps_done if monitors else 0):
+        return _execute(job, split, rows, claimed, console, options, faults, started, monitors)
 
 
 def _taken_over(asked: Job, job: Job) -> str:
@@ -135,16 +144,16 @@ def _execute(
     options: Options,
     faults: tuple[Fault, ...],
     started: float,
+    monitors: list[Monitor],
 ) -> Result:
-    """Run a job in the directory that this driver holds."""
+    """Run a job, followed by a monitor that is added to `monitors`, in the directory that this driver holds."""
     where = relative(str(claimed.storage))
     console.say(f"{'carrying on in' if claimed.carried_on else 'run directory'} {where}")
     for line in (*remarks(split, job.max_workers), *unmeasured(job)):
         console.say(line)
     claimed.storage.remove_unfinished(recursive=True)
-    monitors: list[Monitor] = []
     try:
-        with planned_stops(lambda: any(one.ask_to_stop() for one in monitors)):
+        with planned_stops(lambda name: any(one.ask_to_stop(name) for one in monitors)):
             with _monitor(job, split, claimed, console, options) as monitor:
                 monitors.append(monitor)
                 if job.max_workers == 0:
@@ -156,11 +165,13 @@ def _execute(
     except (KeyboardInterrupt, StopRequested) as stopped:
         check_ours(claimed)
         told = RunInterrupted(interruption(job, claimed.storage, split, options.overwrite))
-        _save_unfinished(_result(job, split, claimed, monitors, started, "interrupted", told), claimed.storage)
+        result = _result(job, split, claimed, monitors, started, "interrupted", told)
+        _save_unfinished(result, claimed.storage, split, monitors)
         raise told from (None if isinstance(stopped, StopRequested) else stopped)
     except BaseException as error:
         check_ours(claimed)
-        _save_unfinished(_result(job, split, claimed, monitors, started, "failed", error), claimed.storage)
+        result = _result(job, split, claimed, monitors, started, "failed", error)
+        _save_unfinished(result, claimed.storage, split, monitors)
         raise
     result = _result(job, split, claimed, monitors, started, "done")
     result.save(claimed.storage)
@@ -173,10 +184,22 @@ def _execute(
     return result
 
 
-def _save_unfinished(result: Result, run: Storage) -> None:
+def _save_unfinished(result: Result, run: Storage, split: Split, monitors: list[Monitor]) -> None:
+    """Keep the result of a run that did not come to its end and, if it had workers, how its driver ended."""
     with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
         result.save(run)
+        for monitor in (one for one in monitors if one.attempts):
+            monitor.incidents.interrupted(_driver_end(result, monitor, kept_steps(run, result.task, split))).save(run)
         run.remove_unfinished(recursive=True)
+
+
+def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
+    """How a driver ended that could still tell it."""
+    step = max(monitor.steps_done, kept)
+    if result.status == "failed":
+        return Interruption("driver", f"ended after step {step} by {str(result.error).splitlines()[0]}", step)
+    step = kept if monitor.is_stopping else step  # a planned stop is after the step that it keeps
+    return Interruption("driver", f"stopped by {monitor.stopped_by or 'an interrupt'} after step {step}", step)
 
 
 def _merge(job: Job, split: Split, run: Storage, console: Console) -> None:
@@ -251,8 +274,6 @@ def _monitor(job: Job, split: Split, claimed: RunDir, console: Console, options:
             journal=journal,
         )
         monitor.restore(reported)
-        if incidents.world_sizes:
-            monitor.interrupt(_of_the_last_driver(job, claimed.storage))
         try:
             with console.live(monitor.progress):
                 yield monitor
@@ -272,17 +293,6 @@ def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, Run]]:
         with reading(run, SHAPES) as file:
             runs += read_runs(file, done)
     return sorted(runs, key=lambda one: one[2].first_step)
-
-
-def _of_the_last_driver(job: Job, run: Storage) -> Interruption:
-    """Why the run was left unfinished by the driver before this one."""
-    what = "it ended without a word"
-    with contextlib.suppress(StorageError):
-        last = load(run.location)
-        what = last.error or last.status
-        run.delete(RESULT)  # it was the last driver's, and would be taken for that of one which ends without a word
-    steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
-    return Interruption("driver", what.splitlines()[0], steps[-1] if steps else first_step(run))
 
 
 def _trained(job: Job, run: Storage) -> list[Range]:
@@ -310,8 +320,8 @@ def _run_here(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int])
 
     control = DriverStepControl(started)
 
-    def ask_to_stop() -> bool:
-        control.wants_stop = monitor.ask_to_stop()
+    def ask_to_stop(signal_name: str) -> bool:
+        control.wants_stop = monitor.ask_to_stop(signal_name)
         return control.wants_stop
 
     with planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
@@ -370,7 +380,7 @@ def _result(
         shards=job.num_shards,
         batch_dim=job.batch_dim,
         world_sizes=list(incidents.world_sizes),
-        workers=[_told(hello) for hello in attempts[-1].hellos] if attempts else [],
+        workers=[_told(worker) for worker in attempts[-1].workers] if attempts else [],
         restarts=len(incidents.interruptions),
         interruptions=incidents.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitors[0].metrics if monitors else {},
@@ -384,14 +394,14 @@ def _result(
     )
 
 
-def _told(hello: WorkerReady) -> dict[str, Any]:
-    world = hello.world
+def _told(worker: WorkerReady) -> dict[str, Any]:
+    world = worker.world
     return {
         "rank": world.rank,
         "node": world.node,
         "node_rank": world.node_rank,
         "local_rank": world.local_rank,
         "device": str(world.device),
-        "gpu_ids": list(hello.gpu_ids),
-        "pid": hello.pid,
+        "gpu_ids": list(worker.gpu_ids),
+        "pid": worker.pid,
     }

@@ -107,15 +107,15 @@ def _parent(run: Storage) -> str:
 def _free_name(job: Job, default: str) -> str:
     """The first name under which there is no run, or this one unfinished: NAME, NAME-2, NAME-3 ..."""
     names = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
-    base, fingerprint = Storage(job.storage), job.for_task().fingerprint()
-    return next(name for name in names if _is_free(base.child(name), fingerprint))
+    base, asked = Storage(job.storage), job.for_task()
+    return next(name for name in names if _is_free(base.child(name), asked))
 
 
-def _is_free(run: Storage, fingerprint: str) -> bool:
+def _is_free(run: Storage, job: Job) -> bool:
     if not run.exists(RUN):
         return run.is_empty()
     is_done = run.exists(RESULT) and _read(run, RESULT).get("status") == "done"
-    return not is_done and _read(run, RUN).get("fingerprint") == fingerprint
+    return not is_done and job.has_fingerprint(_read(run, RUN).get("fingerprint"))
 
 
 def _lines(job: Job, run: Storage, which: Weights, kept: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:

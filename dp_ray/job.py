@@ -39,6 +39,9 @@ class Job(JobKeys):
         )
     )
 
+    # A training that differs in one of these only is the same one, for longer or shorter.
+    LENGTHS: ClassVar = ("epochs", "max_steps")
+
     @model_validator(mode="after")
     def _fits_together(self) -> "Job":
         if self.name is not None and not NAME.fullmatch(self.name):
@@ -219,15 +222,23 @@ class Job(JobKeys):
     def __str__(self) -> str:
         return hide(super().__str__())
 
-    def fingerprint(self) -> str:
-        """A hash of every key that can change the result."""
-        kept = {key: value for key, value in self.describe().items() if key not in self.CANNOT_CHANGE_THE_RESULT}
+    def fingerprint(self, with_lengths: bool = False) -> str:
+        """A hash of every key that can change a step's result."""
+        left_out = self.CANNOT_CHANGE_THE_RESULT | set(() if with_lengths else self.LENGTHS)
+        kept = {key: value for key, value in self.describe().items() if key not in left_out}
         kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self.is_shuffled}
         del kept["order"]  # which is_shuffled tells
         try:
             return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
         except (TypeError, ValueError, RecursionError) as error:
             raise JobError(f"args: must be plain YAML values with keys of one kind: {error}") from None
+
+    def has_fingerprint(self, given: str | None) -> bool:
+        """Whether a run or checkpoint with this fingerprint is of this job.
+
+        Earlier versions hashed the lengths too.
+        """
+        return given in (self.fingerprint(), self.fingerprint(with_lengths=True))
 
 
 _EPOCHS_LOSS = ("scheduler.metric", "loss")  # the epoch's mean, which no evaluation measures

@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ class Storage:
     def exists(self, name: str) -> bool:
         with self._named(f"cannot look for {name}"):
             return bool(self.fs.get_file_info(self.file(name)).is_file)
+
+    def modified(self, name: str) -> datetime | None:
+        """When a file was written; None where it is not there, or nobody knows."""
+        with self._named(f"cannot look for {name}"):
+            return self.fs.get_file_info(self.file(name)).mtime  # type: ignore[no-any-return]
 
     @property
     def is_atomic(self) -> bool:

@@ -10,3 +10,8 @@ def listed(things: Iterable[object]) -> str:
     texts = [str(thing) for thing in things]
     shown = ", ".join(texts[:SHOWN])
     return shown if len(texts) <= SHOWN else f"{shown}, ... ({len(texts)} in all)"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,14 +1,19 @@
 """Runs that go on: on other workers, for longer, as Python objects; and what is told of them meanwhile."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import dp_ray
+from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
+from tests import training
 from tests.group import StopsBefore, run_group, weights_of
 from tests.test_trainer import job_of
 
@@ -23,9 +28,10 @@ def job(folder: Path, **keys: Any) -> Job:
 
 def killed(folder: Path, before: int, **keys: Any) -> None:
     """A run of the job, killed before a step."""
-    made = job(folder, **keys)
+    made = job(folder, **{"workers": 1, **keys})
     claim(made, Storage(str(folder)), rows={"dataset": 101})
-    run_group(made, folder / "run", StopsBefore(before))
+    run_group(made, folder / made.run_name, StopsBefore(before))
+    assert list((folder / made.run_name / "checkpoints").iterdir())
 
 
 def test_a_job_that_sets_no_shards_goes_on_on_other_numbers_of_workers(
@@ -39,3 +45,164 @@ def test_a_job_that_sets_no_shards_goes_on_on_other_numbers_of_workers(
     run_group(job(tmp_path, workers=2), tmp_path / "undisturbed")
     undisturbed = weights_of(tmp_path / "undisturbed")
     assert all(result.weights[name].equal(undisturbed[name]) for name in undisturbed)
+
+
+def same(result: dp_ray.Result, other: dp_ray.Result) -> bool:
+    """Whether two trainings ended at the same bits, by the same way."""
+    ways = [
+        [{name: value for name, value in row.items() if name != "rows_per_second"} for row in one.history]
+        for one in (result, other)
+    ]
+    return repr(ways[0]) == repr(ways[1]) and result.weights_sha256 == other.weights_sha256
+
+
+def run(folder: Path, **keys: Any) -> dp_ray.Result:
+    return dp_ray.run(job(folder, **keys), quiet=True)
+
+
+SCHEDULERS = "torch.optim.lr_scheduler"
+EVAL = {"dataset": {"target": "tests.training:Pairs", "args": {"length": 20}}, "every_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [({"epochs": 2}, {"epochs": 4}), ({"max_steps": 20}, {"max_steps": 33}), ({"max_steps": 12}, {})],
+    ids=["epochs", "max_steps", "no max_steps"],
+)
+def test_a_finished_training_goes_on_for_longer(
+    tmp_path: Path, first: dict[str, Any], then: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys: dict[str, Any] = {"eval": EVAL, "scheduler": "tests.training:warm_up"}
+    ends = len(run(tmp_path, **keys, **first).history) - 1
+    result = dp_ray.run(job(tmp_path, **keys, **then))
+    assert f"run: goes on to step {len(result.history)} (" in capsys.readouterr().err
+    undisturbed = run(tmp_path, name="undisturbed", **keys, **then)
+    assert ends + 1 < len(result.history) == len(undisturbed.history)
+    ours, theirs = result.history, undisturbed.history
+    for row in (ours[ends], theirs[ends]):  # the end was evaluated, which is no end any more
+        row.pop("eval_loss")
+    assert [row["loss"] for row in ours] == [row["loss"] for row in theirs]
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert [one.step for one in result.shapes] == list(range(len(ours)))
+    assert (result.status, result.world_sizes, result.restarts) == ("done", [1, 1], 0)
+    assert not (tmp_path / "run" / "history").exists()
+
+
+def test_an_unfinished_training_goes_on_for_longer(tmp_path: Path) -> None:
+    killed(tmp_path, 20, checkpoint={"every_steps": 5}, epochs=2)
+    assert same(run(tmp_path, epochs=4), run(tmp_path, epochs=4, name="undisturbed"))
+
+
+def test_a_longer_run_that_is_killed_goes_on_too(tmp_path: Path) -> None:
+    """The result of the shorter one is gone by then, its history is not."""
+    run(tmp_path, epochs=2)
+    longer = job(tmp_path, epochs=4, checkpoint={"every_steps": 5}, workers=1)
+    claim(longer, Storage(str(tmp_path)), rows={"dataset": 101}, steps=60)
+    assert not (tmp_path / "run" / "result.json").exists()
+    run_group(longer, tmp_path / "run", StopsBefore(43))
+    result = run(tmp_path, epochs=4)
+    assert same(result, run(tmp_path, epochs=4, name="undisturbed"))
+
+
+def test_a_damaged_last_checkpoint_costs_no_history(tmp_path: Path) -> None:
+    run(tmp_path, epochs=2)
+    newest = tmp_path / "run" / "checkpoints" / "step-30.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert same(run(tmp_path, epochs=4), run(tmp_path, epochs=4, name="undisturbed"))
+
+
+def test_a_run_of_a_version_that_hashed_the_lengths_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hashed = Job.fingerprint
+    monkeypatch.setattr(Job, "fingerprint", lambda self, with_lengths=True: hashed(self, with_lengths=True))
+    killed(tmp_path, 20, checkpoint={"every_steps": 5})
+    monkeypatch.undo()
+    with pytest.raises(JobError, match=r"a run of a different job \(epochs: 3 there, 4 here\)"):
+        run(tmp_path, epochs=4)
+    dp_ray.run(job(tmp_path))
+    said = capsys.readouterr().err
+    assert "epoch 1, step 29" in said and "epoch 0, step 14" not in said
+
+
+def test_a_training_is_never_cut_below_what_is_done(tmp_path: Path) -> None:
+    run(tmp_path, epochs=2)
+    with pytest.raises(
+        JobError, match=r"30 steps on, and this job has 15 \(epochs: 2 before, 1 now\); give it another"
+    ):
+        run(tmp_path, epochs=1)
+    with pytest.raises(JobError, match="holds this run, finished; give it another name"):
+        run(tmp_path, epochs=2, max_steps=1000)
+    killed(tmp_path, 20, name="killed", checkpoint={"every_steps": 5})
+    assert same(run(tmp_path, name="killed", epochs=2), run(tmp_path, name="other", epochs=2))
+
+
+def test_a_finished_training_without_its_checkpoints_does_not_begin_anew(tmp_path: Path) -> None:
+    run(tmp_path, epochs=2)
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        path.unlink()
+    with pytest.raises(JobError, match="finished, without the checkpoints and the history from which it could go on"):
+        run(tmp_path, epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "says"),
+    [
+        (
+            {"target": f"{SCHEDULERS}:CosineAnnealingLR", "args": {"T_max": 30}},
+            "CosineAnnealingLR: T_max 30",
+        ),
+        ("tests.training:warm_up", "LambdaLR"),
+        ({"target": f"{SCHEDULERS}:StepLR", "args": {"step_size": 5}}, ""),
+    ],
+)
+def test_a_scheduler_whose_length_may_depend_on_the_runs_is_told(
+    tmp_path: Path, scheduler: Any, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, epochs=2, scheduler=scheduler)
+    dp_ray.run(job(tmp_path, epochs=3, scheduler=scheduler))
+    told = [line for line in capsys.readouterr().err.splitlines() if "the scheduler" in line]
+    line = f"run: 45 steps now, 30 before: the scheduler stays as it was built ({says})"
+    assert told == ([line] if says else [])
+
+
+class Breaks(training.Pairs):
+    """The pairs, of which row 50 cannot be read while `broken` is true."""
+
+    broken = False
+
+    def __getitem__(self, index: int) -> Any:
+        if self.broken and index == 50:
+            raise OSError("sector 50")
+        return super().__getitem__(index)
+
+
+def of_objects(folder: Path, dataset: Breaks, **keys: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    given = {"model": training.mlp(), "dataset": dataset, "loss": nn.CrossEntropyLoss(reduction="none")}
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    made = {"task": "train", "optimizer": optimizer, "batch_size": 7, "epochs": 2, "workers": 0, "quiet": True}
+    return {**given, **made, "checkpoint": {"every_steps": 2}, "name": "run", "storage": str(folder), **keys}
+
+
+def test_python_objects_go_on_if_the_caller_says_so(tmp_path: Path) -> None:
+    dataset = Breaks()
+    dataset.broken = True
+    with pytest.raises(DataError, match="sector 50"):
+        dp_ray.run(**of_objects(tmp_path, dataset), resume=True)
+    dataset.broken = False
+    says = (
+        "a run of Python objects; whether these are the same is unknown: if they are, resume=True carries it on; else"
+    )
+    with pytest.raises(JobError, match=says):
+        dp_ray.run(**of_objects(tmp_path, dataset))
+    with pytest.raises(JobError, match=r"a run of a different job \(batch_size: 7 there, 8 here\)"):
+        dp_ray.run(**of_objects(tmp_path, dataset, batch_size=8), resume=True)
+    result = dp_ray.run(**of_objects(tmp_path, dataset), resume=True)
+    assert [one["resumed_step"] for one in result.interruptions] == [6]
+    assert same(result, dp_ray.run(**of_objects(tmp_path, dataset, name="undisturbed")))
+
+
+def test_a_checkpoint_as_resume_is_answered_as_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="resume: is no key of a job; here it is init_from"):
+        dp_ray.run(**of_objects(tmp_path, Breaks()), resume="checkpoint.pt")

@@ -8,11 +8,11 @@ import pytest
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
-from dp_ray.results.history import HISTORY, METRICS
 from dp_ray.results.outputs import MERGED
 from dp_ray.rundir import contents
 from dp_ray.rundir.checkpoint import CHECKPOINTS
 from dp_ray.rundir.claim import base_storage, check_shared, claim, with_shards_of_run
+from dp_ray.rundir.history_file import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.rundir.weights import WEIGHTS
 from dp_ray.storage import Storage

@@ -9,7 +9,7 @@ import torchmetrics
 from torch import nn
 
 from dp_ray.job import Job
-from dp_ray.results.history import best_of, merge_history, read_history, summary
+from dp_ray.rundir.history_file import best_of, merge_history, read_history, summary
 from dp_ray.storage import Storage
 from tests import training
 from tests.group import WorkerExit, history_of, measured, run_group, weights_of

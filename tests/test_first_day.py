@@ -74,6 +74,7 @@ def test_the_first_day(folder: Path) -> None:
 
     for command in others:
         done(command, folder)
+    assert [result_of(folder, "stopped")[key] for key in ("epochs", "total_steps")] == [11, 132]
     outputs = pq.read_table(folder / "runs" / "train-predict" / "outputs.parquet")
     assert outputs.column("sample_index").to_pylist() == list(range(600))
     scored = result_of(folder, "train-evaluate")["metrics"]

@@ -17,8 +17,10 @@ from dp_ray.cluster.channel import END, Channel
 from dp_ray.job import Job
 from dp_ray.monitor import console
 from dp_ray.monitor.console import Console, Progressed
+from dp_ray.monitor.failures import error_of
+from dp_ray.monitor.listening import listening
 from dp_ray.monitor.messages import Failed, Interrupted, Message, Printed, Shapes, Started, Starting, WorkerReady
-from dp_ray.monitor.monitor import Monitor, error_of, listening
+from dp_ray.monitor.monitor import Monitor
 from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.split import Shard, Split
 from dp_ray.replica.world import World
@@ -43,7 +45,7 @@ def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:
     )
 
 
-def hello(attempt: str, rank: int, world_size: int = 2) -> WorkerReady:
+def ready(attempt: str, rank: int, world_size: int = 2) -> WorkerReady:
     return WorkerReady(attempt, World(rank, world_size, node=f"10.0.0.{rank}"), 1, ())
 
 
@@ -59,7 +61,7 @@ def reported(attempt: str, rank: int, steps: int) -> list[Message]:
 
 def test_a_step_is_printed_once_all_workers_are_through(capsys: pytest.CaptureFixture[str]) -> None:
     monitor = monitor_of(shapes=True)
-    for message in (hello("a", 0), *reported("a", 0, 2), hello("a", 1)):
+    for message in (ready("a", 0), *reported("a", 0, 2), ready("a", 1)):
         monitor.take(message)
     monitor.tick()
     assert capsys.readouterr().out == ""
@@ -74,9 +76,9 @@ def test_a_step_is_printed_once_all_workers_are_through(capsys: pytest.CaptureFi
 
 def test_attempts_are_counted_when_all_their_workers_are_there() -> None:
     monitor = monitor_of(quiet=True)
-    for message in (hello("a", 0), hello("a", 1), hello("b", 0), hello("c", 0, 1)):
+    for message in (ready("a", 0), ready("a", 1), ready("b", 0), ready("c", 0, 1)):
         monitor.take(message)
-    assert [len(attempt.hellos) for attempt in monitor.attempts] == [2, 1]
+    assert [len(attempt.workers) for attempt in monitor.attempts] == [2, 1]
     monitor.close()
 
 
@@ -120,7 +122,7 @@ def test_trouble_while_listening_ends_the_block_and_is_raised() -> None:
 
 
 def test_what_was_sent_before_the_end_is_taken_in() -> None:
-    waiting: list[Message] = [hello("a", 0), hello("a", 1)]
+    waiting: list[Message] = [ready("a", 0), ready("a", 1)]
 
     def drain() -> list[Message]:
         time.sleep(0.01)
@@ -129,7 +131,7 @@ def test_what_was_sent_before_the_end_is_taken_in() -> None:
 
     monitor = monitor_of(quiet=True)
     with listening(monitor, drain):
-        waiting.extend([hello("b", 0), hello("b", 1)])
+        waiting.extend([ready("b", 0), ready("b", 1)])
     assert len(monitor.attempts) == 2
     monitor.close()
 
@@ -137,13 +139,13 @@ def test_what_was_sent_before_the_end_is_taken_in() -> None:
 def test_a_stop_can_be_asked_for_once_and_only_while_steps_are_run(capsys: pytest.CaptureFixture[str]) -> None:
     monitor = monitor_of()
     assert not monitor.ask_to_stop(), "no workers yet"
-    monitor.take(hello("a", 0))
-    monitor.take(hello("a", 1))
+    monitor.take(ready("a", 0))
+    monitor.take(ready("a", 1))
     assert not monitor.ask_to_stop(), "they build their models"
     monitor.take(Started("a", 0, 0))
     monitor.take(Interrupted("worker", "killed", (1,)))
     assert not monitor.ask_to_stop(), "they are being replaced"
-    for message in (hello("b", 0), hello("b", 1), Started("b", 0, 0)):
+    for message in (ready("b", 0), ready("b", 1), Started("b", 0, 0)):
         monitor.take(message)
     assert [monitor.ask_to_stop(), monitor.ask_to_stop()] == [True, False]
     monitor.close()
@@ -151,7 +153,7 @@ def test_a_stop_can_be_asked_for_once_and_only_while_steps_are_run(capsys: pytes
 
 def test_a_monitor_that_is_closed_asks_nobody_to_stop() -> None:
     monitor = monitor_of(quiet=True)
-    for message in (hello("a", 0), hello("a", 1), Started("a", 0, 0)):
+    for message in (ready("a", 0), ready("a", 1), Started("a", 0, 0)):
         monitor.take(message)
     monitor.close()
     assert not monitor.ask_to_stop()
@@ -231,7 +233,7 @@ def test_what_goes_on_before_the_first_step_is_said_at_once(clock: Clock, capsys
     clock.now += 6
     monitor.tick()
     for rank in (0, 1):
-        monitor.take(hello("a", rank))
+        monitor.take(ready("a", rank))
     clock.now += 6
     monitor.tick()
     monitor.take(Started("a", 0, 0))

@@ -14,7 +14,8 @@ from torch import nn
 from dp_ray.errors import StorageError
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Update
-from dp_ray.results.history import History, best_of, merge_history, read_history, summary
+from dp_ray.results.history import History
+from dp_ray.rundir.history_file import best_of, merge_history, read_history, summary
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Note
 from tests import training

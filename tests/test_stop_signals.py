@@ -124,6 +124,9 @@ def test_what_would_destroy_what_is_kept_is_not_what_carries_on(tmp_path: Path) 
     keys = training(tmp_path, 2, "SIGINT")
     with pytest.raises(RunInterrupted, match=r"after step 1 of 48; run it again without --overwrite to carry on$"):
         dp_ray.run(**keys, overwrite=True)
+    keys = training(tmp_path, 2, "SIGINT", name="objects", model=tests.training.mlp())
+    with pytest.raises(RunInterrupted, match=r"of 48; run it again with resume=True to carry on$"):
+        dp_ray.run(**keys)
     keys = training(tmp_path, 2, "SIGINT", name=None)
     with pytest.raises(RunInterrupted, match=r"of 48; run it again with name='run-\d{8}-\d{6}-\d{6}' to carry on$"):
         dp_ray.run(**keys)

@@ -16,8 +16,8 @@ from dp_ray.cluster import worker
 from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError
 from dp_ray.job import Job
 from dp_ray.monitor import messages
+from dp_ray.monitor.failures import error_of
 from dp_ray.monitor.messages import Failed
-from dp_ray.monitor.monitor import error_of
 from dp_ray.replica.step import build_step
 from dp_ray.replica.world import World
 from dp_ray.tracebacks import frames_of

@@ -21,11 +21,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def watchdog(limit: float | None = LIMIT, workers: int = 3) -> Watchdog:
-    hellos = [
-        WorkerReady("a", World(rank, workers, node=f"10.0.0.{rank}"), 100 + rank, ()) for rank in range(workers)
+def watchdog(limit: float | None = LIMIT, num_workers: int = 3) -> Watchdog:
+    workers = [
+        WorkerReady("a", World(rank, num_workers, node=f"10.0.0.{rank}"), 100 + rank, ())
+        for rank in range(num_workers)
     ]
-    return Watchdog(limit, hellos)
+    return Watchdog(limit, workers)
 
 
 def beat(rank: int, step: int | None, seconds: float, stack: str) -> Beat:

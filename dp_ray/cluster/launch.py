@@ -24,12 +24,16 @@ from dp_ray.cluster.worker import WorkerConfig, train_loop_per_worker
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
+from dp_ray.monitor.failures import error_of
+from dp_ray.monitor.hangs import NodeControl
+from dp_ray.monitor.listening import listening
 from dp_ray.monitor.messages import Starting, WorkerReady
-from dp_ray.monitor.monitor import Monitor, NodeControl, counted, error_of, listening
+from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.environment import set_environment
 from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StopRequested
+from dp_ray.text import counted
 
 
 class StartCallback(WorkerGroupCallback):  # type: ignore[misc]
@@ -211,9 +215,9 @@ class RayNodeControl(NodeControl):
         with contextlib.suppress(ray.exceptions.RayError):  # it ended by itself
             ray.get(self._channel.order.remote(END, "the user stops the run"))
 
-    def kill(self, hello: WorkerReady) -> None:
-        there = NodeAffinitySchedulingStrategy(hello.node_id, soft=False)
-        ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(hello.pid)
+    def kill(self, worker: WorkerReady) -> None:
+        there = NodeAffinitySchedulingStrategy(worker.node_id, soft=False)
+        ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(worker.pid)
 
     def is_gone(self, node_id: str) -> bool:
         return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())

@@ -11,7 +11,7 @@ SILENT_BEATS = 10
 
 @dataclass
 class _Seen:
-    hello: WorkerReady
+    worker: WorkerReady
     heard: float
     moved: float
     step: int | None = None
@@ -23,18 +23,18 @@ class _Seen:
 class Hang:
     """Workers that have been in one step for too long, while the others wait for them or do as they do."""
 
-    hellos: tuple[WorkerReady, ...]
+    workers: tuple[WorkerReady, ...]
     step: int
     seconds: float
     stack: str
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(hello.world.rank for hello in self.hellos)
+        return tuple(worker.world.rank for worker in self.workers)
 
     def __str__(self) -> str:
-        who = ", ".join(str(hello.world) for hello in self.hellos)
-        has = "has" if len(self.hellos) == 1 else "have"
+        who = ", ".join(str(worker.world) for worker in self.workers)
+        has = "has" if len(self.workers) == 1 else "have"
         at = f"; it stands at\n{self.stack.rstrip()}" if self.stack else "; it does not answer: stopped, or cut off"
         return f"{who} {has} been in step {self.step} for {self.seconds:.0f} s{at}"
 
@@ -42,11 +42,11 @@ class Hang:
 class Watchdog:
     """Takes in the beats of one attempt's workers; `limit` is in seconds, None: for ever."""
 
-    def __init__(self, limit: float | None, hellos: Sequence[WorkerReady]) -> None:
+    def __init__(self, limit: float | None, workers: Sequence[WorkerReady]) -> None:
         self._limit = limit
-        self._interval = beat_interval(len(hellos))
+        self._interval = beat_interval(len(workers))
         now = time.monotonic()
-        self._seen = {hello.world.rank: _Seen(hello, now, now) for hello in hellos}
+        self._seen = {worker.world.rank: _Seen(worker, now, now) for worker in workers}
         self._found = False
 
     def start(self, rank: int, step: int) -> None:
@@ -78,8 +78,8 @@ class Watchdog:
             return None
         self._found = True
         step = min(seen.step or 0 for seen in blamed)
-        hellos = tuple(seen.hello for seen in blamed)
-        return Hang(hellos, step, now - min(seen.moved for seen in blamed), blamed[0].stack)
+        workers = tuple(seen.worker for seen in blamed)
+        return Hang(workers, step, now - min(seen.moved for seen in blamed), blamed[0].stack)
 
     def _blame(self, late: list[_Seen], now: float) -> list[_Seen]:
         """Those that do not answer; else those that wait for nobody; else all, but where some are just slow."""

@@ -2,14 +2,14 @@
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
@@ -18,6 +18,8 @@ from dp_ray.replica.targets import bind, check_gives
 from dp_ray.replica.user_code import raising
 from dp_ray.tensors.layout import is_dense, laid_out, overlaps
 from dp_ray.text import listed
+
+LENGTHS = ("T_max", "total_steps", "total_iters")  # attributes of torch's schedulers
 
 
 def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
@@ -120,6 +122,11 @@ class Schedule:
     def watches(self) -> bool:
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
+    @property
+    def lengths(self) -> str:
+        """Which schedulers may follow the training's length, and theirs: `CosineAnnealingLR: T_max 30`."""
+        return ", ".join(_lengths(self.scheduler))
+
     def after_step(self) -> None:
         if self.scheduler is not None and self._per == "step":
             self.scheduler.step()
@@ -136,6 +143,14 @@ class Schedule:
             )
         else:
             self.scheduler.step(measured[self.metric])
+
+
+def _lengths(scheduler: Any) -> Iterator[str]:
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _lengths(inner)
+    given = ", ".join(f"{name} {getattr(scheduler, name)}" for name in LENGTHS if hasattr(scheduler, name))
+    if given or isinstance(scheduler, LambdaLR):
+        yield type(scheduler).__name__ + (f": {given}" if given else "")
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

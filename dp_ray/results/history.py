@@ -1,23 +1,17 @@
 """The history of a training: a row for each step, kept in pieces with the checkpoints, merged at the end."""
 
-import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from dp_ray.errors import StorageError
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Update
-from dp_ray.rundir.contents import replacing
+from dp_ray.rundir.history_file import forget, write_piece
 from dp_ray.storage import Storage
 from dp_ray.system.waiting import waiting
 
-METRICS = "metrics.parquet"
-HISTORY = "history"
-SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 SEND_SECONDS = 0.5
 
 
@@ -81,7 +75,7 @@ class History:
             return lambda: None
         name = f"steps-{rows[0]['step']}-{rows[-1]['step'] + 1}.parquet"
         table = pa.Table.from_pylist(rows, schema(self._names, list(self._extra)))
-        return lambda: _write(self._folder, name, table)
+        return lambda: write_piece(self._folder, name, table)
 
     def _row(
         self, step: int, update: Update, rows: int, seconds: float, measured: dict[str, float]
@@ -109,68 +103,3 @@ def schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
     fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]
     fields += [("rows", pa.int64()), ("rows_per_second", pa.float64()), *((name, pa.float64()) for name in extra)]
     return pa.schema(fields)
-
-
-def forget(folder: Storage, step: int) -> None:
-    """Remove what an earlier attempt wrote of `step` and later ones: they will be run again."""
-    for name, _, end in _segments(folder):
-        if end > step:
-            folder.delete(name)
-
-
-def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> None:
-    """Merge all pieces to `metrics.parquet`; StorageError unless they hold each step from `start` on once.
-
-    The elements of a vector are columns from the piece in which they were first measured on; the metric's own
-    name is no column then.
-    """
-    tables, at = [], start
-    for name, first, end in _segments(folder):
-        if first != at:
-            break
-        with folder.open(name) as stream:
-            tables.append(pq.read_table(stream))
-        at = end
-    if at != steps:
-        raise StorageError(f"{folder}: the history ends at step {at} of {steps}; start anew {replacing(run)}")
-    merged = pa.concat_tables(tables, promote_options="default")
-    evaluated = [name for name in merged.column_names if name.startswith("eval_")]
-    never = [name for name in evaluated if merged.column(name).null_count == len(merged)]
-    _write(run, METRICS, merged.drop_columns(never))
-
-
-def read_history(run: Storage) -> Iterator[dict[str, Any]]:
-    """The rows of `metrics.parquet`, step by step."""
-    with run.open(METRICS) as stream:
-        yield from pq.read_table(stream).to_pylist()
-
-
-def summary(run: Storage) -> dict[str, float]:
-    """The last number in each column, of what is measured: loss, metrics, epoch_loss, eval_..."""
-    with run.open(METRICS) as stream:
-        table = pq.read_table(stream)
-    not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", "rows_per_second"}
-    columns = {name: table.column(name).drop_null() for name in table.column_names if name not in not_measured}
-    return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
-
-
-def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict[str, Any] | None:
-    """The first kept checkpoint at which an evaluated metric was at its best: metric, value, and steps done."""
-    measured = [(row[metric], row["step"] + 1) for row in read_history(run) if row.get(metric) is not None]
-    measured = [(value, step) for value, step in measured if value == value and step in kept]
-    if not measured:
-        return None
-    value = (min if mode == "min" else max)(value for value, _ in measured)
-    return {"metric": metric, "value": value, "step": next(step for one, step in measured if one == value)}
-
-
-def _segments(folder: Storage) -> list[tuple[str, int, int]]:
-    found = [(name, SEGMENT.fullmatch(name)) for name in folder.names()]
-    return sorted(
-        ((name, int(match[1]), int(match[2])) for name, match in found if match), key=lambda segment: segment[1:]
-    )
-
-
-def _write(storage: Storage, name: str, table: pa.Table) -> None:
-    with storage.writing(name) as stream:
-        pq.write_table(table, stream)

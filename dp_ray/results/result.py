@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from dp_ray.errors import StorageError
-from dp_ray.results.history import read_history
 from dp_ray.results.output_parts import reading
 from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.shape_reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
 from dp_ray.results.shown import as_html, listed, shown
 from dp_ray.results.table import Table
-from dp_ray.rundir.files import RESULT, SHAPES
+from dp_ray.rundir.files import RESULT, RUN, SHAPES
+from dp_ray.rundir.history_file import read_history
 from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import read_tensors
@@ -159,7 +159,10 @@ def load(run_dir: str | Path) -> Result:
     """The result in a run directory, be it a folder or a URL; StorageError where there is none."""
     storage = Storage(str(run_dir))
     if not storage.exists(RESULT):
-        raise StorageError(f"{run_dir}: holds no {RESULT}: not a run directory, or the run has not finished")
+        why = "not a run directory"
+        if storage.exists(RUN):
+            why = f"the run has not finished (dp-ray report {run_dir} says how far it is)"
+        raise StorageError(f"{run_dir}: holds no {RESULT}: {why}")
     try:
         values = json.loads(storage.read_text(RESULT))
         values["outputs_path"] = str(storage.child(MERGED)) if values.pop("outputs") else None

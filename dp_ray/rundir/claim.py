@@ -15,6 +15,8 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.differences import differences
 from dp_ray.rundir.files import RESULT, RUN
+from dp_ray.rundir.history_file import METRICS, unmerge_history
+from dp_ray.rundir.incidents import read_incidents
 from dp_ray.rundir.weights import check_start, find_start
 from dp_ray.storage import Storage
 
@@ -23,18 +25,28 @@ from dp_ray.storage import Storage
 class RunDir:
     """A claimed run directory; `token` is what this driver wrote there, `carried_on` whether it held work.
 
+    `lengths` says by what a training is longer or shorter now.
     Each file that is committed to `storage` raises StorageError if another driver has claimed the directory since.
     """
 
     storage: Storage
     token: str
     carried_on: bool
+    lengths: str = ""
 
 
-def claim(job: Job, base: Storage, overwrite: bool = False, rows: Mapping[str, int] | None = None) -> RunDir:
+def claim(
+    job: Job,
+    base: Storage,
+    overwrite: bool = False,
+    rows: Mapping[str, int] | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+) -> RunDir:
     """Make STORAGE/NAME this run's, or carry on the unfinished run of the same job that it holds.
 
-    `rows` are the lengths of its datasets, by their keys: part of what the job is.
+    `rows` are the lengths of its datasets, by their keys: part of what the job is. `steps` are all its steps: a
+    finished training that has more of them now goes on. `resume` says that Python objects are those of the run.
     Raises JobError where it holds a finished run, a run of a different job, or no run at all; and where the file that
     `init_from` names, or with which the run began, is not there.
     """
@@ -44,14 +56,19 @@ def claim(job: Job, base: Storage, overwrite: bool = False, rows: Mapping[str, i
     text = json.dumps(says, indent=2, default=str) + "\n"
     if overwrite:
         _check_is_run(storage)
-    carried_on = not overwrite and _check_may_carry_on(job, storage, rows or {})
+    carried_on = not overwrite and _check_may_carry_on(job, storage, rows or {}, steps, resume)
     _check_start(job, storage, carried_on)
+    lengths = _lengths(read_claim(storage), job) if carried_on else ""
+    if carried_on and is_finished(storage):
+        _reopen(storage)
+    if carried_on:
+        storage.delete(RESULT)  # the last driver's: this one's would be taken for it, if it were killed
     if overwrite:
         storage.remove()
     storage.create()
     storage.write_text(RUN, text)
     storage.child("parts").create()
-    claimed = RunDir(storage, token, carried_on)
+    claimed = RunDir(storage, token, carried_on, lengths)
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
 
 
@@ -61,7 +78,7 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
     A shard is one worker's, so there are as many workers as shards at most.
     """
     storage = base.child(job.run_name)
-    shards = _claimed(storage).get("job", {}).get("shards")
+    shards = read_claim(storage).get("job", {}).get("shards")
     if job.shards is not None or shards in (None, job.num_shards):
         return job
     workers: Any = min(job.max_workers, shards)
@@ -72,7 +89,7 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
 
 def is_ours(claimed: RunDir) -> bool:
     """Whether no other driver has claimed the run directory since."""
-    return _claimed(claimed.storage).get("token") == claimed.token
+    return read_claim(claimed.storage).get("token") == claimed.token
 
 
 def check_ours(claimed: RunDir) -> None:
@@ -83,7 +100,7 @@ def check_ours(claimed: RunDir) -> None:
 
 def check_shared(run: Storage, token: str, who: str) -> None:
     """Raise StorageError unless this process sees the very directory that the driver claimed."""
-    seen = _claimed(run).get("token")
+    seen = read_claim(run).get("token")
     if seen != token:
         what = "cannot see" if seen is None else "sees another run's in place of"
         raise StorageError(
@@ -108,21 +125,53 @@ def _in_shipped_folder() -> bool:
     return "runtime_resources" in Path(os.getcwd()).parts
 
 
-def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int]) -> bool:
-    claimed = _claimed(storage)
+def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int], steps: int | None, resume: bool) -> bool:
+    claimed = read_claim(storage)
     if not claimed:
         _check_is_run(storage)
         return False
     advice = f"give it another name (--name, name=), or replace it {replacing(storage)}"
-    if claimed.get("fingerprint") != job.fingerprint():
-        raise JobError(f"{storage} holds a run of a different job ({_difference(claimed, job)}); {advice}")
-    if others := _other_rows(claimed.get("rows", {}), rows):
+    if others := _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows):
         raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
-    if storage.exists(RESULT) and _read(storage, RESULT).get("status") == "done":
-        raise JobError(f"{storage} holds this run, finished; {advice}")
-    if not job.is_all_targets:
-        raise JobError(f"{storage} holds a run of Python objects; whether these are the same is unknown; {advice}")
+    if told := _cannot_become(job, storage, _lengths(claimed, job), steps):
+        raise JobError(f"{storage} holds this run, {told}; {advice}")
+    if not job.is_all_targets and not resume:
+        unknown = "whether these are the same is unknown: if they are, resume=True carries it on"
+        raise JobError(f"{storage} holds a run of Python objects; {unknown}; else {advice}")
     return True
+
+
+def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) -> str:
+    """Why the run cannot go on to have this many steps."""
+    kept = steps_of(storage.child(CHECKPOINTS)) if job.task == "train" else []
+    done = max(kept, default=0)
+    if steps is not None and steps < done:
+        return f"{done} steps on, and this job has {steps} ({lengths})"
+    if not is_finished(storage):
+        return ""
+    if not lengths or steps == done:
+        return "finished"
+    if not kept or not storage.exists(METRICS):
+        return "finished, without the checkpoints and the history from which it could go on"
+    return ""
+
+
+def _lengths(claimed: dict[str, Any], job: Job) -> str:
+    """By which keys a training is longer or shorter than the run was: `epochs: 2 before, 4 now`."""
+    there, here = claimed.get("job", {}), dict(job)
+    keys = [key for key in job.LENGTHS if job.task == "train" and there.get(key) != here[key]]
+    return "; ".join(f"{key}: {there.get(key) or 'none'} before, {here[key] or 'none'} now" for key in keys)
+
+
+def is_finished(storage: Storage) -> bool:
+    """Whether a run directory holds a run that has come to its end."""
+    return storage.exists(RESULT) and _read(storage, RESULT).get("status") == "done"
+
+
+def _reopen(storage: Storage) -> None:
+    """Make a finished training one that goes on from its last checkpoint; done again, it comes to the same."""
+    unmerge_history(storage, steps_of(storage.child(CHECKPOINTS)))
+    read_incidents(storage, RESULT).save(storage)
 
 
 def _check_start(job: Job, storage: Storage, carried_on: bool) -> None:
@@ -134,12 +183,14 @@ def _check_start(job: Job, storage: Storage, carried_on: bool) -> None:
         find_start(job.init_from)
 
 
-def _difference(claimed: dict[str, Any], job: Job) -> str:
-    """The keys that tell the job which made the run from this one."""
+def _other_job(claimed: dict[str, Any], job: Job) -> str:
+    """By which keys the job that made the run is a different one."""
+    if job.has_fingerprint(claimed.get("fingerprint")):
+        return ""
     there, here = claimed.get("job", {}), json.loads(json.dumps(job.describe(), default=str))
     keys = [key for key in here if key not in job.CANNOT_CHANGE_THE_RESULT]
     found = differences({key: there.get(key) for key in keys}, {key: here[key] for key in keys})
-    return "; ".join(found)
+    return "; ".join(found) or "made by another version of dp_ray"
 
 
 def _other_rows(there: Mapping[str, int], here: Mapping[str, int]) -> str:
@@ -153,7 +204,8 @@ def _check_is_run(storage: Storage) -> None:
         raise JobError(f"{storage} holds files that are no run; choose another --name or --storage")
 
 
-def _claimed(storage: Storage) -> dict[str, Any]:
+def read_claim(storage: Storage) -> dict[str, Any]:
+    """What the newest driver wrote down when it claimed a run directory; nothing where there is no run."""
     return _read(storage, RUN) if storage.exists(RUN) else {}
 
 

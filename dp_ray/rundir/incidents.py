@@ -15,8 +15,9 @@ class Interruption:
     """One time that the workers were replaced.
 
     `kind` is worker (a process was lost), node, network, hang, error (of the user's code, which may pass),
-    preemption, resize or driver; `ranks` and `nodes` those that were lost. `step` was being run; the next attempt
-    went on from `resumed_step`, `seconds` after the last step was done (None: there was none, or nobody knows).
+    preemption, resize or driver; `ranks` and `nodes` those that were lost. `step` was being run, or was next when a
+    driver ended; the next attempt went on from `resumed_step`, `seconds` after the last step was done (None: there
+    was none, or nobody knows).
     """
 
     kind: str
@@ -29,7 +30,8 @@ class Interruption:
 
     def __str__(self) -> str:
         where = f" (rank {', '.join(map(str, self.ranks))} on {', '.join(self.nodes)})" if self.ranks else ""
-        return f"{self.kind}: {self.what}{where}, in step {self.step}"
+        when = "" if self.kind == "driver" else f", in step {self.step}"  # that of a driver's end stands in `what`
+        return f"{self.kind}: {self.what}{where}{when}"
 
     @property
     def resumption(self) -> str:
@@ -62,6 +64,11 @@ class IncidentLog:
         return replace(self, interruptions=(*before, over))
 
     @property
+    def driver_end(self) -> Interruption | None:
+        """How the last driver ended, if that is told and nothing was done since."""
+        return self.interruptions[-1] if self.is_interrupted and self.interruptions[-1].kind == "driver" else None
+
+    @property
     def is_interrupted(self) -> bool:
         return bool(self.interruptions) and self.interruptions[-1].resumed_step is None
 
@@ -73,12 +80,15 @@ class IncidentLog:
         run.write_text(INCIDENTS, json.dumps(self.to_json(), indent=2) + "\n")
 
 
-def read_incidents(run: Storage) -> IncidentLog:
-    """What earlier drivers of the run told; nothing where there was none, or it is damaged: it is a story only."""
+def read_incidents(run: Storage, name: str = INCIDENTS) -> IncidentLog:
+    """What earlier drivers of the run told, in its story or in its result.
+
+    It is none where the file is not there or is damaged: it is a story only.
+    """
     try:
-        if not run.exists(INCIDENTS):
+        if not run.exists(name):
             return IncidentLog()
-        values = json.loads(run.read_text(INCIDENTS))
+        values = json.loads(run.read_text(name))
         told = [
             Interruption(**{**one, "ranks": tuple(one["ranks"]), "nodes": tuple(one["nodes"])})
             for one in values["interruptions"]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from dp_ray.errors import JobError, StorageError
@@ -15,27 +16,29 @@ from dp_ray.system.process import Process, is_dead, machine, this_process
 
 LEASE = "lease.json"
 RENEW_SECONDS = 5.0
+TELL_SECONDS = 1.0  # between two looks at how far the run is, where a file costs next to nothing
 EXPIRE_SECONDS = 30.0
 LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Who drives, and how often that was renewed."""
+    """Who drives, how often that was renewed, and how many steps the driver knew to be done by then."""
 
     driver: Process
     token: str
     renewals: int = 0
+    step: int = 0
 
 
-def wait_until_free(run: Storage, say: Callable[[str], None]) -> None:
-    """Return once no other driver is at work in the run directory.
+def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
+    """Return once no other driver is at work in the run directory, with the lease of the last one if it was killed.
 
     Raises JobError as soon as one is known to be alive: at once on its own host, else when it renews its lease.
     """
     seen = _read(run)
     if seen is None or is_dead(seen.driver):
-        return
+        return seen
     if seen.driver.machine == machine():
         raise _alive(run, seen)
     say(f"waiting up to {EXPIRE_SECONDS:g} s for the lease of {seen.driver}, which may be alive")
@@ -44,22 +47,31 @@ def wait_until_free(run: Storage, say: Callable[[str], None]) -> None:
         time.sleep(LOOK_SECONDS)
         now = _read(run)
         if now is None:
-            return
+            return None
         if now != seen:
             raise _alive(run, now)
+    return seen
 
 
 @contextmanager
-def held(claimed: RunDir) -> Iterator[None]:
-    """Hold the lease of a claimed run directory while the block runs; it is renewed in the background."""
+def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Hold the lease of a claimed run directory while the block runs; it is renewed in the background.
+
+    It holds how many steps are done, for whoever finds it after the driver was killed.
+    """
     ended = threading.Event()
     lease = Lease(this_process(), claimed.token)
     _write(claimed.storage, lease)
+    looks = RENEW_SECONDS if claimed.storage.is_atomic else min(TELL_SECONDS, RENEW_SECONDS)
 
     def renew() -> None:
-        renewed = lease
-        while not ended.wait(RENEW_SECONDS):
-            renewed = replace(renewed, renewals=renewed.renewals + 1)
+        renewed, due = lease, time.monotonic() + RENEW_SECONDS
+        while not ended.wait(looks):
+            step = steps_done()
+            if step == renewed.step and time.monotonic() < due:
+                continue
+            due = time.monotonic() + RENEW_SECONDS
+            renewed = replace(renewed, renewals=renewed.renewals + 1, step=step)
             with suppress(StorageError):  # a full disk is for those to tell who keep what counts
                 if not is_ours(claimed):
                     return
@@ -75,6 +87,15 @@ def held(claimed: RunDir) -> Iterator[None]:
         with suppress(StorageError):
             if is_ours(claimed):
                 claimed.storage.delete(LEASE)
+
+
+def last_alive(run: Storage) -> tuple[bool, datetime | None]:
+    """Whether a driver is at work in the run directory, as far as can be known, and when it was last heard of."""
+    lease, heard = _read(run), run.modified(LEASE)
+    if lease is None or heard is None or is_dead(lease.driver):
+        return False, heard
+    is_here = lease.driver.machine == machine()
+    return is_here or datetime.now(UTC) - heard < timedelta(seconds=EXPIRE_SECONDS), heard
 
 
 def _alive(run: Storage, lease: Lease) -> JobError:

@@ -1,15 +1,75 @@
-"""What an unfinished run holds: how far it is, and how it is carried on."""
+"""What an unfinished run holds: how far it is, how its last attempt ended, and how it is carried on."""
 
 import re
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
 
 from dp_ray.job import Job
 from dp_ray.plan.split import Split, num_filled
 from dp_ray.plan.work import Done
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
+from dp_ray.rundir.claim import is_finished, read_claim
+from dp_ray.rundir.files import RESULT, RUN
+from dp_ray.rundir.incidents import Interruption, read_incidents
+from dp_ray.rundir.lease import Lease, last_alive
+from dp_ray.rundir.weights import first_step
 from dp_ray.storage import Storage
 
 NAMED_BY_TIME = re.compile(r"run-\d{8}-\d{6}-\d{6}")
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A run that has not come to its end, of which `step` of `steps` are kept; `status` is running or unfinished.
+
+    `has_result` tells whether its last driver left a `result.json`, as one does that was not killed.
+    """
+
+    status: str
+    name: str
+    task: str
+    run_dir: str
+    step: int
+    steps: int
+    last_alive: datetime | None
+    has_result: bool
+
+    def __str__(self) -> str:
+        kept = f"newest checkpoint step {self.step} of {self.steps}"
+        if self.task == "predict":
+            kept = f"outputs of {self.step} of {self.steps} steps"
+        elif self.task == "evaluate":
+            kept = "an evaluation keeps nothing"
+        elif self.step == 0:
+            kept = f"no checkpoint yet of {self.steps} steps"
+        return f"{self.status}: {kept}, last alive {_clock(self.last_alive)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "last_alive": self.last_alive and self.last_alive.isoformat()}
+
+
+def unfinished(location: str) -> Unfinished | None:
+    """What an unfinished run holds; None where there is a finished one, or none that tells its rows."""
+    run = Storage(location)
+    claimed = read_claim(run)
+    rows = claimed.get("rows", {}).get("dataset")
+    if rows is None or is_finished(run):
+        return None
+    job = claimed["job"]
+    split = _split_of(job, rows)
+    is_driven, heard = last_alive(run)
+    return Unfinished(
+        status="running" if is_driven else "unfinished",
+        name=job["name"],
+        task=job["task"],
+        run_dir=str(run),
+        step=kept_steps(run, job["task"], split),
+        steps=split.total_steps,
+        last_alive=heard or run.modified(RESULT) or run.modified(RUN),
+        has_result=run.exists(RESULT),
+    )
 
 
 def kept_steps(run: Storage, task: str, split: Split) -> int:
@@ -18,6 +78,20 @@ def kept_steps(run: Storage, task: str, split: Split) -> int:
         return max(steps_of(run.child(CHECKPOINTS)), default=0)
     done = Done(ledger.done_ranges(ledger.committed(run)))
     return done.through(range(num_filled(min(split.rows, split.batch_size), split.shards)))
+
+
+def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Interruption | None:
+    """How the last driver of a run that is carried on ended; None where none had workers yet.
+
+    That of a driver which was killed, and left its lease, is told here for it.
+    """
+    incidents = read_incidents(run)
+    if killed and incidents.world_sizes and not incidents.driver_end:
+        step = max(killed.step, kept_steps(run, job.task, split), first_step(run))
+        what = f"killed, or its machine lost, after step {step} (last heard of)"
+        incidents = incidents.interrupted(Interruption("driver", what, step))
+        incidents.save(run)
+    return incidents.driver_end
 
 
 def interruption(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
@@ -32,6 +106,21 @@ def interruption(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
 def _again(job: Job, overwrite: bool) -> str:
     if overwrite:
         return "run it again without --overwrite"
-    if NAMED_BY_TIME.fullmatch(job.run_name):
-        return f"run it again with name={job.run_name!r}"
-    return "run the same command"
+    needs = [f"name={job.run_name!r}"] if NAMED_BY_TIME.fullmatch(job.run_name) else []
+    needs += ["resume=True"] if not job.is_all_targets else []
+    return f"run it again with {', '.join(needs)}" if needs else "run the same command"
+
+
+def _split_of(job: dict[str, Any], rows: int) -> Split:
+    """How a run cuts the rows of its dataset, by what it wrote down of its job."""
+    lengths = (job["epochs"], job["max_steps"]) if job["task"] == "train" else (1, None)
+    return Split(rows, job["batch_size"], job["shards"], job["drop_last"], *lengths)
+
+
+def _clock(moment: datetime | None) -> str:
+    """A local time, with its day where that is not today."""
+    if moment is None:
+        return "at an unknown time"
+    local = moment.astimezone()
+    is_today = local.date() == datetime.now().astimezone().date()
+    return local.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S")

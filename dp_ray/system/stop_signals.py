@@ -11,8 +11,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def planned_stops(ask: Callable[[], bool]) -> Iterator[None]:
-    """While the block runs, SIGINT and SIGTERM call `ask`; where it refuses, KeyboardInterrupt is raised.
+def planned_stops(ask: Callable[[str], bool]) -> Iterator[None]:
+    """While the block runs, SIGINT and SIGTERM call `ask` with their name; KeyboardInterrupt where it refuses.
 
     `ask` runs inside a signal handler, so it must not wait for anything. Off the main thread Python takes no
     handlers, and all stays as it was. So does a signal that is ignored, as a shell's background job ignores SIGINT.
@@ -25,7 +25,7 @@ def planned_stops(ask: Callable[[], bool]) -> Iterator[None]:
     def on_signal(number: int, _: FrameType | None) -> None:
         if os.getpid() != owner:
             _in_forked_process(number)
-        elif not ask():
+        elif not ask(signal.Signals(number).name):
             raise KeyboardInterrupt
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

@@ -6,8 +6,9 @@ from typing import Any
 from dp_ray.job import Job
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Trainer, Update
-from dp_ray.results.history import HISTORY, History
+from dp_ray.results.history import History
 from dp_ray.rundir.checkpoint import CHECKPOINTS, CheckpointWriter, TrainState, pack, steps_of
+from dp_ray.rundir.history_file import HISTORY
 from dp_ray.rundir.ledger import check_newest
 from dp_ray.storage import Storage
 from dp_ray.task.cut import cut_of
@@ -121,5 +122,6 @@ def describe(job: Job, trainer: Trainer, split: Split, train_state: TrainState) 
         "fingerprint": job.fingerprint(),
         "cut": cut_of(job, split),
         "parameters": trainer.parameter_names,
+        "steps": split.total_steps,
         "running": train_state.to_json(),
     }

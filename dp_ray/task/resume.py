@@ -24,10 +24,9 @@ from dp_ray.task.notices import Note, Send
 def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) -> TrainState:
     """Where the training stands: at its newest checkpoint, where `init_from` says, or at its start."""
     checkpoints = run.child(CHECKPOINTS)
-    fingerprint = job.fingerprint()
 
     def fits(about: dict[str, Any]) -> str | None:
-        return None if about.get("fingerprint") == fingerprint else "it is of a different job"
+        return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
     if is_rank_0():
         found = newest(checkpoints, fits, lambda text: send(Note(text)))
@@ -38,16 +37,16 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
     if found:
         advice = f"start anew {replacing(run)}"
         check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, advice)
-        return resume(trainer, found[1], found[2])
+        return resume(trainer, found[1], found[2], split, send)
     if job.init_from is None:
         return TrainState()
-    train_state = start_from(job, trainer, split, run, job.init_from)
+    train_state = start_from(job, trainer, split, run, job.init_from, send)
     if is_rank_0():
         send(Note(describe_start(run, job.init_from)))
     return train_state
 
 
-def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location: str) -> TrainState:
+def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location: str, send: Send) -> TrainState:
     """Start from a file of weights, or carry a checkpoint of another run on, from its step."""
     weights, checkpoint = read_start(run, location)
     if checkpoint is None:
@@ -55,7 +54,7 @@ def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location:
         return TrainState()
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
     check_cut(f"init_from: the steps of {location}", about, job, split, advice)
-    train_state = resume(trainer, about, checkpoint["state"])
+    train_state = resume(trainer, about, checkpoint["state"], split, send)
     if train_state.step != (says := first_step(run)):
         raise JobError(
             f"init_from: {location} is {train_state.step} steps on, its name says {says}: give it its own name"
@@ -68,8 +67,12 @@ def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location:
     return dataclasses.replace(train_state, best=None, best_step=None)
 
 
-def resume(trainer: Trainer, about: dict[str, Any], state: Any) -> TrainState:
+def resume(trainer: Trainer, about: dict[str, Any], state: Any, split: Split, send: Send) -> TrainState:
+    """Take a checkpoint over; where the training has another length now, its scheduler's is told."""
     if about["parameters"] != trainer.parameter_names:
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(state)
+    steps, before = split.total_steps, about.get("steps", split.total_steps)
+    if steps != before and (lengths := trainer.schedule.lengths) and is_rank_0():
+        send(Note(f"{steps} steps now, {before} before: the scheduler stays as it was built ({lengths})"))
     return TrainState(**about["running"])

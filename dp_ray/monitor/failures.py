@@ -1,0 +1,18 @@
+"""The error that ends a run, from what a worker told of it."""
+
+from dp_ray import errors
+from dp_ray.monitor.messages import Failed
+from dp_ray.secrets import hide
+
+
+def error_of(failed: Failed, is_verbose: bool = False) -> errors.Error:
+    """The error that a worker told, with its rank, its node and its traceback: of a mistake the user's frames alone.
+
+    What dp_ray does not know as a mistake of the user's has all frames.
+    """
+    kind = getattr(errors, failed.kind, None)
+    cls = kind if isinstance(kind, type) and issubclass(kind, errors.Error) else errors.Error
+    error = cls(f"{failed.world}: {failed.text}")
+    if note := failed.traceback if is_verbose or not failed.kind else failed.frames:
+        error.add_note(hide(note))
+    return error

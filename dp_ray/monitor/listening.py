@@ -1,0 +1,63 @@
+"""Feed the monitor with what workers send, in a thread of its own."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dp_ray.monitor.messages import Message
+from dp_ray.monitor.monitor import Monitor
+
+INTERRUPT_SECONDS = 10.0
+
+
+@contextmanager
+def listening(
+    monitor: Monitor, drain: Callable[[], list[Message]], abort: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Feed the monitor in the background; when the block ends, what has been sent by then is taken in.
+
+    Where that fails, as on a full disk, the block is interrupted, or off the main thread aborted, and the failure
+    raised.
+    """
+    ended = threading.Event()
+    trouble: list[BaseException] = []
+    caller = threading.current_thread()
+
+    def listen() -> None:
+        try:
+            while True:
+                last = ended.is_set()
+                for message in drain():
+                    monitor.take(message)
+                monitor.tick()
+                if last:
+                    return
+        except BaseException as error:
+            trouble.append(error)
+            monitor.is_deaf = True
+            while not ended.is_set():
+                abort()
+                if caller is threading.main_thread():
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                ended.wait(INTERRUPT_SECONDS)  # one that comes just before the block begins to wait goes unheard
+
+    thread = threading.Thread(target=listen, name="monitor", daemon=True)
+    try:
+        thread.start()
+        yield
+    finally:
+        ended.set()
+        _join(thread, trouble)
+        if trouble:
+            raise trouble[0]
+
+
+def _join(thread: threading.Thread, trouble: list[BaseException]) -> None:
+    """Wait for the thread, whose own interrupt may arrive only here."""
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            if not trouble:
+                raise

@@ -1,0 +1,96 @@
+"""The workers' reports of shapes: put in order, kept, and printed where that was asked for."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from dp_ray.monitor.console import Console
+from dp_ray.replica.world import World
+from dp_ray.results.shape_journal import Journal
+from dp_ray.results.shape_recorder import Report, Run
+from dp_ray.results.shape_reports import Collector, ReportFile, Rows
+from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
+
+
+class ShapeReports:
+    """Takes in reports; `on_steps` hears of steps that all workers have finished: how many, and their rows."""
+
+    def __init__(
+        self,
+        file: ReportFile,
+        journal: Journal | None,
+        console: Console,
+        prints: bool,
+        batch_dim: int,
+        on_steps: Callable[[int, int], None],
+    ) -> None:
+        self._file = file
+        self._journal = journal
+        self._must_keep = False
+        self._console = console
+        self._prints = prints
+        self._batch_dim = batch_dim
+        self._on_steps = on_steps
+        self._stdout = sys.stdout
+        self._collector = Collector(self._on_rows)
+        self._decoded: dict[int, tuple[Any, Any]] = {}
+
+    def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
+        """What the run that is carried on had reported of the steps that it finished."""
+        self._collector.restore(runs)
+
+    def begin(self, worlds: Sequence[World]) -> None:
+        """An attempt begins."""
+        self._collector.begin(worlds)
+
+    def take(self, report: Report) -> int:
+        """Take a report in; how many rows it tells of."""
+        self._collector.take(report)
+        return sum(self._collector.rows_of(report.world.rank, run) for run in report.runs)
+
+    def keep(self) -> None:
+        """At the next `emit`, write down all that is known."""
+        self._must_keep = True
+
+    def emit(self) -> None:
+        """Pass on what is complete."""
+        self._collector.emit()
+        if self._must_keep and self._journal:
+            self._must_keep = False
+            self._journal.save(self._collector)
+
+    def close(self) -> None:
+        self._collector.close()
+        self._file.close()
+
+    def _on_rows(self, collector: Collector, rows: Rows) -> None:
+        block = self._file.write(collector, rows)
+        if self._journal:
+            self._journal.add(block)
+        self._on_steps(int(rows.step[-1]) + 1, sum(collector.seen[number].rows for number in rows.seen.tolist()))
+        if self._prints:
+            self._print(self._lines(collector, rows))
+
+    def _print(self, lines: Iterator[str]) -> None:
+        """A reader that has seen enough, as in `| head`, ends the printing and not the job."""
+        try:
+            for line in lines:
+                print(line, file=self._stdout)
+            self._stdout.flush()
+        except BrokenPipeError:
+            self._prints = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
+            self._console.say("stdout was closed, no more shapes are printed")
+
+    def _lines(self, collector: Collector, rows: Rows) -> Iterator[str]:
+        numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)
+        for _, pieces in groupby(numbered, key=lambda pair: pair[0]):
+            yield from shape_lines([self._sizes(collector, seen) for _, seen in pieces], self._batch_dim)
+
+    def _sizes(self, collector: Collector, number: int) -> tuple[Any, Any]:
+        if number not in self._decoded:
+            seen = collector.seen[number]
+            self._decoded[number] = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
+        return self._decoded[number]
