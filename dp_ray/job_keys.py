@@ -63,9 +63,13 @@ class JobKeys(Strict):
     drop_last: bool = Field(
         default=False, description="Drop an epoch's last global batch if it is smaller than `batch_size`."
     )
-    epochs: PositiveInt = Field(default=1, description="train only: how many times to go through the dataset.")
+    epochs: PositiveInt = Field(
+        default=1,
+        description="train only: how many times to go through the dataset. With more of them a finished run goes on.",
+    )
     max_steps: PositiveInt | None = Field(
-        default=None, description="train only: the most steps in all. null: no limit."
+        default=None,
+        description="train only: the most steps in all. null: no limit. With more of them a finished run goes on.",
     )
 
     inputs: Literal["auto", "all", "first"] = Field(
