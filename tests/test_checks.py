@@ -73,7 +73,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: Any) -> None:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(driver, "_run_here", run)
+    monkeypatch.setattr(driver, "run_in_process", run)
 
 
 @pytest.mark.usefixtures("nothing_runs")

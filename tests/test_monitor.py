@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dp_ray
-from dp_ray import driver, errors
+from dp_ray import errors, in_process
 from dp_ray.cluster.channel import END, Channel
 from dp_ray.job import Job
 from dp_ray.monitor import console
@@ -290,7 +290,7 @@ def test_with_no_workers_reports_of_two_threads_are_taken_one_at_a_time(
             thread.join()
 
     monkeypatch.setattr(Monitor, "tick", slowly)
-    monkeypatch.setattr(driver, "run_task", two_threads)
+    monkeypatch.setattr(in_process, "run_task", two_threads)
     job = {"model": "tests.models:Linear", "dataset": {"target": "tests.models:Rows", "args": {"length": 9}}}
     dp_ray.run(
         **job, task="evaluate", loss="torch.nn:MSELoss", batch_size=3, workers=0, storage=str(tmp_path), quiet=True

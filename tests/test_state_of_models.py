@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dp_ray.driver import check_targets
+from dp_ray.checks import check_targets
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job
 from dp_ray.plan.split import Split

@@ -1,0 +1,78 @@
+"""A monitor over a run directory: it goes on with what earlier drivers of the run were told."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dp_ray.errors import StorageError
+from dp_ray.job import Job
+from dp_ray.monitor.console import Console
+from dp_ray.monitor.monitor import Monitor
+from dp_ray.monitor.tensorboard import TensorBoardWriter
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Done, Range
+from dp_ray.replica.world import World
+from dp_ray.results.output_parts import reading
+from dp_ray.results.shape_journal import REPORTS, Journal, read_journal
+from dp_ray.results.shape_recorder import Run
+from dp_ray.results.shape_reports import ReportFile, read_runs
+from dp_ray.results.shapes import Seen
+from dp_ray.rundir import ledger
+from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
+from dp_ray.rundir.claim import RunDir
+from dp_ray.rundir.files import SHAPES
+from dp_ray.rundir.incidents import IncidentLog, read_incidents
+from dp_ray.storage import Storage
+
+
+@contextmanager
+def monitoring(job: Job, split: Split, claimed: RunDir, console: Console, shapes: bool) -> Iterator[Monitor]:
+    """A monitor whose shape reports are a whole file when the block ends, also by an error."""
+    error: BaseException | None = None
+
+    def save_incidents(incidents: IncidentLog) -> None:
+        with contextlib.suppress(StorageError):  # a full disk is for those to tell who keep what counts
+            incidents.save(claimed.storage)
+
+    reported = _reported(job, claimed.storage)
+    with claimed.storage.writing(SHAPES) as stream:
+        incidents = read_incidents(claimed.storage) if claimed.carried_on else IncidentLog()
+        file, tensorboard = ReportFile(stream), TensorBoardWriter(claimed.storage)
+        journal = Journal(claimed.storage.child(REPORTS))
+        monitor = Monitor(
+            job,
+            split,
+            file,
+            tensorboard,
+            console,
+            shapes,
+            incidents=incidents,
+            save_incidents=save_incidents,
+            journal=journal,
+        )
+        monitor.restore(reported)
+        try:
+            with console.live(monitor.progress):
+                yield monitor
+        except BaseException as raised:
+            error = raised
+        monitor.close()
+    claimed.storage.child(REPORTS).remove()
+    if error is not None:
+        raise error
+
+
+def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, Run]]:
+    """What an earlier run reported of the parts that it left."""
+    done = Done([*ledger.done_ranges(ledger.committed(run)), *_trained(job, run)])
+    runs = read_journal(run.child(REPORTS), done)
+    if run.exists(SHAPES):
+        with reading(run, SHAPES) as file:
+            runs += read_runs(file, done)
+    return sorted(runs, key=lambda one: one[2].first_step)
+
+
+def _trained(job: Job, run: Storage) -> list[Range]:
+    """The steps before the last checkpoint, from which a training is carried on."""
+    steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
+    return [Range(0, steps[-1], 0, job.num_shards)] if steps else []

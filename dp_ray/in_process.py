@@ -1,0 +1,71 @@
+"""`workers: 0`: the whole task in the driver's own process, where a debugger can step into it."""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job
+from dp_ray.monitor.messages import Started, WorkerReady, message_of
+from dp_ray.monitor.monitor import Monitor
+from dp_ray.replica.world import World
+from dp_ray.rundir.claim import RunDir
+from dp_ray.system.environment import environment
+from dp_ray.system.stop_signals import planned_stops
+from dp_ray.task.step_control import StepControl
+from dp_ray.task.task import run_task
+
+
+def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
+    """`workers: 0`: the whole task in this process, where a debugger can step into it."""
+    devices = _devices_here(job)
+    world = World(device=devices[0], all_devices=devices)
+    monitor.take(WorkerReady("here", world, os.getpid(), ()))
+
+    one_at_a_time = threading.Lock()  # reports come from a thread of their own, the rest from the task's
+
+    def send(what: Any) -> None:
+        with one_at_a_time:
+            monitor.take(message_of("here", what))
+            monitor.tick()
+
+    def started(step: int) -> None:
+        with one_at_a_time:
+            monitor.take(Started("here", 0, step))
+
+    control = DriverStepControl(started)
+
+    def ask_to_stop(signal_name: str) -> bool:
+        control.wants_stop = monitor.ask_to_stop(signal_name)
+        return control.wants_stop
+
+    with planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
+        run_task(job, world, claimed.storage, send, control, rows)
+
+
+class DriverStepControl(StepControl):
+    """Step control in the driver's own process: the monitor hears of each step that begins."""
+
+    def __init__(self, started: Callable[[int], None]) -> None:
+        self._started = started
+
+    def before(self, step: int) -> None:
+        self._started(step)
+
+
+def _devices_here(job: Job) -> tuple[torch.device, ...]:
+    """The devices that the job names, or as many GPUs of this machine as a worker takes."""
+    if job.devices:
+        return tuple(torch.device(name) for name in job.devices)
+    if not torch.cuda.is_available() or job.gpus_per_worker == 0:
+        if job.num_devices > 1:
+            raise JobError(f"gpus_per_worker: this machine has no GPUs, {job.num_devices} are wanted; set devices")
+        return (torch.device("cpu"),)
+    if (there := torch.cuda.device_count()) < job.num_devices:
+        raise JobError(f"gpus_per_worker: this machine has {there} GPUs, {job.num_devices} are wanted")
+    return tuple(torch.device("cuda", number) for number in range(job.num_devices))

@@ -1,0 +1,105 @@
+"""What a run came to: its result, kept whether it ended well or not."""
+
+import contextlib
+import time
+from typing import Any
+
+from dp_ray.errors import StorageError
+from dp_ray.job import Job
+from dp_ray.monitor.messages import WorkerReady
+from dp_ray.monitor.monitor import Monitor
+from dp_ray.plan.split import Split
+from dp_ray.results.outputs import MERGED, Merged
+from dp_ray.results.result import Result, with_best_weights
+from dp_ray.results.shown import measured, relative
+from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
+from dp_ray.rundir.claim import RunDir
+from dp_ray.rundir.history_file import best_of, summary
+from dp_ray.rundir.incidents import IncidentLog, Interruption
+from dp_ray.rundir.unfinished import kept_steps
+from dp_ray.rundir.weights import WEIGHTS
+from dp_ray.storage import Storage
+from dp_ray.tensors.file import sha256_of
+
+
+def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor | None) -> None:
+    """Keep the result of a run that did not come to its end and, if it had workers, how its driver ended."""
+    with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
+        result.save(run)
+        if monitor is not None and monitor.attempts:
+            monitor.incidents.interrupted(_driver_end(result, monitor, kept_steps(run, result.task, split))).save(run)
+        run.remove_unfinished(recursive=True)
+
+
+def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
+    """How a driver ended that could still tell it."""
+    step = max(monitor.steps_done, kept)
+    if result.status == "failed":
+        return Interruption("driver", f"ended after step {step} by {str(result.error).splitlines()[0]}", step)
+    step = kept if monitor.is_stopping else step  # a planned stop is after the step that it keeps
+    return Interruption("driver", f"stopped by {monitor.stopped_by or 'an interrupt'} after step {step}", step)
+
+
+def summary_of(result: Result) -> str:
+    """The last line of a run: `done, 1797 rows in 3.2 s, loss 0.1: runs/digits/weights.safetensors`."""
+    told = "".join(f", {name} {value}" for name, value in measured(result.metrics).items())
+    rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
+    where = result.outputs_path or result.weights_path
+    return f"done, {rows} in {result.seconds:.1f} s{told}" + (f": {relative(where)}" if where else "")
+
+
+def result_of(
+    job: Job,
+    split: Split,
+    claimed: RunDir,
+    monitor: Monitor | None,
+    started: float,
+    status: str,
+    error: BaseException | None = None,
+) -> Result:
+    """The result of a run, as its directory and its monitor tell it; `started` is a time.monotonic()."""
+    attempts = monitor.attempts if monitor else []
+    incidents = monitor.incidents if monitor else IncidentLog()
+    storage = claimed.storage
+    merged = status == "done" and job.task == "predict"
+    trained = status == "done" and job.task == "train"
+    best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
+    return Result(
+        run_dir=str(storage),
+        location=storage.location,
+        name=job.run_name,
+        task=job.task,
+        status=status,
+        rows=split.rows_kept,
+        steps=split.steps,
+        epochs=split.epochs,
+        total_steps=split.total_steps,
+        batch_size=job.batch_size,
+        shards=job.num_shards,
+        batch_dim=job.batch_dim,
+        world_sizes=list(incidents.world_sizes),
+        workers=[_told(worker) for worker in attempts[-1].workers] if attempts else [],
+        restarts=len(incidents.interruptions),
+        interruptions=incidents.to_json()["interruptions"],
+        metrics=summary(storage) if trained else monitor.metrics if monitor else {},
+        seconds=round(time.monotonic() - started, 3),
+        outputs_path=str(storage.child(MERGED)) if merged else None,
+        outputs_sha256=Merged(storage).sha256() if merged else None,
+        weights_path=str(storage.child(WEIGHTS)) if trained else None,
+        weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
+        best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,
+        error=None if error is None else f"{type(error).__name__}: {error}",
+    )
+
+
+def _told(worker: WorkerReady) -> dict[str, Any]:
+    world = worker.world
+    return {
+        "rank": world.rank,
+        "node": world.node,
+        "node_rank": world.node_rank,
+        "local_rank": world.local_rank,
+        "device": str(world.device),
+        "gpu_ids": list(worker.gpu_ids),
+        "pid": worker.pid,
+    }
