@@ -1,4 +1,4 @@
-"""The recipes of README for dict items, Hugging Face models and losses that are one number."""
+"""The recipes of docs/training.md for dict items, Hugging Face models and losses that are one number."""
 
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ BEFORE_AND_AFTER = [
 
 @pytest.mark.parametrize(("before", "after"), BEFORE_AND_AFTER)
 def test_the_three_losses_of_one_number(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """As they are written for one GPU they are an error; as README's table says, they are what they were there."""
+    """Written as for one GPU they are an error; written as docs/training.md says, they are what they were there."""
     with pytest.raises(WorkerExit, match="returned one number for a shard") as raised:
         run_group(job_of(**before), tmp_path / "before")
     assert "(loss * n, n)" in str(raised.value)
@@ -125,6 +125,6 @@ def on_one_gpu(before: dict[str, Any]) -> float:
     return float(globals()[name](training.mlp()(data.inputs), data.targets).detach())
 
 
-def test_the_recipe_stands_in_readme() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    assert '{"loss": (outputs.loss * n, n), "outputs": outputs.logits, "target": batch["labels"]}' in readme
+def test_the_recipe_stands_in_the_docs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
+    assert '{"loss": (outputs.loss * n, n), "outputs": outputs.logits, "target": batch["labels"]}' in page

@@ -1,0 +1,89 @@
+"""The quick start of README, from an installed wheel, in a folder that holds nothing else."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Cluster
+from tests.pages import blocks_of
+
+QUICK_START = {one.file_name: one.text for one in blocks_of(ROOT / "README.md") if one.file_name}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy, since setuptools leaves its own files beside the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "dp_ray", source / "dp_ray", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    offline = ["--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    pip("wheel", *offline, "--wheel-dir", str(folder), str(source))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel is installed into."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(folder), str(wheel))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in QUICK_START.items():
+        (tmp_path / str(name)).write_text(text)
+    return tmp_path
+
+
+def pip(*args: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *args], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(installed: Path, folder: Path, *args: str, **environment: str) -> str:
+    """Run Python on the wheel and on the packages of this environment, but for what is installed from the repository.
+
+    Without `site` (-S) no .pth file puts the repository on the path.
+    """
+    path = os.pathsep.join([str(installed), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    line = [sys.executable, "-S", *args]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"dp_ray"}
+    assert "dp_ray/py.typed" in names
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dp_ray").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+
+
+def test_the_repository_is_not_on_the_path(installed: Path, folder: Path) -> None:
+    code = "import importlib.util, dp_ray; print(dp_ray.__file__, importlib.util.find_spec('jobs'))"
+    assert run(installed, folder, "-c", code).split() == [str(installed / "dp_ray" / "__init__.py"), "None"]
+
+
+def test_the_quick_start_without_ray(installed: Path, folder: Path) -> None:
+    script = folder / "train.py"
+    script.write_text(script.read_text().replace("workers=2", "workers=0"))
+    assert "'epoch_loss'" in run(installed, folder, "train.py")
+    run(installed, folder, "-m", "dp_ray", "run", "train.yaml", "--workers", "0")
+    assert (folder / "runs" / "train" / "weights.safetensors").exists()
+
+
+@pytest.mark.ray
+def test_the_quick_start_as_it_stands(installed: Path, folder: Path, cluster: Cluster) -> None:
+    assert "'epoch_loss'" in run(installed, folder, "train.py", RAY_ADDRESS=cluster.address)
