@@ -1,6 +1,7 @@
 """Run a model over a whole dataset and keep its outputs: one worker's part."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from dp_ray.errors import ModelError
@@ -59,13 +60,8 @@ def predict_outputs(
 
         def on_shard(shard: Shard, indices: Indices, outputs: Any) -> None:
             recorder.on_shard(shard, *probe.take())
-            try:
+            with naming(shard):
                 writer.on_shard(shard, indices, outputs)
-            except ModelError as error:
-                raise ModelError(f"step {shard.step}, shard {shard.shard}: {error}") from error
-            except (TypeError, ValueError, RuntimeError) as error:
-                what = f"step {shard.step}, shard {shard.shard}: the outputs cannot be kept: {error}"
-                raise ModelError(what) from error
 
         def on_step(step: int) -> None:
             recorder.on_step(step)
@@ -77,3 +73,15 @@ def predict_outputs(
     if stopped:
         control.leave()
     control.end()
+
+
+@contextmanager
+def naming(shard: Shard) -> Iterator[None]:
+    """Turn what is wrong with a shard's outputs into a ModelError that names step and shard."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"step {shard.step}, shard {shard.shard}: {error}") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"step {shard.step}, shard {shard.shard}: the outputs cannot be kept: {error}"
+        raise ModelError(what) from error

@@ -24,11 +24,7 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe, Seen, encode_sizes
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.ledger import begin_attempt, check_newest
-from dp_ray.rundir.weights import (
-    BEST,
-    WEIGHTS,
-    write_best,
-)
+from dp_ray.rundir.weights import BEST, WEIGHTS, write_best
 from dp_ray.storage import Storage
 from dp_ray.task.checkpointer import Checkpointer
 from dp_ray.task.cut import split_of
@@ -75,16 +71,12 @@ def train(
             def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
                 recorder.on_shard(shard, *seen(probe, shard, batch, step_output))
 
+            steps = Steps(trainer, split, train_state, evaluator, checkpointer, control)
             for number, shards in work:
                 control.before(number)
                 update = trainer.step(split, number, shards, batches, on_shard, control.wants_stop)
                 recorder.on_step(number)
-                measured = advance(train_state, split, number, update, trainer, evaluator)
-                is_asked = update.stops or (world.world_size == 1 and control.wants_stop)  # alone, at once
-                stops = is_asked and number + 1 < split.total_steps
-                if checkpointer:
-                    checkpointer.after_step(number, update, measured, must_save=stops or control.take_save())
-                if stops:
+                if steps.after(number, update, is_alone=world.world_size == 1):
                     break
             control.through()
             if checkpointer:
@@ -94,8 +86,13 @@ def train(
     control.end()
     if world.rank == 0:
         check_newest(run, attempt)
-        write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
-        keep_best(run, train_state, send)
+        keep_weights(run, model, train_state, send)
+
+
+def keep_weights(run: Storage, model: nn.Module, train_state: TrainState, send: Send) -> None:
+    """Leave the last weights in the run directory, and the best."""
+    write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
+    keep_best(run, train_state, send)
 
 
 def keep_best(run: Storage, train_state: TrainState, send: Send) -> None:
@@ -126,20 +123,50 @@ def seen(probe: Probe, shard: Shard, batch: Any, step_output: StepOutput) -> tup
     return Seen(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0
 
 
-def advance(
-    train_state: TrainState, split: Split, step: int, update: Update, trainer: Trainer, evaluator: "Evaluator"
-) -> dict[str, float]:
-    """Count a step that is done; at its turns evaluate, and at an epoch's end step the scheduler."""
-    train_state.step = step + 1
-    ends_epoch = (step + 1) % split.steps == 0
-    train_state.add(update.totals[:2])
-    measured = evaluator.after_step(split, step)
-    train_state.measured.update(measured)
-    if ends_epoch:
-        measured = {**measured, "epoch_loss": train_state.end_epoch()}
-        with raising(f"step {step}: scheduler"):
-            trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
-    return measured
+class Steps:
+    """What follows each step of a training: it is counted, evaluated, scheduled and kept."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        split: Split,
+        train_state: TrainState,
+        evaluator: Evaluator,
+        checkpointer: Checkpointer | None,
+        control: StepControl,
+    ) -> None:
+        self._trainer = trainer
+        self._split = split
+        self._train_state = train_state
+        self._evaluator = evaluator
+        self._checkpointer = checkpointer
+        self._control = control
+
+    def after(self, step: int, update: Update, is_alone: bool) -> bool:
+        """Count `step`, which came to `update`; whether the training is to stop here, which is kept then.
+
+        A worker that `is_alone` stops at once when it is asked; several do so after the step on which they agree.
+        """
+        measured = self._measure(step, update)
+        is_asked = update.stops or (is_alone and self._control.wants_stop)
+        stops = is_asked and step + 1 < self._split.total_steps
+        if self._checkpointer:
+            must_save = stops or self._control.take_save()
+            self._checkpointer.after_step(step, update, measured, must_save)
+        return stops
+
+    def _measure(self, step: int, update: Update) -> dict[str, float]:
+        """What was measured after the step, by evaluations and, at an epoch's end, over the epoch."""
+        train_state = self._train_state
+        train_state.step = step + 1
+        train_state.add(update.totals[:2])
+        measured = self._evaluator.after_step(self._split, step)
+        train_state.measured.update(measured)
+        if (step + 1) % self._split.steps == 0:
+            measured = {**measured, "epoch_loss": train_state.end_epoch()}
+            with raising(f"step {step}: scheduler"):
+                self._trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
+        return measured
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
