@@ -8,7 +8,7 @@ ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
 endif
 
-.PHONY: demo test quick ray fuzz check bench clean
+.PHONY: demo test quick ray fuzz check bench docs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -41,6 +41,9 @@ check: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/installed
+	$(BIN)/python docs/reference.py
 
 clean:
 	rm -rf .venv .venv-ray-* runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,8 @@
 import torch
 
 from dp_ray.errors import DataError, JobError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.replica.data import seeded_dataset
 from dp_ray.replica.devices import with_devices

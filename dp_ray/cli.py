@@ -1,4 +1,4 @@
-"""The command line: run, plan, verify, submit, evaluate, predict, report."""
+"""The command line: run, plan, verify, submit, evaluate, predict, report, schema."""
 
 import contextlib
 import json
@@ -6,12 +6,13 @@ import shlex
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from dp_ray.errors import Error, JobError
-from dp_ray.job import Job, load_job, parse_counts, parse_setting, parse_workers
+from dp_ray.job import Job
+from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
 from dp_ray.secrets import hide
 from dp_ray.tracebacks import frames_of, notes_of
 
@@ -122,7 +123,7 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
             len(build_dataset(job, job.dataset_key)), job.batch_size, job.num_shards, job.drop_last, epochs, most
         )
         planned = plan_of(split, job.max_workers)
-        if job.split is not None:
+        if job.device_map is not None:
             from dp_ray.replica.devices import plan_blocks
 
             planned["blocks"] = plan_blocks(job)
@@ -294,6 +295,17 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
         click.echo(json.dumps(result.to_json()))
     elif not shapes:
         click.echo("\n".join(lines(result)))
+
+
+@cli.command()
+@click.option(
+    "--out", metavar="FILE", type=click.File("w", atomic=True), default="-", help="File to write; default stdout."
+)
+def schema(out: TextIO) -> None:
+    """Print the JSON schema of job files, for editors."""
+    from dp_ray.job_schema import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2), file=out)
 
 
 def _say_import(name: str, is_quiet: bool) -> None:

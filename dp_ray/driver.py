@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from dp_ray.checks import check_targets
@@ -14,7 +13,8 @@ from dp_ray.cluster.ray_version import check_ray
 from dp_ray.errors import Error, JobError, RunInterrupted
 from dp_ray.following import monitoring
 from dp_ray.in_process import run_in_process
-from dp_ray.job import Job, load_job
+from dp_ray.job import Job
+from dp_ray.job_file import job_from
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
@@ -67,7 +67,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
         names.remove("resume")  # a file, as in other libraries: the job answers it as a key that it has not
     options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
     try:
-        return execute(_job_of(job, keys), options)
+        return execute(job_from(job, keys), options)
     except Error as error:
         if not options.verbose:
             shorten(error)
@@ -76,15 +76,6 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
         if options.verbose:
             raise
         raise stopped.with_traceback(None) from None
-
-
-def _job_of(job: Job | str | os.PathLike[str] | None, keys: dict[str, Any]) -> Job:
-    by_time = time.strftime("run-%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06}"
-    if job is None:
-        return Job.make(keys, by_time)
-    if isinstance(job, Job):
-        return job if job.name and not keys else Job.make({**dict(job), **keys}, by_time)
-    return load_job(Path(job), keys)
 
 
 @dataclasses.dataclass(frozen=True)

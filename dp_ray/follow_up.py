@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job import Job, job_of
+from dp_ray.job import Job
+from dp_ray.job_file import job_of
+from dp_ray.key_hints import renamed
 from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.rundir.weights import BEST, WEIGHTS
@@ -54,7 +56,7 @@ def _job_kept(run: Storage) -> dict[str, Any]:
     """The job in a training's run.json."""
     if not run.exists(RUN):
         raise JobError(f"{run} holds no {RUN}: name the run directory of a training")
-    kept = dict(_read(run, RUN)["job"])
+    kept = renamed(_read(run, RUN)["job"])
     if kept["task"] != "train":
         raise JobError(f"{run} is a run of task {kept['task']}, not of a training")
     return kept

@@ -1,4 +1,7 @@
-"""What other libraries call the keys of a job: an unknown key is answered with the one that does it here."""
+"""Keys as other libraries and earlier versions name them, with the key that does the same here."""
+
+from collections.abc import Mapping
+from typing import Any
 
 # The answer, which begins with the key here, and the names that people write elsewhere.
 _TOP = (
@@ -55,7 +58,8 @@ _TOP = (
         "load_checkpoint pretrained pretrained_weights weights init_weights state_dict",
     ),
     (
-        "split: auto spreads a model over several devices of a worker; that workers share each batch needs no key",
+        "device_map: auto spreads a model over several devices of a worker; that workers share each batch needs no "
+        "key",
         "strategy backend ddp fsdp deepspeed distributed dist distributed_backend parallel data_parallel "
         "model_parallel tensor_parallel",
     ),
@@ -100,6 +104,7 @@ _TOP = (
     ("retries", "max_retries max_failures max_restarts num_retries"),
     ("timeouts.step", "timeout step_timeout ddp_timeout"),
     ("env", "environment env_vars"),
+    ("device_map: the new name of split", "split"),
 )
 _NESTED = (
     ("loader.processes", "loader.num_workers loader.workers"),
@@ -120,6 +125,7 @@ _NESTED = (
     ("workers.max", "workers.max_workers"),
     ("metrics", "eval.metrics"),
     ("loader", "eval.loader"),
+    ("timeouts.capacity: the new name of timeouts.room", "timeouts.room"),
 )
 # Inside a target: what else names it or its args; any other key is meant as one of its args.
 TARGET = {
@@ -130,8 +136,20 @@ TOP = {name: answer for answer, names in _TOP for name in names.split()}
 NESTED = {name: answer for answer, names in _NESTED for name in names.split()}
 
 
+def renamed(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The job of a run's run.json, with the keys of earlier versions under their new names."""
+    timeouts = job.get("timeouts")
+    if isinstance(timeouts, Mapping):
+        timeouts = {"capacity" if key == "room" else key: value for key, value in timeouts.items()}
+        job = {**job, "timeouts": timeouts}
+    return {"device_map" if key == "split" else key: value for key, value in job.items()}
+
+
 def answer_to(path: str, is_of_target: bool) -> str | None:
-    """What does here what the unknown key at a dotted path does elsewhere; None where nobody knows."""
+    """The key that does here what an unknown key does in other libraries; None if there is none.
+
+    `path` is the dotted key. Inside a target, any other key is taken for one of its args.
+    """
     *parents, key = path.split(".")
     known = key.lower().replace("-", "_")
     answer = NESTED.get(path) if parents else TOP.get(known)

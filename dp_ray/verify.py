@@ -11,7 +11,8 @@ import torch
 from dp_ray.cluster.connect import connected
 from dp_ray.driver import Options, execute
 from dp_ray.errors import JobError, RunInterrupted
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.results.result import Result
 from dp_ray.rundir.checkpoint import CHECKPOINTS, load, name_of
 from dp_ray.tensors.digest import DIGEST, is_inner

@@ -22,7 +22,7 @@ class TwoParts(nn.Module):
 
 
 class Stack(nn.Sequential):
-    """The same as one Sequential, for `split: auto` to split."""
+    """The same as one Sequential, for `device_map: auto` to place."""
 
     def __init__(self, width: int = 64) -> None:
         layers = [nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]

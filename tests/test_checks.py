@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import dp_ray
 from dp_ray import driver
 from dp_ray.errors import Error, JobError, StorageError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.plan.plan import remarks
 from dp_ray.plan.split import Split
 from dp_ray.replica.loss import build_loss

@@ -98,7 +98,7 @@ class Residual(nn.Module):
 
 def named(**keys: Any) -> Job:
     given = {"model": "tests.test_devices:Named", "dataset": "tests.training:Pairs", "batch_size": 8}
-    return Job.make({**given, **TWO, "split": "auto", **keys}, "job")
+    return Job.make({**given, **TWO, "device_map": "auto", **keys}, "job")
 
 
 BLOCKS = [f"blocks.{number}" for number in range(4)]
@@ -130,10 +130,10 @@ def test_the_same_bits_on_one_two_and_four_workers(tmp_path: Path) -> None:
     assert len(found) == 1
 
 
-def test_split_auto_trains_as_the_same_model_unsplit(tmp_path: Path) -> None:
-    for split in (None, "auto"):
-        devices = {"split": split, **TWO} if split else {}
-        run_group(job_of("mlp", workers=2, bitwise=True, **devices), tmp_path / str(split))
+def test_device_map_auto_trains_as_the_same_model_on_one_device(tmp_path: Path) -> None:
+    for device_map in (None, "auto"):
+        devices = {"device_map": device_map, **TWO} if device_map else {}
+        run_group(job_of("mlp", workers=2, bitwise=True, **devices), tmp_path / str(device_map))
     parted, whole = weights_of(tmp_path / "auto"), weights_of(tmp_path / "None")
     assert parted.keys() == whole.keys()
     assert all(torch.equal(parted[name], whole[name]) for name in whole)
@@ -142,8 +142,8 @@ def test_split_auto_trains_as_the_same_model_unsplit(tmp_path: Path) -> None:
     assert_close(tmp_path / "auto", model, losses)
 
 
-def test_a_sequential_is_split_by_bytes_and_moves_what_reaches_a_part() -> None:
-    job = Job.make({"model": Stack, "dataset": [1], "batch_size": 1, "split": "auto", **TWO}, "job")
+def test_a_sequential_is_dealt_by_bytes_and_moves_what_reaches_a_part() -> None:
+    job = Job.make({"model": Stack, "dataset": [1], "batch_size": 1, "device_map": "auto", **TWO}, "job")
     blocks = blocks_of(job, Stack(64), 2)
     linear, last = 64 * 65 * 4, 65 * 10 * 4
     assert [block.bytes for block in blocks] == [0, linear, 0, linear, 0, last]
@@ -163,14 +163,14 @@ def test_targets_go_to_where_the_outputs_are_and_inputs_to_where_the_job_says() 
     assert (moved["class"].device, moved["name"]) == (META, "odd")
     assert beside("no tensor", target) is target
     job = Job.make({"model": Stack, "dataset": [1], "batch_size": 1, **TWO}, "job")
-    placed = spread(job.model_copy(update={"split": "auto"}), Stack(64), [META, CPU])
+    placed = spread(job.model_copy(update={"device_map": "auto"}), Stack(64), [META, CPU])
     assert input_device(job, placed, [META, CPU]) == META
     assert input_device(job.model_copy(update={"input_device": "cpu"}), placed, [META, CPU]) == CPU
 
 
-def test_a_layer_that_stands_twice_in_a_sequential_is_split_too() -> None:
+def test_a_layer_that_stands_twice_in_a_sequential_is_placed_too() -> None:
     twice = nn.Linear(4, 4)
-    job = Job.make({"model": Stack, "dataset": [1], "batch_size": 1, "split": "auto", **TWO}, "job")
+    job = Job.make({"model": Stack, "dataset": [1], "batch_size": 1, "device_map": "auto", **TWO}, "job")
     model = spread(job, nn.Sequential(twice, nn.Linear(4, 4), twice, nn.Linear(4, 4)), [CPU, META])
     assert [len(module._forward_pre_hooks) for module in model.children()] == [1, 1, 1]
 
@@ -179,9 +179,9 @@ def test_named_blocks_get_their_tensors_and_the_rest_stays_on_the_first_device(t
     job = named(blocks=BLOCKS)
     model = initial(Named)
     assert [block.device for block in blocks_of(job, model, 2)] == [0, 0, 1, 1]
-    split = spread(job, initial(Named), [CPU, CPU])
+    placed = spread(job, initial(Named), [CPU, CPU])
     inputs = torch.randn(5, 6)
-    assert torch.equal(split(inputs), model(inputs))
+    assert torch.equal(placed(inputs), model(inputs))
     placed = spread(job, initial(Named), [CPU, META])
     where = {name: parameter.device for name, parameter in placed.named_parameters()}
     assert {name for name, device in where.items() if device == META} == {
@@ -201,8 +201,8 @@ def test_named_blocks_get_their_tensors_and_the_rest_stays_on_the_first_device(t
     [
         ({"blocks": ["blocks.0", "blocks.9"]}, r"blocks: the model has no module 'blocks.9'; it has embed, blocks"),
         ({"blocks": ["blocks", "blocks.1"]}, r"blocks: 'blocks.1' is a part of another block"),
-        ({"blocks": ["blocks.1"]}, r"split: 1 blocks \(blocks.1\) cannot be split over 2 devices"),
-        ({}, r"split: auto splits a torch.nn.Sequential; the model is a Named: name its blocks"),
+        ({"blocks": ["blocks.1"]}, r"device_map: 1 blocks \(blocks.1\) cannot be placed on 2 devices"),
+        ({}, r"device_map: auto places the blocks of a torch.nn.Sequential; the model is a Named: name its blocks"),
     ],
 )
 def test_blocks_that_cannot_be_are_told(keys: dict[str, Any], says: str) -> None:
@@ -220,8 +220,8 @@ def test_a_parameter_on_two_devices_is_told_with_both_its_names() -> None:
     [
         ({"gpus_per_worker": 1.5}, "gpus_per_worker: must be 'auto', at most 1, or a whole number, got 1.5"),
         ({"gpus_per_worker": 3}, "devices: 2 are named, and gpus_per_worker is 3"),
-        ({"split": None, "blocks": ["a"]}, "blocks: are what split: auto splits"),
-        ({"devices": ["cpu"]}, "split: a worker has one device"),
+        ({"device_map": None, "blocks": ["a"]}, "blocks: are what device_map: auto places"),
+        ({"devices": ["cpu"]}, "device_map: a worker has one device"),
         ({"devices": []}, "devices"),
     ],
 )
@@ -232,7 +232,7 @@ def test_keys_that_cannot_hold_together_are_told(keys: dict[str, Any], says: str
 
 def test_an_object_cannot_place_its_parts() -> None:
     job = Job.make({"model": Halves([CPU]), "dataset": [1], "batch_size": 1, **TWO}, "job")
-    with pytest.raises(JobError, match="cannot place its parts on 2 devices; give a target, or set split: auto"):
+    with pytest.raises(JobError, match="cannot place its parts on 2 devices; give a target, or set device_map: auto"):
         build_model(job, [CPU, CPU])
     assert dp_ray.devices() == [CPU], "outside of a worker there is this one"
 
@@ -291,7 +291,7 @@ class Counts(nn.Sequential):
 
 
 def test_a_model_that_needs_its_numbers_to_be_built_is_planned_too() -> None:
-    keys = {"model": "tests.test_devices:Counts", "dataset": [1], "batch_size": 1, "split": "auto", **TWO}
+    keys = {"model": "tests.test_devices:Counts", "dataset": [1], "batch_size": 1, "device_map": "auto", **TWO}
     blocks = plan_blocks(Job.make(keys, "job"))
     assert blocks == [{"name": "0", "bytes": 24, "device": "cpu"}, {"name": "1", "bytes": 24, "device": "cpu"}]
 
@@ -299,7 +299,7 @@ def test_a_model_that_needs_its_numbers_to_be_built_is_planned_too() -> None:
 def test_the_plan_says_which_block_goes_where(tmp_path: Path, in_project: Path, capsys: Any) -> None:
     path = tmp_path / "job.yaml"
     model = {"target": "jobs.model_parallel:Stack", "args": {"width": 64}}
-    keys = {"model": model, "dataset": {"target": "jobs.digits:Digits"}, "batch_size": 256, "split": "auto"}
+    keys = {"model": model, "dataset": {"target": "jobs.digits:Digits"}, "batch_size": 256, "device_map": "auto"}
     path.write_text(json.dumps({**keys, "gpus_per_worker": 2}))
     cli(["plan", str(path), "--json"], standalone_mode=False)
     blocks = json.loads(capsys.readouterr().out)["blocks"]

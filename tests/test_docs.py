@@ -55,15 +55,13 @@ ANY_JOB: dict[str, Any] = {
     "eval": {"dataset": "module:attribute"},
     "shards": 16,
     "devices": ["cpu", "cpu"],
-    "split": "auto",
+    "device_map": "auto",
 }
 # What other branches bring; empty once they are merged.
 _CLUSTER = "ray_internals ray_version scaling_decision restart_decision resources orders"
-_JOB = "job_file job_keys job_parts job_target job_errors job_schema"
 TO_COME = {
     "tests/test_ray_internals.py",
     *(f"dp_ray/cluster/{name}.py" for name in _CLUSTER.split()),
-    *(f"dp_ray/{name}.py" for name in _JOB.split()),
 }
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)

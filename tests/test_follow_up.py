@@ -1,6 +1,7 @@
 """`dp-ray evaluate RUN_DIR` and `dp-ray predict RUN_DIR`: with what a training left, beside it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import dp_ray
+from dp_ray.follow_up import follow_up
+from dp_ray.results.report import differences
 from dp_ray.rundir.weights import _split
 from tests import training
 from tests.test_best import eval_loss, trained
@@ -95,6 +98,17 @@ def test_predict_on_items_without_a_target(
     err = capsys.readouterr().err
     assert "leaves the target out" not in err
     assert "its env is not kept: set it again where it is needed (--set env.SOME=...)" in " ".join(err.split())
+
+
+def test_a_training_of_an_earlier_version_has_its_keys_renamed(run_dir: Path, tmp_path: Path) -> None:
+    old = Path(shutil.copytree(run_dir, tmp_path / "old"))
+    says = json.loads((old / "run.json").read_text())
+    says["job"]["split"] = says["job"].pop("device_map")
+    says["job"]["timeouts"]["room"] = says["job"]["timeouts"].pop("capacity") + 1
+    (old / "run.json").write_text(json.dumps(says))
+    job = follow_up("evaluate", str(old), None, {}).job
+    assert (job.device_map, job.timeouts.capacity, job.timeouts.step) == (None, 601, 600)
+    assert list(differences([dp_ray.load(run_dir), dp_ray.load(old)])) == ["timeouts.capacity"]
 
 
 def test_an_unfinished_one_goes_on_under_its_name(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_a_host_that_is_cut_off_costs_time_and_no_sample(
 def test_a_job_that_finds_no_room_any_more_says_so_and_can_be_run_again_with_less(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:
-    keys = {**TRAINING, "epochs": 2, "timeouts": {"room": 4}}
+    keys = {**TRAINING, "epochs": 2, "timeouts": {"capacity": 4}}
     with Driver(up[0], *job(**keys, workers=3)) as driver:
         driver.wait_for("3 workers on 3 nodes")
         time.sleep(3)
@@ -175,7 +175,7 @@ def test_a_job_that_finds_no_room_any_more_says_so_and_can_be_run_again_with_les
         assert driver.end() == 1
     said = "".join(driver.said)
     assert "error: 3 workers need 3 CPU, 3 slot (1 CPU, 1 slot each); 2 nodes have room for 2, and none came" in said
-    assert "in 4 s (timeouts.room)" in said
+    assert "in 4 s (timeouts.capacity)" in said
     result = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="run", quiet=True)
     here = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="here", quiet=True)
     assert result.weights_sha256 == here.weights_sha256

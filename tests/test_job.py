@@ -1,14 +1,12 @@
-"""The job file: every way to get it wrong is told by its key, what was got and what it may be."""
+"""The job: every way to get it wrong is told by its key, what was got and what it may be."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from dp_ray.driver import _job_of
 from dp_ray.errors import JobError
-from dp_ray.job import COLUMNS, Job, Target, load_job, parse_setting, parse_workers
+from dp_ray.job import COLUMNS, Job
+from dp_ray.job_file import job_from
 from dp_ray.results.history import schema
 
 GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}
@@ -16,12 +14,6 @@ GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutoria
 
 def make(**keys: Any) -> Job:
     return Job.make({**GOOD, **keys}, default_name="job")
-
-
-def write(folder: Path, values: Any) -> Path:
-    path = folder / "job.yaml"
-    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -83,100 +75,20 @@ def test_shards_default_to_the_largest_number_of_workers() -> None:
     assert make(workers=2, shards=8).num_shards == 8
 
 
-def test_a_job_file_is_read_with_settings_laid_over_it(tmp_path: Path) -> None:
-    path = write(tmp_path, {**GOOD, "loader": {"processes": 1}})
-    overrides = {"loader.prefetch": 4, "model.args.width": 64, "workers": 2, "env.A": "b"}
-    job = load_job(path, overrides)
-    assert job.run_name == "job"
-    assert (job.loader.processes, job.loader.prefetch) == (1, 4)
-    assert job.model == Target(target="jobs.tutorial:Model", args={"width": 64})
-    assert job.env == {"A": "b"}
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("a: [", "is not YAML"), ("- 1", "must hold keys and values"), ("", "must hold keys and values")],
-)
-def test_a_file_that_is_no_job_is_named(tmp_path: Path, text: str, says: str) -> None:
-    path = write(tmp_path, text)
-    with pytest.raises(JobError, match=says) as caught:
-        load_job(path)
-    assert str(path) in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="cannot be read"):
-        load_job(tmp_path / "none.yaml")
-
-
-def test_a_setting_below_a_plain_value_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD)
-    with pytest.raises(JobError, match="batch_size is 30, which has no keys"):
-        load_job(path, {"batch_size.x": 1})
-
-
-@pytest.mark.parametrize(("text", "value"), [("4", 4), ("0", 0), ("1:8", {"min": 1, "max": 8})])
-def test_workers_are_a_number_or_a_range(text: str, value: Any) -> None:
-    assert parse_workers(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "x", "1:", "-1", "1:2:3", "1.5"])
-def test_other_workers_are_an_error(text: str) -> None:
-    with pytest.raises(JobError, match=r"must be N, like 4 .* or MIN:MAX"):
-        parse_workers(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "setting"),
-    [("a.b=c", ("a.b", "c")), ("a=[1, 2]", ("a", [1, 2])), ("a=", ("a", None)), ("a=b=c", ("a", "b=c"))],
-)
-def test_a_setting_is_a_key_and_a_yaml_value(text: str, setting: tuple[str, Any]) -> None:
-    assert parse_setting(text) == setting
-
-
-@pytest.mark.parametrize("text", ["a", "=1", "a=[1"])
-def test_other_settings_are_an_error(text: str) -> None:
-    with pytest.raises(JobError, match="--set"):
-        parse_setting(text)
-
-
 def test_the_fingerprint_tells_jobs_apart_by_what_can_change_the_result() -> None:
     job = make(workers=2, shards=8)
     alike = make(workers=3, shards=8, loader={"processes": 4}, name="other", storage="elsewhere", env={"A": "b"})
     assert job.fingerprint() == alike.fingerprint()
+    spread = make(workers=2, shards=8, devices=["cpu", "cpu"], device_map="auto", timeouts={"step": 1, "capacity": 1})
+    assert job.fingerprint() == spread.fingerprint()
     changes: list[dict[str, Any]] = [{"seed": 1}, {"batch_size": 31}, {"shards": 4}, {"order": "shuffled"}]
     assert len({make(**{"workers": 2, "shards": 8, **change}).fingerprint() for change in changes}) == len(changes)
     assert all(make(**{"workers": 2, "shards": 8, **one}).fingerprint() != job.fingerprint() for one in changes)
 
 
-def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(
-        "model: {target: 'a:b', args: {lr: 1e-3, eps: -2E+4, name: 1e, half: .5e1}}\ndataset: a:b\nbatch_size: 2"
-    )
-    assert load_job(path).model.args == {"lr": 0.001, "eps": -20000.0, "name": "1e", "half": 5.0}
-    assert parse_setting("optimizer.args.lr=3e-4") == ("optimizer.args.lr", 0.0003)
-
-
-def test_a_key_given_twice_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text("model: a:b\ndataset: a:b\nbatch_size: 2\nmodel: c:d")
-    with pytest.raises(JobError, match=r"'model' is given twice.*line 4"):
-        load_job(path)
-
-
-@pytest.mark.parametrize("keys", [{}, {"batch_size": 7}])
-def test_a_job_without_a_name_is_named_by_its_time(keys: dict[str, Any]) -> None:
-    nameless = Job.model_validate(GOOD)
-    job = _job_of(nameless, keys)
-    assert job.run_name.startswith("run-20")
-    assert dict(job) == {**dict(nameless), **keys, "name": job.run_name}
-    assert _job_of(make(name="mine"), keys).run_name == "mine"
-
-
 def test_a_name_that_is_null_is_none() -> None:
     assert make(name=None).run_name == "job"
-    assert _job_of(None, {**GOOD, "name": None}).run_name.startswith("run-20")
+    assert job_from(None, {**GOOD, "name": None}).run_name.startswith("run-20")
 
 
 def test_a_job_from_python_takes_objects() -> None:

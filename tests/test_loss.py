@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Target
+from dp_ray.job_target import Target
 from dp_ray.replica.loss import Weighted, build_loss, weighted_sum
 from dp_ray.replica.step import Metrics, StepOutput
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from dp_ray.errors import JobError
-from dp_ray.job import Checkpoint, Job
+from dp_ray.job import Job
+from dp_ray.job_parts import Checkpoint
 from dp_ray.task.pace import Pace
 from tests.group import StopsBefore, run_group, weights_of
 from tests.test_trainer import job_of

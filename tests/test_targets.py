@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dp_ray.errors import DataError, JobError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.replica.targets import bind, build, build_dataset, resolve
 
 USER_CODE = """

@@ -155,7 +155,7 @@ def _wanted(job: Job, each: dict[str, float]) -> Wanted:
         placement=job.placement,
         accelerator_type=job.accelerator_type,
         can_stop=job.task != "evaluate",  # an evaluation keeps nothing from which it could go on
-        room_seconds=job.timeouts.room,
+        room_seconds=job.timeouts.capacity,
     )
 
 

@@ -149,7 +149,7 @@ def _lack_room(idle: Idle, now: float) -> Decision:
             Do.GIVE_UP,
             Reason.TIMED_OUT,
             text=f"{needs} ({text_of(wanted.each)} each); {who}, and none came in {wanted.room_seconds:g} s "
-            "(timeouts.room); run the job again when there are more, or with fewer workers: it carries on",
+            "(timeouts.capacity); run the job again when there are more, or with fewer workers: it carries on",
         )
     text = f"{needs}; {who}: waiting" if now - idle.said > SAY_SECONDS else ""
     return Decision(Do.WAIT, Reason.OTHERS_HOLD if fits else Reason.TOO_FEW_NODES, text=text)

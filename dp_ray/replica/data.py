@@ -11,7 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from dp_ray.errors import DataError, Error
-from dp_ray.job import Job, Loader, Target
+from dp_ray.job import Job
+from dp_ray.job_parts import Loader
+from dp_ray.job_target import Target
 from dp_ray.plan.order import Order
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard

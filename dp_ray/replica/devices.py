@@ -1,8 +1,8 @@
-"""A model over several devices of one worker: how it learns of them, how it is split, and where it mixes them up.
+"""A model over several devices of one worker: which devices, which block goes where, which tensors are mixed up.
 
-Either the model places its parts itself, and moves the activations between them in `forward`; or it is split here
-(`split: auto`): its blocks are dealt to the devices, consecutive ones together, about the same bytes of parameters
-on each, and forward hooks move what reaches a block to the block's device.
+Either the model places its parts itself, and moves the activations between them in `forward`; or the job says
+`device_map: auto`: consecutive blocks go to one device, about the same bytes of parameters on each, and forward hooks
+move what reaches a block to the block's device.
 """
 
 import inspect
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.plan.partition import balance
 from dp_ray.replica.targets import build, resolve
 from dp_ray.tensors.nested import map_leaves
@@ -61,7 +62,7 @@ def input_device(job: Job, model: nn.Module, given: Sequence[torch.device]) -> t
 
 
 class Block(NamedTuple):
-    """A block of a model that is split: its name, the bytes of its parameters, and which device has it."""
+    """A block of a model over several devices: its name, the bytes of its parameters, and which device has it."""
 
     name: str
     bytes: int
@@ -81,7 +82,7 @@ def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
         if any(name != other and name.startswith(f"{other}.") for other in names):
             raise JobError(f"blocks: {name!r} is a part of another block")
     if len(names) < count:
-        raise JobError(f"split: {len(names)} blocks ({listed(names)}) cannot be split over {count} devices")
+        raise JobError(f"device_map: {len(names)} blocks ({listed(names)}) cannot be placed on {count} devices")
     sizes = [_bytes_of(modules[name]) for name in names]
     places = [place for place, part in enumerate(balance(sizes, count)) for _ in part]
     found = [Block(*one) for one in zip(names, sizes, places, strict=True)]
@@ -111,8 +112,8 @@ def plan_blocks(job: Job) -> list[dict[str, Any]]:
 def _parts_of(model: nn.Module) -> list[str]:
     if not isinstance(model, nn.Sequential):
         raise JobError(
-            f"split: auto splits a torch.nn.Sequential; the model is a {type(model).__qualname__}: name its blocks, "
-            "in the order in which they run, as blocks: [...]"
+            f"device_map: auto places the blocks of a torch.nn.Sequential; the model is a "
+            f"{type(model).__qualname__}: name its blocks, in the order in which they run, as blocks: [...]"
         )
     return [name for name, _ in model.named_children()]
 
@@ -129,7 +130,7 @@ def _check_shared(model: nn.Module, blocks: Sequence[Block]) -> None:
         other, there = seen.setdefault(id(parameter), (name, here))
         if here != there:
             raise JobError(
-                f"split: {other} and {name} are the same parameter, which cannot be on device {there} and on "
+                f"device_map: {other} and {name} are the same parameter, which cannot be on device {there} and on "
                 f"device {here}; name blocks that hold both"
             )
 
@@ -144,7 +145,7 @@ def spread(job: Job, model: nn.Module, given: Sequence[torch.device]) -> nn.Modu
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.jit.ScriptModule):
             raise JobError(
-                f"split: {name or 'the model'} is a TorchScript module, which takes no hooks to be split by"
+                f"device_map: {name or 'the model'} is a TorchScript module, which takes no hooks to move its inputs"
             )
         if name in place_of:
             module.to(place_of[name])

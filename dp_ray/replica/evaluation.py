@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.buffers import UnchangedBuffers

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.modules.loss import _Loss
 
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Target
+from dp_ray.job_target import Target
 from dp_ray.replica.rng import preserved
 from dp_ray.replica.targets import bind, bound, resolve
 from dp_ray.tensors.nested import flatten, map_leaves

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.devices import building_on, spread, with_devices
 from dp_ray.replica.rng import seed_all
@@ -27,7 +28,7 @@ from dp_ray.tensors.raw import as_bytes, from_bytes
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     """The job's module on `devices`, initialised from the job's seed alone, so alike on every worker.
 
-    On several devices it places its parts itself, or is split as the job says.
+    On several devices it places its parts itself, or `device_map` places them.
     """
     if isinstance(job.model, Target):
         resolve("model", job.model)  # only a module's first import draws what it draws then
@@ -36,16 +37,16 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
         model = build("model", with_devices(job.model, devices))
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
-    if len(devices) > 1 and job.split is None and not isinstance(job.model, Target):
+    if len(devices) > 1 and job.device_map is None and not isinstance(job.model, Target):
         raise JobError(
             f"model: an object that is made already cannot place its parts on {len(devices)} devices; "
-            "give a target, or set split: auto"
+            "give a target, or set device_map: auto"
         )
     _give_each_element_memory(model)
     try:
         if len(devices) == 1:
             return model.to(devices[0])
-        return model if job.split is None else spread(job, model, devices)
+        return model if job.device_map is None else spread(job, model, devices)
     except (RuntimeError, AssertionError) as error:
         names = ", ".join(map(str, devices))
         raise JobError(f"devices: the model cannot be moved to {names}: {error}") from error

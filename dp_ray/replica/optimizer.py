@@ -12,7 +12,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Job, Optimizer, Scheduler
+from dp_ray.job import Job
+from dp_ray.job_parts import Optimizer, Scheduler
 from dp_ray.replica.targets import bind, check_gives
 from dp_ray.replica.user_code import raising
 from dp_ray.tensors.layout import is_dense, laid_out, overlaps

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from dp_ray.errors import DataError, Error, JobError
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 
 
 def build(key: str, target: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dp_ray.job import Job
+from dp_ray.key_hints import renamed
 from dp_ray.results.result import Result
 from dp_ray.results.shown import aligned, listed, measured, relative, shown
 from dp_ray.rundir.files import RUN
@@ -72,7 +73,7 @@ def _verdict(results: Sequence[Result], differing: Mapping[str, Any]) -> Iterato
 def _job_of(result: Result) -> dict[str, Any]:
     """The job of a run, as it was claimed; nothing where that is not kept."""
     run = result.storage()
-    return dict(json.loads(run.read_text(RUN)).get("job", {})) if run.exists(RUN) else {}
+    return renamed(json.loads(run.read_text(RUN)).get("job", {})) if run.exists(RUN) else {}
 
 
 def _dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job import Elastic, Job
+from dp_ray.job import Job
+from dp_ray.job_parts import Elastic
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.differences import differences

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from dp_ray.job import Job, Target
+from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.data import load_shards, seeded_dataset

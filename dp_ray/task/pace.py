@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dp_ray.job import Checkpoint
+from dp_ray.job_parts import Checkpoint
 
 SHARE = 0.01  # of the training's time, for checkpoints
 LATEST = 300.0  # seconds after the last one, whatever it costs

@@ -1,0 +1,88 @@
+"""Pydantic's errors as messages for users: the key, what it may be, what it got, and a hint."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from dp_ray.job_keys import JobKeys
+from dp_ray.job_parts import Best, Checkpoint, Elastic, Eval, Loader, Optimizer, Scheduler, Timeouts
+from dp_ray.job_target import Target
+from dp_ray.key_hints import answer_to
+from dp_ray.secrets import hide
+
+
+def explain(error: ValidationError) -> list[str]:
+    """One line for each wrong key; for a union of types, the line that says most."""
+    lines: dict[str, str] = {}
+    for detail in error.errors():
+        path = _path(detail["loc"])
+        if path == "workers" and isinstance(detail["input"], Mapping) and detail["type"] != "value_error":
+            continue  # a mapping was meant as {min, max}: what is wrong inside it says more
+        lines.setdefault(path, f"{path}: {_message(path, detail)}" if path else _message(path, detail))
+    return list(lines.values())
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """The dotted key, without pydantic's names for the members of a union."""
+    members = {"Elastic", "Target", "Optimizer", "Scheduler", "int", "bool", "str", "float", "none"}
+    inner = {"literal[", "constrained-", "list[", "function-", "nullable"}
+    parts = [
+        str(part)
+        for part in location
+        if str(part) not in members and not any(str(part).startswith(start) for start in inner)
+    ]
+    return ".".join(parts)
+
+
+def _message(path: str, detail: Any) -> str:
+    kind, got = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        return "is no key of a job" + _nearest(path)
+    if kind == "missing":
+        return "is missing"
+    if kind == "value_error":
+        return str(detail["ctx"]["error"])
+    allowed = _ALLOWED.get(path)
+    says = f"must be {allowed}" if allowed else detail["msg"].replace("Input should be", "must be")
+    secret = path.startswith("env.")  # its values may be secrets, and errors end up in logs
+    return f"{says}, got a {type(got).__name__}" if secret else f"{says}, got {hide(repr(got)):.80}"
+
+
+_ALLOWED = {
+    "workers": "a number of workers from 0 up, or {min: N, max: M}",
+    "gpus_per_worker": "'auto' or a number from 0 up",
+    "checkpoint.every_seconds": "'auto', null or seconds from 0 up",
+    "loader.pin_memory": "'auto', true or false",
+    "loader.context": "null, 'fork', 'spawn' or 'forkserver'",
+    "find_unused_parameters": "'auto', true or false",
+    "devices": "null or a list of devices, like [cpu] or ['cuda:0', 'cuda:1']",
+    "device_map": "null or 'auto'",
+}
+
+
+_OWNERS: dict[str, type[BaseModel]] = {
+    "workers": Elastic,
+    "loader": Loader,
+    "checkpoint": Checkpoint,
+    "checkpoint.best": Best,
+    "eval": Eval,
+    "timeouts": Timeouts,
+    "optimizer": Optimizer,
+    "scheduler": Scheduler,
+}
+
+
+def _nearest(path: str) -> str:
+    """A hint: the key that was meant, or all keys."""
+    *parents, key = path.split(".")
+    owner = _OWNERS.get(".".join(parents), Target) if parents else JobKeys
+    is_of_target = issubclass(owner, Target)
+    close = difflib.get_close_matches(key, owner.model_fields, n=1, cutoff=0.8 if is_of_target else 0.5)
+    answer = answer_to(path, is_of_target and not close)
+    if answer is not None:
+        return f"; here it is {answer}"
+    if close:
+        return f"; did you mean {'.'.join([*parents, close[0]])}?"
+    return f"; its keys are {', '.join(owner.model_fields)}"

@@ -1,0 +1,204 @@
+"""The keys of a job: the type, the default and the meaning of each.
+
+The job file's reference and its JSON schema are made from these descriptions.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from dp_ray.job_parts import Checkpoint, Elastic, Eval, Loader, Optimizer, Scheduler, Timeouts, location
+from dp_ray.job_target import Strict, Targeted, target_parser
+
+
+class JobKeys(Strict):
+    """The keys of a job, each by itself; `Job` adds what must hold among them."""
+
+    name: str | None = Field(
+        default=None,
+        description="Name of the run: its directory is STORAGE/NAME. Default: the job file's name; from Python, the "
+        "time.",
+    )
+    task: Literal["predict", "evaluate", "train"] = Field(
+        default="predict",
+        description="What to do. A key that only another task needs is ignored, so one file serves all three. "
+        "evaluate uses `eval.dataset` and `eval.batch_size` if there is an `eval`.",
+    )
+    model: Targeted = Field(
+        description="A class or function that gives a torch.nn.Module. For a TorchScript file: `torch.jit:load` with "
+        "args `{f: PATH}`."
+    )
+    dataset: Targeted = Field(
+        description="A class or function that gives a map-style dataset, with `__len__` and `__getitem__`. "
+        "`__getitems__` is used if there is one."
+    )
+    batch_size: PositiveInt = Field(description="Samples in a global batch, over all workers.")
+    shards: PositiveInt | None = Field(
+        default=None,
+        description="Pieces into which each global batch is cut. Default: the largest number of workers. A resumed "
+        "run keeps the number with which it began.",
+    )
+    workers: NonNegativeInt | Elastic = Field(
+        default=1,
+        description="Number of workers. A range, like `{min: 1, max: 8}`, grows and shrinks with the cluster. 0 runs "
+        "in this process, without Ray.",
+    )
+    gpus_per_worker: Literal["auto"] | NonNegativeFloat = Field(
+        default="auto",
+        description="GPUs of each worker. auto: 1 if the cluster has GPUs, else 0. 2 or more: for a model over "
+        "several GPUs. 0.5: two workers share a GPU, and communicate by gloo.",
+    )
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=0,
+        description="Seed of the samples' order, of the model's initial weights and of all other random numbers.",
+    )
+    shuffle: bool = Field(
+        default=False, description="train only: take the samples in another random order in each epoch."
+    )
+    order: Literal["dataset", "shuffled"] = Field(
+        default="dataset",
+        description="predict and evaluate only: take the samples in the dataset's order, or shuffled.",
+    )
+    drop_last: bool = Field(
+        default=False, description="Drop an epoch's last global batch if it is smaller than `batch_size`."
+    )
+    epochs: PositiveInt = Field(
+        default=1,
+        description="train only: how many times to go through the dataset. With more of them a finished run goes on.",
+    )
+    max_steps: PositiveInt | None = Field(
+        default=None,
+        description="train only: the most steps in all. null: no limit. With more of them a finished run goes on.",
+    )
+
+    inputs: Literal["auto", "all", "first"] = Field(
+        default="auto",
+        description="What the model gets: all of an item, or the first of a pair (input, target). auto: first in "
+        "train and evaluate. In predict auto follows the model's `forward`, and a line says if the target is left "
+        "out.",
+    )
+    call: Literal["auto", "one", "args", "kwargs"] = Field(
+        default="auto",
+        description="How the model is called. one: `model(inputs)`. args: `model(*inputs)`. kwargs: "
+        "`model(**inputs)`. auto: args for a tuple or list, else one.",
+    )
+    collate: Targeted | None = Field(
+        default=None,
+        description="A function that makes a batch of a list of samples; its args are bound as keywords. Default: "
+        "torch's default_collate.",
+    )
+    scatter: Literal["samples", "batch"] = Field(
+        default="samples",
+        description="samples: collate each shard by itself. batch: collate the whole global batch, then cut it, for "
+        "a collate that pads to the longest sample.",
+    )
+    batch_dim: NonNegativeInt = Field(
+        default=0,
+        description="The dimension of tensors that holds the rows, as `dim` of nn.DataParallel. One-dimensional "
+        "tensors hold them in dimension 0.",
+    )
+    loader: Loader = Field(default=Loader(), description="The torch DataLoader of each worker.")
+
+    loss: Targeted | None = Field(
+        default=None,
+        description="A function of (outputs, target) that returns a number for each row or element, or (sum, "
+        "weight). A loss of torch.nn or torch.nn.functional, named as a target, is built to do so.",
+    )
+    step: Targeted | None = Field(
+        default=None,
+        description="A function `step(model, batch)` in place of the model's call and the loss, for items or models "
+        "of another kind.",
+    )
+    metrics: dict[str, Targeted] = Field(
+        default_factory=dict,
+        description="Metrics by name. Each returns what a loss returns, or is a torchmetrics class, which is "
+        "measured in evaluations only and needs the extra `metrics`. A name must not be a column of the history.",
+    )
+    eval: Eval | None = Field(default=None, description="Evaluate the model during a training and at its end.")
+    optimizer: Annotated[Any, target_parser(Optimizer)] | None = Field(
+        default=None, description="A class or function that is called with the trainable parameters. train needs one."
+    )
+    scheduler: Annotated[Any, target_parser(Scheduler)] | None = Field(
+        default=None,
+        description="A class or function that is called with the optimizer and gives a learning rate scheduler.",
+    )
+    grad_clip: PositiveFloat | None = Field(
+        default=None, description="The largest norm of the whole batch's gradient. null: gradients are not clipped."
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="bf16 and fp16 run the model under autocast. fp16 adds a loss scaler on which all workers agree.",
+    )
+    compile: bool = Field(default=False, description="Compile the model with torch.compile.")
+    sync_batchnorm: bool = Field(
+        default=False,
+        description="BatchNorm over the whole global batch, for GPUs only. Needs a worker for each shard.",
+    )
+    find_unused_parameters: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Whether the model may leave parameters unused. auto: each worker looks once, at its first "
+        "shard. Set true if the parameters that it uses change from step to step.",
+    )
+    bitwise: bool = Field(
+        default=False,
+        description="Weights, losses and outputs are the same bits on any number of workers from 1 to `shards`.",
+    )
+    checkpoint: Checkpoint = Field(
+        default=Checkpoint(),
+        description="When a training writes checkpoints, besides at its end, and which it keeps.",
+    )
+    init_from: Annotated[str, Field(min_length=1), BeforeValidator(location)] | None = Field(
+        default=None,
+        description="Start from a weights file (`.safetensors`, `.pt`), a run directory or a checkpoint. From "
+        "Python, a Result too.",
+    )
+
+    cpus_per_worker: NonNegativeFloat = Field(
+        default=1, description="CPUs that Ray reserves for each worker, and the threads of torch on it."
+    )
+    resources_per_worker: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict, description="Other Ray resources of each worker, like `{slot: 1}`."
+    )
+    accelerator_type: str | None = Field(
+        default=None, description="Use only nodes with this type of accelerator, as Ray names it, like `A100`."
+    )
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK",
+        description="Ray's placement strategy: workers on as few nodes as possible, or on as many. STRICT_PACK needs "
+        "one node for all workers, STRICT_SPREAD a node for each.",
+    )
+    devices: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both.",
+    )
+    input_device: str | None = Field(
+        default=None, description="The device to which inputs go. Default: that of the model's first parameter."
+    )
+    device_map: Literal["auto"] | None = Field(
+        default=None,
+        description="auto: place the model's blocks on the worker's devices, about the same bytes of parameters on "
+        "each. null: the model places its parts itself.",
+    )
+    blocks: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The modules that `device_map: auto` places, by name, in the order in which they run. Default: "
+        "the children of a torch.nn.Sequential.",
+    )
+
+    retries: NonNegativeInt = Field(
+        default=3, description="How many times lost workers are replaced before the job fails."
+    )
+    timeouts: Timeouts = Field(
+        default=Timeouts(), description="How long a step may take, and how long to wait for nodes that were lost."
+    )
+    storage: Annotated[str, Field(min_length=1)] = Field(
+        default="runs",
+        description="Folder or URL (`s3://...`, `gs://...`) of the run directories. All workers must share it.",
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        repr=False,
+        description="Environment variables of the workers, and of the driver while it builds the dataset. Their "
+        "values are not kept in the run directory.",
+    )

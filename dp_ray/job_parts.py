@@ -1,0 +1,149 @@
+"""The parts of a job: mappings with keys of their own, as strict frozen models."""
+
+import os
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from dp_ray.job_target import Strict, Target, Targeted
+
+
+class Group(Strict):
+    """Parameters with optimizer args of their own."""
+
+    match: str = Field(description="A regular expression that is searched in the parameters' names.")
+    args: dict[str, Any] = Field(description="The optimizer's args for these parameters.")
+
+    @model_validator(mode="after")
+    def _is_a_pattern(self) -> "Group":
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ValueError(f"match must be a regular expression, got {self.match!r}: {error}") from None
+        return self
+
+
+class Optimizer(Target):
+    """A target that is called with the trainable parameters and `args`."""
+
+    groups: list[Group] = Field(
+        default_factory=list,
+        description="Parameters with args of their own. A parameter belongs to the first group whose `match` finds "
+        "it.",
+    )
+
+
+class Scheduler(Target):
+    """A target that is called with the optimizer and `args`."""
+
+    per: Literal["step", "epoch"] = Field(
+        default="step", description="Step the scheduler after each step, or each epoch."
+    )
+    metric: str | None = Field(
+        default=None,
+        description="What a ReduceLROnPlateau watches: `loss`, the epoch's mean, or a metric that `eval` measures, "
+        "like `eval_loss`.",
+    )
+
+
+def _metric(value: Any) -> Any:
+    """The short form `best: eval_loss` as a mapping."""
+    return {"metric": value} if isinstance(value, str) else value
+
+
+def location(value: Any) -> Any:
+    """A path, or the run directory of a Result, as text."""
+    if hasattr(value, "run_dir"):
+        return getattr(value, "location", "") or value.run_dir
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+class Best(Strict):
+    """The metric by which a training keeps its best weights."""
+
+    metric: str = Field(description="A metric that `eval` measures, like `eval_loss` or `eval_accuracy`.")
+    mode: Literal["min", "max"] = Field(
+        default="min", description="Whether the smallest or the largest value is best."
+    )
+
+
+class Checkpoint(Strict):
+    """When a training writes checkpoints, besides at its end, and which it keeps."""
+
+    every_steps: PositiveInt | None = Field(default=None, description="Write a checkpoint every so many steps.")
+    every_seconds: Literal["auto"] | NonNegativeFloat | None = Field(
+        default="auto",
+        description="Write a checkpoint every so many seconds. null: never by the clock. auto: every 300 s; without "
+        "`every_steps` also at each epoch's end, and more often if that costs at most 1 % of the time.",
+    )
+    keep: PositiveInt = Field(default=2, description="How many checkpoints are kept: the newest ones.")
+    best: Annotated[Best, BeforeValidator(_metric, json_schema_input_type=str | Best)] | None = Field(
+        default=None,
+        description="Also keep the best weights, `best.safetensors`: by `eval_loss`, or `{metric: eval_accuracy, "
+        "mode: max}`. The search for the best starts again if metric or mode change.",
+    )
+
+
+class Timeouts(Strict):
+    """How long a step may take, and how long to wait for nodes that were lost."""
+
+    step: PositiveFloat | None = Field(
+        default=600, description="Seconds in one step after which a worker counts as hung. null: no limit."
+    )
+    capacity: PositiveFloat | None = Field(
+        default=600,
+        description="Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no "
+        "limit.",
+    )
+
+
+class Eval(Strict):
+    """When and on which dataset a training evaluates its model, besides at its end."""
+
+    dataset: Targeted = Field(description="The dataset to evaluate on, which task evaluate uses too.")
+    every_steps: PositiveInt | None = Field(default=None, description="Evaluate every so many steps.")
+    every_epochs: PositiveInt | None = Field(
+        default=None, description="Evaluate every so many epochs. Default: 1 if `every_steps` is not set."
+    )
+    batch_size: PositiveInt | None = Field(
+        default=None, description="Samples in a global batch of an evaluation. Default: the job's `batch_size`."
+    )
+
+
+class Elastic(Strict):
+    """As many workers as the cluster has room for, between `min` and `max`."""
+
+    min: PositiveInt = Field(description="The fewest workers with which the job runs.")
+    max: PositiveInt = Field(description="The most workers with which the job runs.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "Elastic":
+        if self.min > self.max:
+            raise ValueError(f"min must not be above max, got min {self.min} and max {self.max}")
+        return self
+
+
+class Loader(Strict):
+    """The torch DataLoader of each worker."""
+
+    processes: NonNegativeInt = Field(
+        default=0,
+        description="Processes that load data for each worker: DataLoader's num_workers. 0: the worker loads itself.",
+    )
+    prefetch: PositiveInt = Field(default=2, description="Batches that each process loads ahead.")
+    pin_memory: Literal["auto"] | bool = Field(
+        default="auto", description="Load batches into pinned memory. auto: if the worker has a GPU."
+    )
+    persistent: bool = Field(default=True, description="Keep the processes from one epoch to the next.")
+    context: Literal["fork", "spawn", "forkserver"] | None = Field(
+        default=None, description="How the processes are started. null: the system's default."
+    )
