@@ -77,7 +77,7 @@ def test_what_is_waited_for_is_said_now_and_then() -> None:
 
 def test_giving_up_says_what_is_missing_and_what_to_do() -> None:
     assert decide(idle(1, 1, 61.0, has_started=True), NOW).text == (
-        "2 workers need 2 CPU (1 CPU each); 3 nodes have room for 1, and none came in 60 s (timeouts.room); "
+        "2 workers need 2 CPU (1 CPU each); 3 nodes have room for 1, and none came in 60 s (timeouts.capacity); "
         "run the job again when there are more, or with fewer workers: it carries on"
     )
 
