@@ -39,5 +39,8 @@ def check_targets(job: Job) -> tuple[Split, dict[str, int]]:
     if split.steps == 0:
         raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")
     if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.batch_sizes()):
-        raise JobError("sync_batchnorm: the last batch leaves workers without rows, who never meet; set drop_last")
+        raise JobError(
+            "sync_batchnorm: the last batch leaves workers empty, and empty workers would deadlock SyncBatchNorm; "
+            "set drop_last"
+        )
     return split, rows

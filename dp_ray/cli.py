@@ -25,7 +25,7 @@ INJECT = click.option(
     "--inject",
     metavar="FAULTS",
     default="",
-    help="Faults to rehearse: 'kill worker 1 at step 20; kill node 2 at step 40'.",
+    help="Faults to inject: 'kill worker 1 at step 20; kill node 2 at step 40'.",
 )
 
 

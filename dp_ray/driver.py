@@ -50,7 +50,7 @@ class Options:
     inject: str = ""
     quiet: bool = False
     verbose: bool = False
-    resume: bool = False  # the Python objects are those of the run that is to be carried on
+    resume: bool = False  # the Python objects are those of the run to resume
 
 
 def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
@@ -58,7 +58,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
     `job` is a Job, the path of a job file, or None; the job's keys may be given, or overridden, as keywords,
     with objects in place of targets. So may `address`, `overwrite`, `shapes`, `inject`, `quiet` and `verbose`, which
-    are the command line's flags of the same name. A run of Python objects, which cannot be compared, is carried on
+    are the command line's flags of the same name. A run of Python objects, which cannot be compared, is resumed
     with `resume=True`: the caller says that they are the same. Without a `name`, a run from Python is named by its
     time. Raises an Error of dp_ray.errors, and RunInterrupted where SIGINT or SIGTERM stopped the run.
     """
@@ -127,8 +127,8 @@ def prepare(job: Job, options: Options, console: Console) -> Prepared:
 
 
 def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> Iterator[str]:
-    """What the user of a run that is carried on should know; `killed` is the lease that its last driver left."""
-    if not claimed.carried_on:
+    """What the user of a resumed run should know; `killed` is the lease that its last driver left."""
+    if not claimed.is_resumed:
         return
     if prepared.job is not prepared.asked:
         yield _taken_over(prepared.asked, prepared.job)
@@ -139,7 +139,7 @@ def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> It
 
 
 def _taken_over(asked: Job, job: Job) -> str:
-    """What a run that is carried on keeps, though the job that was asked for would have it otherwise."""
+    """What a resumed run keeps, though the given job would have it otherwise."""
     fewer = f"; at most so many workers share them, {asked.max_workers} were asked for"
     kept = f"shards: {job.num_shards}, with which this run began"
     return kept + fewer * (asked.max_workers > job.num_shards)
@@ -186,7 +186,7 @@ class Execution:
 
     def _say_what_runs(self) -> None:
         where = relative(str(self._storage))
-        self._console.say(f"{'carrying on in' if self._claimed.carried_on else 'run directory'} {where}")
+        self._console.say(f"{'resuming in' if self._claimed.is_resumed else 'run directory'} {where}")
         for line in (*remarks(self._split, self._job.max_workers), *unmeasured(self._job)):
             self._console.say(line)
 

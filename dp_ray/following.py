@@ -36,7 +36,7 @@ def monitoring(job: Job, split: Split, claimed: RunDir, console: Console, shapes
 
     reported = _reported(job, claimed.storage)
     with claimed.storage.writing(SHAPES) as stream:
-        incidents = read_incidents(claimed.storage) if claimed.carried_on else IncidentLog()
+        incidents = read_incidents(claimed.storage) if claimed.is_resumed else IncidentLog()
         file, tensorboard = ReportFile(stream), TensorBoardWriter(claimed.storage)
         journal = Journal(claimed.storage.child(REPORTS))
         monitor = Monitor(
@@ -73,6 +73,6 @@ def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, Run]]:
 
 
 def _trained(job: Job, run: Storage) -> list[Range]:
-    """The steps before the last checkpoint, from which a training is carried on."""
+    """The steps before the last checkpoint, from which a training is resumed."""
     steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
     return [Range(0, steps[-1], 0, job.num_shards)] if steps else []

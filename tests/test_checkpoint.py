@@ -166,7 +166,7 @@ def test_damaged_and_foreign_checkpoints_are_passed_over_and_told(tmp_path: Path
     assert "is damaged" in told[0] and "not those that were written" in told[1]
     (tmp_path / "foreign").touch()
     assert newest(storage, fits, told.append) is None
-    assert "step-1.safetensors is left aside" in told[-1] and "of a different job" in told[-1]
+    assert "step-1.safetensors is ignored" in told[-1] and "of a different job" in told[-1]
 
 
 def run_of(folder: Path) -> Storage:

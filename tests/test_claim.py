@@ -29,7 +29,7 @@ def finish(folder: Path, status: str) -> None:
 
 def test_a_new_run_is_claimed(tmp_path: Path) -> None:
     claimed = claim(job_of(), Storage(str(tmp_path)))
-    assert not claimed.carried_on
+    assert not claimed.is_resumed
     check_shared(claimed.storage, claimed.token, "rank 0")
 
 
@@ -40,7 +40,7 @@ def test_an_unfinished_run_of_the_same_job_is_carried_on(tmp_path: Path, status:
     if status:
         finish(tmp_path, status)
     second = claim(job_of(shards=8, workers=3, retries=0), Storage(str(tmp_path)))
-    assert second.carried_on
+    assert second.is_resumed
     assert second.token != first.token
     assert (tmp_path / "job" / "parts" / "kept").exists()
     with pytest.raises(StorageError, match="rank 1 sees another run's"):
@@ -52,7 +52,7 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     finish(tmp_path, "done")
     with pytest.raises(JobError, match="finished; give it another name"):
         claim(job_of(), Storage(str(tmp_path)))
-    assert not claim(job_of(), Storage(str(tmp_path)), overwrite=True).carried_on
+    assert not claim(job_of(), Storage(str(tmp_path)), overwrite=True).is_resumed
     assert not (tmp_path / "job" / "result.json").exists()
 
 
@@ -129,10 +129,10 @@ def resumed(tmp_path: Path, began: dict[str, Any], **here: Any) -> Job:
 def test_a_run_keeps_the_shards_that_it_began_with(tmp_path: Path) -> None:
     fewer = resumed(tmp_path, {"workers": 2}, workers=1)
     assert (fewer.num_shards, fewer.workers) == (2, 1)
-    assert claim(fewer, Storage(str(tmp_path))).carried_on
+    assert claim(fewer, Storage(str(tmp_path))).is_resumed
     more = with_shards_of_run(job_of(workers=5), Storage(str(tmp_path)))
     assert (more.num_shards, more.workers) == (2, 2), "a shard is one worker's"
-    assert claim(more, Storage(str(tmp_path))).carried_on
+    assert claim(more, Storage(str(tmp_path))).is_resumed
     elastic = with_shards_of_run(job_of(workers={"min": 1, "max": 8}), Storage(str(tmp_path)))
     assert (elastic.num_shards, elastic.min_workers, elastic.max_workers) == (2, 1, 2)
     here = with_shards_of_run(job_of(workers=0), Storage(str(tmp_path)))

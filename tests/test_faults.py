@@ -40,7 +40,7 @@ def test_a_training_under_ten_faults_ends_as_if_there_were_none(cluster: Cluster
     with driver(cluster, *common, "--workers", "3", "--inject", faults) as first:
         _, errors = first.communicate(timeout=200)
     assert first.returncode == -signal.SIGKILL, errors
-    assert errors.count("rehearsal: kill worker") == 3
+    assert errors.count("fault injection: kill worker") == 3
     assert not (tmp_path / "run" / "result.json").exists()
 
     result = run(

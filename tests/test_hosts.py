@@ -123,7 +123,7 @@ def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(
     inject = ["--inject", "kill worker 2 at step 4; drain node 10.77.0.2 for 60s at step 70"]
     with Driver(up[0], *job(**keys), *inject) as driver:
         driver.wait_for("interrupted, worker")
-        driver.wait_for("carried on from step 3")
+        driver.wait_for("resumed from step 3")
         driver.wait_for("epoch 0, step 9")
         up[2].kill()
         driver.wait_for("interrupted, node")

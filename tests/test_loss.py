@@ -202,7 +202,7 @@ class Counts(nn.Module):
 
 
 def measured(function: Any, rows: int, classes: int, is_loss: bool) -> Weighted:
-    """What Measures makes of a shard's loss, or metric."""
+    """What Metrics makes of a shard's loss, or metric."""
     outputs, target = torch.randn(rows, classes), torch.randint(classes, (rows,))
     if is_loss:
         return Metrics({}).loss(StepOutput(function(outputs, target), outputs, target, function), rows)

@@ -102,7 +102,7 @@ def test_an_interrupt_is_a_planned_stop_and_the_cell_goes_on_when_it_is_run_agai
     assert "stops after this step, which is kept; once more leaves at once" in stderr(outputs)
     assert "_execute" not in "".join(error.traceback), "frames of dp_ray"
     outputs = notebook.run(cell)
-    assert "carrying on in " in stderr(outputs)
+    assert "resuming in " in stderr(outputs)
     result = load(notebook.folder / "mine")
     assert result.status == "done"
     assert [row["loss"] for row in result.history] == [row["loss"] for row in notebook.undisturbed().history]

@@ -124,4 +124,4 @@ def test_a_run_of_an_older_version_which_kept_no_lengths_is_carried_on(tmp_path:
 
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run")
     claim(job, Storage(str(tmp_path)))
-    assert claim(job, Storage(str(tmp_path)), rows={"dataset": 5}).carried_on
+    assert claim(job, Storage(str(tmp_path)), rows={"dataset": 5}).is_resumed

@@ -59,7 +59,7 @@ def test_the_secret_is_no_part_of_the_job(tmp_path: Path, monkeypatch: pytest.Mo
     assert job.fingerprint() == job_of("other").fingerprint()
     assert job.storage == "s3://key:hush@bucket/runs"
     claim(job, Storage(str(tmp_path)))
-    assert claim(job_of("other"), Storage(str(tmp_path))).carried_on
+    assert claim(job_of("other"), Storage(str(tmp_path))).is_resumed
     kept = (tmp_path / "job" / "run.json").read_text()
     assert "hush" not in kept and "s3://bucket/runs/x" in kept
     with pytest.raises(JobError) as raised:

@@ -143,7 +143,7 @@ def test_ctrl_c_in_a_terminal_is_a_planned_stop_of_a_ray_of_its_own_too(run: Run
         said = []
         for text in process.stderr:
             said.append(text.rstrip())
-            if "rehearsal: pause" in text:
+            if "fault injection: pause" in text:
                 os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
     assert process.returncode == 130, said

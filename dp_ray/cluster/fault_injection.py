@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests and for users' rehearsals: real signals to real processes at given steps."""
+"""Fault injection: real signals to real processes at given steps, for tests and for users."""
 
 import os
 import signal

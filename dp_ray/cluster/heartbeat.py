@@ -24,7 +24,7 @@ SHOWN_FRAMES = 12
 
 
 class Heartbeat(StepControl):
-    """The border of a worker on Ray: beats from a thread, whose answers say what is asked of the worker.
+    """Step control of a worker on Ray: a thread sends beats, and their answers say what is asked of the worker.
 
     Once the loop has been in one step for `limit` seconds, a beat tells where it stands.
     """

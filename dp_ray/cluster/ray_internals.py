@@ -190,7 +190,7 @@ def drain_this_node(seconds: float | None) -> str | None:
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     context = ray.get_runtime_context()
     head = ray._raylet.GcsClient(address=context.gcs_address)
-    accepted, why = head.drain_node(context.get_node_id(), reason, "a rehearsal", deadline)
+    accepted, why = head.drain_node(context.get_node_id(), reason, "fault injection", deadline)
     return None if accepted else str(why)
 
 

@@ -81,7 +81,7 @@ class Monitor:
         return self._interruptions.log
 
     def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
-        """What the run that is carried on had reported of the steps that it finished."""
+        """Take in what a resumed run had reported of its finished steps."""
         self._reports.restore(runs)
 
     def take(self, message: Message) -> None:
@@ -211,7 +211,7 @@ class Monitor:
         self._interruptions.interrupt(Interruption(kind, what, self.progress.step, message.ranks, nodes))
 
     def _fault_injected(self, message: FaultInjected) -> None:
-        self._console.say(f"rehearsal: {message.what}, by {message.world}")
+        self._console.say(f"fault injection: {message.what}, by {message.world}")
         if message.is_the_drivers:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -38,7 +38,7 @@ class ShapeReports:
         self._decoded: dict[int, tuple[Any, Any]] = {}
 
     def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
-        """What the run that is carried on had reported of the steps that it finished."""
+        """Take in what a resumed run had reported of its finished steps."""
         self._collector.restore(runs)
 
     def begin(self, worlds: Sequence[World]) -> None:

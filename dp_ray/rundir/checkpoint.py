@@ -131,7 +131,7 @@ def _plain(value: Any, path: str) -> Any:
 class CheckpointWriter:
     """Writes checkpoints in the background, keeps the newest `keep` and the best.
 
-    `passed_over` are the steps of those that could not be carried on: they do not count among the newest, and are
+    `passed_over` are the steps of those that could not be resumed: they do not count among the newest, and are
     removed when a good one is written.
     """
 
@@ -214,7 +214,7 @@ def newest(
             misfit = str(error)
         if misfit is None:
             return name, about, state
-        tell(f"checkpoint {name} is left aside, one before it is looked for: {misfit}")
+        tell(f"checkpoint {name} is ignored, the one before it is tried: {misfit}")
     return None
 
 

@@ -23,7 +23,7 @@ from dp_ray.storage import Storage
 
 @dataclass(frozen=True)
 class RunDir:
-    """A claimed run directory; `token` is what this driver wrote there, `carried_on` whether it held work.
+    """A claimed run directory; `token` is what this driver wrote there, `is_resumed` whether it held work.
 
     `lengths` says by what a training is longer or shorter now.
     Each file that is committed to `storage` raises StorageError if another driver has claimed the directory since.
@@ -31,7 +31,7 @@ class RunDir:
 
     storage: Storage
     token: str
-    carried_on: bool
+    is_resumed: bool
     lengths: str = ""
 
 
@@ -56,19 +56,19 @@ def claim(
     text = json.dumps(says, indent=2, default=str) + "\n"
     if overwrite:
         _check_is_run(storage)
-    carried_on = not overwrite and _check_may_carry_on(job, storage, rows or {}, steps, resume)
-    _check_start(job, storage, carried_on)
-    lengths = _lengths(read_claim(storage), job) if carried_on else ""
-    if carried_on and is_finished(storage):
+    is_resumed = not overwrite and _check_may_carry_on(job, storage, rows or {}, steps, resume)
+    _check_start(job, storage, is_resumed)
+    lengths = _lengths(read_claim(storage), job) if is_resumed else ""
+    if is_resumed and is_finished(storage):
         _reopen(storage)
-    if carried_on:
+    if is_resumed:
         storage.delete(RESULT)  # the last driver's: this one's would be taken for it, if it were killed
     if overwrite:
         storage.remove()
     storage.create()
     storage.write_text(RUN, text)
     storage.child("parts").create()
-    claimed = RunDir(storage, token, carried_on, lengths)
+    claimed = RunDir(storage, token, is_resumed, lengths)
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
 
 
@@ -174,10 +174,10 @@ def _reopen(storage: Storage) -> None:
     read_incidents(storage, RESULT).save(storage)
 
 
-def _check_start(job: Job, storage: Storage, carried_on: bool) -> None:
-    if job.init_from is None or (job.task == "train" and carried_on and steps_of(storage.child(CHECKPOINTS))):
+def _check_start(job: Job, storage: Storage, is_resumed: bool) -> None:
+    if job.init_from is None or (job.task == "train" and is_resumed and steps_of(storage.child(CHECKPOINTS))):
         return  # a training goes on from its own checkpoint
-    if carried_on:
+    if is_resumed:
         check_start(storage, job.init_from)
     else:
         find_start(job.init_from)

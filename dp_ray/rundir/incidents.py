@@ -37,10 +37,10 @@ class Interruption:
     def resumption(self) -> str:
         """How it went on."""
         if self.resumed_step is None:
-            return "not carried on"
+            return "not resumed"
         again = f", {self.step - self.resumed_step} steps again" if self.step > self.resumed_step else ""
         after = "" if self.seconds is None else f" after {self.seconds:.1f} s"
-        return f"carried on from step {self.resumed_step}{after}{again}"
+        return f"resumed from step {self.resumed_step}{after}{again}"
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class IncidentLog:
 
 
 def read_incidents(run: Storage, name: str = INCIDENTS) -> IncidentLog:
-    """What earlier drivers of the run told, in its story or in its result.
+    """What earlier drivers of the run told, in its log or in its result.
 
-    It is none where the file is not there or is damaged: it is a story only.
+    It is none where the file is not there or is damaged: it is for reading only.
     """
     try:
         if not run.exists(name):

@@ -1,7 +1,7 @@
 """Which parts count: those that were committed before the newest attempt began, and its own.
 
-Rank 0 writes the ledger when an attempt begins. A worker of an attempt that is over may be alive still, cut off from
-the cluster and not from the storage: what it commits from then on is in no ledger, and is never merged.
+Rank 0 writes the ledger when an attempt begins. A worker of a superseded attempt may still be alive: cut off from the
+cluster, but not from the storage. What it commits from then on is in no ledger, and is never merged.
 """
 
 import json
@@ -68,7 +68,7 @@ def check_newest(run: Storage, attempt: str) -> None:
     """Raise StorageError where another attempt has begun since: what this one keeps would come between."""
     newest = read(run).attempt
     if newest != attempt:
-        raise StorageError(f"{run}: a newer attempt of the job has begun; this worker is of one that is over")
+        raise StorageError(f"{run}: this worker belongs to an attempt that is superseded by a newer one")
 
 
 def begin_attempt(run: Storage) -> Ledger:

@@ -1,4 +1,4 @@
-"""What an unfinished run holds: how far it is, how its last attempt ended, and how it is carried on."""
+"""What an unfinished run holds: how far it is, how its last attempt ended, and how to resume it."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -81,7 +81,7 @@ def kept_steps(run: Storage, task: str, split: Split) -> int:
 
 
 def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Interruption | None:
-    """How the last driver of a run that is carried on ended; None where none had workers yet.
+    """How the last driver of a resumed run ended; None where none had workers yet.
 
     That of a driver which was killed, and left its lease, is told here for it.
     """
@@ -95,7 +95,7 @@ def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Inte
 
 
 def interruption(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
-    """What the user who stopped a run wants to know: after which step, and how it is carried on."""
+    """What the user who stopped a run wants to know: after which step, and how to resume it."""
     if job.task == "evaluate":
         return "interrupted; an evaluation keeps nothing: it begins anew"
     kept = kept_steps(run, job.task, split)

@@ -11,7 +11,7 @@ class StepControl:
     """What a worker's loop meets between two steps. Alone in its process, nobody asks it for anything.
 
     `wants_stop`: the worker is to stop once all workers agree; one that is alone, after the step that it is in.
-    `take_save` says, once, that what is done so far is to be kept at this border.
+    `take_save` says, once, that what is done so far is to be kept now.
     """
 
     wants_stop = False
@@ -29,7 +29,7 @@ class StepControl:
         return False
 
     def leave(self) -> None:
-        """All that this worker had to keep is kept: wait for the others', and raise Yielded."""
+        """All that this worker had to keep is kept: wait for the others', and raise StopRequested."""
         raise StopRequested("stopped as it was asked")
 
     def end(self) -> None:

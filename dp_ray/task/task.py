@@ -33,7 +33,7 @@ def run_task(
     """Run the job's task on this worker; `send` takes Reports, and what else there is to tell.
 
     `rows_on_driver` has the lengths of the datasets, by their keys, that the driver found.
-    Raises Yielded where it stopped between two steps, as `control` asked.
+    Raises StopRequested where it stopped between two steps, as `control` asked.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     with preserved(world.device), deterministic(job, world.device), compiling(job):

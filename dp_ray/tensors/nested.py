@@ -83,7 +83,7 @@ class TreeSpec:
 
 
 def flatten(tree: Any) -> tuple[list[Leaf], TreeSpec]:
-    """Take a tree apart into its leaves, depth first, and the Spec from which `unflatten` rebuilds it."""
+    """Take a tree apart into its leaves, depth first, and the TreeSpec from which `unflatten` rebuilds it."""
     leaves: list[Leaf] = []
     return leaves, _describe(tree, leaves)
 
@@ -152,7 +152,7 @@ def _is_namedtuple(cls: type[Any]) -> bool:
 
 
 def _describe(node: Any, leaves: list[Leaf]) -> TreeSpec:
-    """Take a node apart: its leaves go to `leaves`, all else is the Spec. `_build` is the inverse."""
+    """Take a node apart: its leaves go to `leaves`, all else is the TreeSpec. `_build` is the inverse."""
     kind, keys, values = _children(node)
     if kind == "leaf":
         leaves.append(node)
