@@ -1,28 +1,22 @@
 """Fixtures of all tests: one Ray for the session, and proof that a test leaves nothing behind."""
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
-import psutil
 import pytest
 import torch
 
 import dp_ray
 import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
+from tests.support.cluster import OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
 
-ROOT = Path(__file__).resolve().parents[1]
-OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes of this session's cluster
 torch.set_num_threads(1)
 # No deadline, for the machine may be busy; the same examples each time, for a failure should be of the change.
 hypothesis.settings.register_profile("dp_ray", deadline=None, derandomize=True)
@@ -49,7 +43,7 @@ def nothing_left_behind() -> Iterator[None]:
 def no_worker_left_behind() -> Iterator[None]:
     """The processes in which groups run end with the session."""
     yield
-    from tests.group import end_idle
+    from tests.support.group import end_idle
 
     end_idle()
 
@@ -59,47 +53,6 @@ def in_project(monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand in the project's root, where `jobs` imports from."""
     monkeypatch.chdir(ROOT)
     return ROOT
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A started Ray: its address for drivers, and that of its dashboard for jobs."""
-
-    address: str
-    dashboard: str
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 90) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        assert process.poll() is None, f"Ray ended with status {process.returncode}"
-        with socket.socket() as trying:
-            if trying.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"nothing listens on port {port} after {seconds} s")
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a `ray start --block` with all that it started; fail where something stays."""
-    if process.poll() is not None:
-        return
-    root = psutil.Process(process.pid)
-    family = [*root.children(recursive=True), root]
-    for one in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.terminate()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for one in alive:
-        one.kill()
-    _, alive = psutil.wait_procs(alive, timeout=15)
-    assert not alive, f"these processes stay: {alive}"
 
 
 @pytest.fixture(scope="session")
@@ -119,9 +72,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         finally:
             end(process)
-
-
-Run = Callable[..., dp_ray.Result]
 
 
 @pytest.fixture
@@ -144,3 +94,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a small disk can be mounted by root only")
     yield folder
     os.system(f"umount --lazy {folder}")
+
+
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a shell's background jobs ignore it."""
+    wanted: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    yield
+    left = {number: signal.getsignal(number) for number in wanted}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert left == wanted, "the run left a handler"

@@ -16,8 +16,8 @@ from dp_ray.job import Job
 from dp_ray.replica.model import build_model, synchronise
 from dp_ray.rundir.claim import check_ours, claim
 from dp_ray.storage import Storage
-from tests import models
-from tests.conftest import free_port
+from tests.support import models
+from tests.support.cluster import free_port
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -135,7 +135,7 @@ def test_stdout_is_for_what_was_asked_for(
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
-        "{model: 'tests.models:Doubler', dataset: 'tests.test_attacks:Prints', batch_size: 9, workers: 0, "
+        "{model: 'tests.support.models:Doubler', dataset: 'tests.test_attacks:Prints', batch_size: 9, workers: 0, "
         f"storage: '{tmp_path}'}}"
     )
     for args in (["run", "--shapes", "--json"], ["plan", "--json"]):
@@ -147,7 +147,7 @@ def test_stdout_is_for_what_was_asked_for(
 
 def test_env_is_there_in_this_process_too_and_gone_afterwards(tmp_path: Path) -> None:
     dataset = {"target": "tests.test_attacks:NeedsVariable"}
-    assert run(tmp_path, "tests.models:Doubler", dataset, env={"DP_RAY_TEST": "5"}).rows == 9
+    assert run(tmp_path, "tests.support.models:Doubler", dataset, env={"DP_RAY_TEST": "5"}).rows == 9
 
 
 class NeedsVariable(models.Rows):
@@ -187,12 +187,14 @@ class TakesOver(nn.Module):
 def test_the_result_of_another_driver_is_left_alone(tmp_path: Path) -> None:
     model = {"target": "tests.test_attacks:TakesOver", "args": {"folder": str(tmp_path)}}
     with pytest.raises(StorageError, match="was taken over by another driver"):
-        run(tmp_path, model, "tests.models:Rows")
+        run(tmp_path, model, "tests.support.models:Rows")
     assert not (tmp_path / "run" / "result.json").exists()
 
 
 def test_overwriting_needs_a_job_that_can_be_written_down(tmp_path: Path) -> None:
-    first = run(tmp_path, "tests.models:Doubler", {"target": "tests.models:Rows", "args": {"length": 9}})
+    first = run(
+        tmp_path, "tests.support.models:Doubler", {"target": "tests.support.models:Rows", "args": {"length": 9}}
+    )
     with pytest.raises(JobError, match="args: must be plain YAML values"):
         claim(
             Job.make(
@@ -233,7 +235,7 @@ class LazyState(nn.Module):
 
 
 def test_odd_buffers_pass_through_a_process_group_and_lazy_ones_are_named() -> None:
-    keys = {"dataset": "tests.models:Rows", "batch_size": 1}
+    keys = {"dataset": "tests.support.models:Rows", "batch_size": 1}
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     try:
         odd = build_model(Job.make({"model": OddState(), **keys}, "job"), [torch.device("cpu")])

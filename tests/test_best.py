@@ -1,33 +1,17 @@
 """The best weights of a training are a file of their own; what a run gives to start from is said."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 import dp_ray
 from dp_ray.errors import DataError
-from tests import training
-from tests.test_three_tasks import FILE
+from tests.support.three_tasks import FILE
+from tests.support.trainings import eval_loss, trained
 
 pytestmark = pytest.mark.usefixtures("in_project")
-
-
-def trained(folder: Path, name: str = "trained", **others: Any) -> dp_ray.Result:
-    # Without decay, and far too fast: the loss of the evaluation is at its least before the end.
-    overshoots = {"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 9.0}}}
-    return dp_ray.run(**{**FILE, **overshoots, "workers": 0, "storage": str(folder), "name": name, **others})
-
-
-def eval_loss(weights: dict[str, torch.Tensor]) -> float:
-    """The loss over the evaluation's 20 rows, by plain torch; the keys are those of the bare module."""
-    model, data = training.mlp().eval(), training.Pairs(20)
-    model.load_state_dict(weights)
-    with torch.no_grad():
-        return torch.nn.functional.cross_entropy(model(data.inputs), data.targets).item()
 
 
 @pytest.fixture(scope="module")

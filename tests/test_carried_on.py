@@ -13,9 +13,9 @@ from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
-from tests import training
-from tests.group import StopsBefore, run_group, weights_of
-from tests.test_trainer import job_of
+from tests.support import training
+from tests.support.group import StopsBefore, run_group, weights_of
+from tests.support.trainings import job_of
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -61,7 +61,7 @@ def run(folder: Path, **keys: Any) -> dp_ray.Result:
 
 
 SCHEDULERS = "torch.optim.lr_scheduler"
-EVAL = {"dataset": {"target": "tests.training:Pairs", "args": {"length": 20}}, "every_steps": 4}
+EVAL = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 20}}, "every_steps": 4}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ EVAL = {"dataset": {"target": "tests.training:Pairs", "args": {"length": 20}}, "
 def test_a_finished_training_goes_on_for_longer(
     tmp_path: Path, first: dict[str, Any], then: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys: dict[str, Any] = {"eval": EVAL, "scheduler": "tests.training:warm_up"}
+    keys: dict[str, Any] = {"eval": EVAL, "scheduler": "tests.support.training:warm_up"}
     ends = len(run(tmp_path, **keys, **first).history) - 1
     result = dp_ray.run(job(tmp_path, **keys, **then))
     assert f"run: goes on to step {len(result.history)} (" in capsys.readouterr().err
@@ -152,7 +152,7 @@ def test_a_finished_training_without_its_checkpoints_does_not_begin_anew(tmp_pat
             {"target": f"{SCHEDULERS}:CosineAnnealingLR", "args": {"T_max": 30}},
             "CosineAnnealingLR: T_max 30",
         ),
-        ("tests.training:warm_up", "LambdaLR"),
+        ("tests.support.training:warm_up", "LambdaLR"),
         ({"target": f"{SCHEDULERS}:StepLR", "args": {"step_size": 5}}, ""),
     ],
 )

@@ -20,9 +20,9 @@ from dp_ray.job_target import Target
 from dp_ray.plan.plan import remarks
 from dp_ray.plan.split import Split
 from dp_ray.replica.loss import build_loss
-from tests import training
-from tests.test_cli import status_of
-from tests.test_tracebacks import keys_of
+from tests.support import training
+from tests.support.cli import status_of
+from tests.support.trainings import keys_of
 
 HERE = "tests.test_checks"
 
@@ -179,7 +179,7 @@ def test_a_run_tells_them_at_its_start(tmp_path: Path, capsys: pytest.CaptureFix
         "run: metrics.f1: is measured over a whole dataset, so by evaluations only, and there are none: set eval\n"
         in told
     )
-    dp_ray.run(**{**keys, "name": "other", "eval": {"dataset": "tests.training:Pairs"}})
+    dp_ray.run(**{**keys, "name": "other", "eval": {"dataset": "tests.support.training:Pairs"}})
     assert "metrics.f1: is" not in capsys.readouterr().err
 
 

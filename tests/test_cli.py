@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dp_ray import cli
-from tests.conftest import ROOT
+from tests.support.cli import status_of
+from tests.support.cluster import ROOT
 
 
 def program(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -17,21 +17,11 @@ def program(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
-def status_of(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    """The exit status of the program, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["dp-ray", *args])
-    try:
-        cli.main()
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    return 0
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(
-        "{model: 'tests.models:Linear', dataset: {target: 'tests.models:Rows', args: {length: 101}}, "
+        "{model: 'tests.support.models:Linear', dataset: {target: 'tests.support.models:Rows', args: {length: 101}}, "
         f"batch_size: 7, shards: 5, workers: 0, storage: '{tmp_path}'}}"
     )
     return path
@@ -163,7 +153,7 @@ def test_the_exit_status_of_each_way_to_fail(
 def test_a_job_that_fails_tells_the_users_traceback_and_keeps_the_failure(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
-        "{model: 'tests.models:Linear', dataset: 'tests.models:Breaks', batch_size: 7, workers: 0, "
+        "{model: 'tests.support.models:Linear', dataset: 'tests.support.models:Breaks', batch_size: 7, workers: 0, "
         f"storage: '{tmp_path}'}}"
     )
     done = program("run", str(job), "--json")
@@ -174,7 +164,7 @@ def test_a_job_that_fails_tells_the_users_traceback_and_keeps_the_failure(tmp_pa
 
 
 def test_an_installed_script_runs_from_anywhere(job: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from tests.models import Rows\n")
+    (tmp_path / "mine.py").write_text("from tests.support.models import Rows\n")
     script = Path(sys.executable).parent / "dp-ray"
     done = subprocess.run([script, "plan", str(job)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

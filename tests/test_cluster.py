@@ -24,7 +24,7 @@ from dp_ray.cluster.resources import room_for
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
 from dp_ray.system.stop_signals import handlers_kept
-from tests.conftest import ROOT, Cluster, free_port
+from tests.support.cluster import ROOT, Cluster, free_port
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,7 @@ from dp_ray.monitor import status_line
 from dp_ray.monitor.console import Console, Progressed, _display
 from dp_ray.monitor.status_line import StatusLine, rewritten
 from dp_ray.replica.world import World
-
-
-def as_a_notebook_shows(text: str) -> list[str]:
-    """Text after a carriage return lies over what was there, as it does in Jupyter's output."""
-
-    def overlaid(line: str) -> str:
-        shown = ""
-        for part in line.split("\r"):
-            shown = part + shown[len(part) :]
-        return shown.rstrip()
-
-    return [overlaid(line) for line in text.split("\n")]
+from tests.support.screens import as_a_notebook_shows
 
 
 def progressed() -> Progressed:

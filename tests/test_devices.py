@@ -23,10 +23,10 @@ from dp_ray.storage import Storage
 from dp_ray.task.task import run_task
 from jobs.digits import Digits
 from jobs.model_parallel import Stack, TwoParts
-from tests import training
-from tests.group import history_of, run_group, weights_of
-from tests.test_trainer import assert_close, initial, job_of, mean_loss
-from tests.training import plain_loop
+from tests.support import training
+from tests.support.group import history_of, run_group, weights_of
+from tests.support.training import plain_loop
+from tests.support.trainings import assert_close, initial, job_of, mean_loss
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 TWO = {"devices": ["cpu", "cpu"]}
@@ -97,7 +97,7 @@ class Residual(nn.Module):
 
 
 def named(**keys: Any) -> Job:
-    given = {"model": "tests.test_devices:Named", "dataset": "tests.training:Pairs", "batch_size": 8}
+    given = {"model": "tests.test_devices:Named", "dataset": "tests.support.training:Pairs", "batch_size": 8}
     return Job.make({**given, **TWO, "device_map": "auto", **keys}, "job")
 
 
@@ -242,7 +242,7 @@ def test_a_forward_that_mixes_devices_names_both_and_the_module(tmp_path: Path) 
     run.child(ledger.PARTS).create()
     target = {"target": "tests.test_devices:Forgets"}
     for task in ({}, {"task": "train", "loss": "torch.nn:CrossEntropyLoss", "optimizer": "torch.optim:SGD"}):
-        keys = {"model": target, "dataset": "tests.training:Pairs", "batch_size": 8, "inputs": "first"}
+        keys = {"model": target, "dataset": "tests.support.training:Pairs", "batch_size": 8, "inputs": "first"}
         job = Job.make({**keys, "devices": ["cpu", "meta"], **task}, "job")
         world = World(device=CPU, all_devices=(CPU, META))
         with pytest.raises(

@@ -23,8 +23,8 @@ import benchmarks.__main__
 import jobs.digits  # noqa: F401  (scikit-learn's first import sets environment variables)
 from dp_ray import cli
 from dp_ray.job import Job
-from tests.conftest import ROOT
-from tests.pages import PAGES, Block, anchors_of, blocks_of, inline_of, links_of, name_of, prose_of
+from tests.support.cluster import ROOT
+from tests.support.pages import PAGES, Block, anchors_of, blocks_of, inline_of, links_of, name_of, prose_of
 
 PACKAGE = ROOT / "dp_ray"
 VERIFIED = "needs Ray: tests/test_training_runs.py verifies a job on Ray"

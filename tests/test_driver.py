@@ -13,7 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 import dp_ray
 from dp_ray.errors import DataError, JobError, StorageError
 from dp_ray.results import outputs
-from tests import models
+from tests.support import models
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -35,7 +35,7 @@ class Fragile(models.Rows):
 
 def keys(folder: Path, **others: Any) -> dict[str, Any]:
     target = {"target": "tests.test_driver:Fragile", "args": {"folder": str(folder)}}
-    values = {"model": "tests.models:Linear", "dataset": target, "batch_size": 7, "shards": 3, "workers": 0}
+    values = {"model": "tests.support.models:Linear", "dataset": target, "batch_size": 7, "shards": 3, "workers": 0}
     return {**values, "name": "run", "storage": str(folder), **others}
 
 
@@ -118,7 +118,12 @@ class BreaksIn(models.SlowPairs):
 
 def training(folder: Path, **others: Any) -> dict[str, Any]:
     target = {"target": "tests.test_driver:BreaksIn", "args": {"folder": str(folder)}}
-    given = {"task": "train", "model": "tests.training:mlp", "dataset": target, "loss": "torch.nn:CrossEntropyLoss"}
+    given = {
+        "task": "train",
+        "model": "tests.support.training:mlp",
+        "dataset": target,
+        "loss": "torch.nn:CrossEntropyLoss",
+    }
     optimizer = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
     keys = {**given, "optimizer": optimizer, "batch_size": 10, "shards": 3, "workers": 0, "bitwise": True}
     return {**keys, "checkpoint": {"every_steps": 2}, "name": "run", "storage": str(folder), "quiet": True, **others}

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import dp_ray
 from dp_ray.cli import cli
 from dp_ray.system.environment import environment, is_env, without_values
-from tests import models
+from tests.support import models
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -24,7 +24,7 @@ class Needs(models.Rows):
 
 
 JOB: dict[str, Any] = {
-    "model": "tests.models:Doubler",
+    "model": "tests.support.models:Doubler",
     "dataset": "tests.test_environment:Needs",
     "batch_size": 4,
     "env": {"DP_RAY_ROWS": "9"},

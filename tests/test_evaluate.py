@@ -11,12 +11,12 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.rundir.history_file import best_of, merge_history, read_history, summary
 from dp_ray.storage import Storage
-from tests import training
-from tests.group import WorkerExit, history_of, measured, run_group, weights_of
+from tests.support import training
+from tests.support.group import ProcessExit, history_of, measured, run_group, weights_of
 
 METRICS = {
-    "right": "tests.training:right",
-    "wild": "tests.training:wild",  # numbers whose sum depends on the order in which they are added
+    "right": "tests.support.training:right",
+    "wild": "tests.support.training:wild",  # numbers whose sum depends on the order in which they are added
     "f1": {"target": "torchmetrics.classification:MulticlassF1Score", "args": {"num_classes": 3}},
     "auroc": {"target": "torchmetrics.classification:MulticlassAUROC", "args": {"num_classes": 3}},
     "recall": {
@@ -29,8 +29,8 @@ METRICS = {
 def job_of(**keys: Any) -> Job:
     given = {
         "task": "evaluate",
-        "model": "tests.training:mlp",
-        "dataset": "tests.training:Pairs",
+        "model": "tests.support.training:mlp",
+        "dataset": "tests.support.training:Pairs",
         "loss": "torch.nn:CrossEntropyLoss",
         "metrics": METRICS,
         "batch_size": 9,
@@ -67,26 +67,28 @@ def test_each_sample_counts_once_on_any_number_of_workers(tmp_path: Path) -> Non
 
 
 def test_a_worker_without_any_row_takes_part(tmp_path: Path) -> None:
-    data = {"target": "tests.training:Pairs", "args": {"length": 2}}
+    data = {"target": "tests.support.training:Pairs", "args": {"length": 2}}
     found = measured(run_group(job_of(workers=4, dataset=data), tmp_path))
     assert 0 <= found["right"] <= 1
 
 
 def test_metrics_alone_need_no_loss(tmp_path: Path) -> None:
-    found = measured(run_group(job_of(workers=2, loss=None, metrics={"right": "tests.training:right"}), tmp_path))
+    found = measured(
+        run_group(job_of(workers=2, loss=None, metrics={"right": "tests.support.training:right"}), tmp_path)
+    )
     assert found == {"right": pytest.approx(expected()["right"])}
 
 
 def test_a_metric_that_raises_is_named(tmp_path: Path) -> None:
     wrong = {"f1": {"target": "torchmetrics.classification:MulticlassF1Score", "args": {"num_classes": 7}}}
-    with pytest.raises(WorkerExit, match=r"evaluation step 0, shard \d: metrics\.f1 raised ValueError: If `preds`"):
+    with pytest.raises(ProcessExit, match=r"evaluation step 0, shard \d: metrics\.f1 raised ValueError: If `preds`"):
         run_group(job_of(workers=2, metrics=wrong), tmp_path)
 
 
 ELEMENTS = {
-    "right": "tests.training:right",
+    "right": "tests.support.training:right",
     "recall": METRICS["recall"],
-    "scores": "tests.training:Scores",
+    "scores": "tests.support.training:Scores",
 }
 
 
@@ -96,10 +98,10 @@ def training_of(**keys: Any) -> Job:
         "task": "train",
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
         "metrics": ELEMENTS,
-        "dataset": {"target": "tests.training:Pairs", "args": {"length": 21}},
+        "dataset": {"target": "tests.support.training:Pairs", "args": {"length": 21}},
         "batch_size": 1,
         "shards": 1,
-        "eval": {"dataset": "tests.training:Pairs", "every_steps": 10, "batch_size": 40},
+        "eval": {"dataset": "tests.support.training:Pairs", "every_steps": 10, "batch_size": 40},
         "checkpoint": {"every_steps": 4, "keep": 9, "best": {"metric": "eval_recall_1", "mode": "max"}},
         **keys,
     }
@@ -138,13 +140,13 @@ def test_elements_of_metrics_are_columns_of_the_history(tmp_path: Path) -> None:
     ],
 )
 def test_a_watched_element_that_is_none_is_told(tmp_path: Path, name: str, says: str) -> None:
-    with pytest.raises(WorkerExit, match=says):
+    with pytest.raises(ProcessExit, match=says):
         run_group(training_of(checkpoint={"best": name}), tmp_path)
     steps = history_of(tmp_path) if (tmp_path / "history").exists() else []
     assert len(steps) <= 10
 
 
 def test_two_metrics_of_one_name_are_told(tmp_path: Path) -> None:
-    metrics = {"recall_0": "tests.training:right", "recall": METRICS["recall"]}
-    with pytest.raises(WorkerExit, match="metrics: two give recall_0; rename one"):
+    metrics = {"recall_0": "tests.support.training:right", "recall": METRICS["recall"]}
+    with pytest.raises(ProcessExit, match="metrics: two give recall_0; rename one"):
         run_group(job_of(metrics=metrics), tmp_path)

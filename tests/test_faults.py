@@ -16,9 +16,9 @@ import torch
 import dp_ray
 from dp_ray.cluster.ray_internals import CONTROLLER_PROCESS, WORKER_PROCESS
 from dp_ray.errors import DataError, JobError, WorkerError
-from tests import models
-from tests.conftest import OURS, Cluster, Run
-from tests.test_training_runs import SLOW, driver, job_file
+from tests.support import models
+from tests.support.cluster import OURS, Cluster, Run
+from tests.support.drivers import SLOW, driver, job_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -198,7 +198,7 @@ def is_worker(pid: int) -> bool:
 
 def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run) -> None:
     """The steps of 200 tutorials, 800, while workers are killed at random times from outside."""
-    keys: dict[str, Any] = {"model": "tests.models:Linear", "batch_size": 10, "shards": 4}
+    keys: dict[str, Any] = {"model": "tests.support.models:Linear", "batch_size": 10, "shards": 4}
     target = "tests.test_faults:Slowly"
     undisturbed = run(**keys, workers=0, name="undisturbed", dataset={"target": target, "args": {"seconds": 0.0}})
     ports, memory = listening(), shared_memory()

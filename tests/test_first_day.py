@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dp_ray import cli
-from tests.conftest import ROOT
+from tests.support.cluster import ROOT
 
 PAGE = (ROOT / "docs" / "first-day.md").read_text()
 COMMANDS = re.findall(r"^(dp-ray .*)$", PAGE, re.M)

@@ -13,13 +13,13 @@ import dp_ray
 from dp_ray.follow_up import follow_up
 from dp_ray.results.report import differences
 from dp_ray.rundir.weights import _split
-from tests import training
-from tests.test_best import eval_loss, trained
-from tests.test_cli import status_of
-from tests.test_three_tasks import FILE
+from tests.support import training
+from tests.support.cli import status_of
+from tests.support.three_tasks import FILE
+from tests.support.trainings import eval_loss, trained
 
 pytestmark = pytest.mark.usefixtures("in_project")
-PAIRS = "{target: 'tests.training:Pairs', args: {length: 30}}"
+PAIRS = "{target: 'tests.support.training:Pairs', args: {length: 30}}"
 
 
 class Inputs(training.Pairs):
@@ -56,7 +56,7 @@ def test_evaluate_takes_the_best_weights_on_the_dataset_of_eval(
     assert result["run_dir"] == str(run_dir.parent / "trained-evaluate")
     assert result["metrics"]["loss"] == pytest.approx(best["value"], rel=1e-6)
     assert said.err.splitlines()[1] == (
-        f"trained-evaluate: evaluates the best weights of {run_dir} on its eval.dataset tests.training:Pairs"
+        f"trained-evaluate: evaluates the best weights of {run_dir} on its eval.dataset tests.support.training:Pairs"
     )
 
 

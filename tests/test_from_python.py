@@ -12,8 +12,8 @@ from torch import nn
 import dp_ray
 from dp_ray.errors import JobError
 from dp_ray.job import Job
-from tests import training
-from tests.test_three_tasks import FILE, UNTRAINED
+from tests.support import training
+from tests.support.three_tasks import FILE, UNTRAINED
 
 
 class Net(nn.Module):
@@ -38,7 +38,7 @@ def target(name: str, **args: Any) -> dict[str, Any]:
 
 NAMES: dict[str, Any] = {
     "model": target("tests.test_from_python:Net", width=5),
-    "dataset": target("tests.training:Pairs", length=40),
+    "dataset": target("tests.support.training:Pairs", length=40),
     "loss": target("torch.nn:CrossEntropyLoss", label_smoothing=0.1),
     "optimizer": target("torch.optim:AdamW", lr=0.02),
     "scheduler": target("torch.optim.lr_scheduler:StepLR", step_size=2),
@@ -46,7 +46,7 @@ NAMES: dict[str, Any] = {
         "right": "tests.test_from_python:accuracy",
         "f1": target("torchmetrics:F1Score", task="multiclass", num_classes=3),
     },
-    "eval": {"dataset": target("tests.training:Pairs", length=20)},
+    "eval": {"dataset": target("tests.support.training:Pairs", length=20)},
     "collate": "torch.utils.data:default_collate",
 }  # fmt: skip
 OBJECTS: dict[str, Any] = {

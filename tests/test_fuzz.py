@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dp_ray.job import Job
-from tests.group import StopsBefore, history_of, run_group, weights_of
-from tests.patchwork import Noisy, Patchwork, put, train_plainly
-from tests.test_trainer import initial
-from tests.training import Pairs, warm_up
+from tests.support.group import StopsBefore, history_of, run_group, weights_of
+from tests.support.patchwork import Noisy, Patchwork, put, train_plainly
+from tests.support.training import Pairs, warm_up
+from tests.support.trainings import initial
 
 PARTS = ["channels_last", "transposed", "scalar", "double", "unused", "sometimes", "frozen", "still", "statistics"]
 PARTS += ["observer", "dropout", "noise", "expanded", "sparse", "complex", "half", "wide"]
@@ -48,7 +48,7 @@ def trainings(draw: st.DrawFn) -> dict[str, Any]:
         "shards": shards,
         "workers": [draw(workers), draw(workers)],
         "optimizer": draw(st.sampled_from(optimizers)),
-        "scheduler": draw(st.sampled_from([None, "tests.training:warm_up"])),
+        "scheduler": draw(st.sampled_from([None, "tests.support.training:warm_up"])),
         "grad_clip": draw(st.sampled_from([None, 0.3])),
         "bitwise": draw(st.booleans()),
         "precision": draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16"]))
@@ -63,11 +63,11 @@ def trainings(draw: st.DrawFn) -> dict[str, Any]:
 
 def job_for(case: dict[str, Any], workers: int) -> Job:
     cls, args = OPTIMIZERS[case["optimizer"]]
-    evaluation = {"dataset": {"target": "tests.training:Pairs", "args": {"length": case["eval_rows"]}}}
+    evaluation = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": case["eval_rows"]}}}
     keys = {
         "task": "train",
-        "model": {"target": "tests.patchwork:Patchwork", "args": {"has": case["has"]}},
-        "dataset": {"target": "tests.training:Pairs", "args": {"length": case["rows"]}},
+        "model": {"target": "tests.support.patchwork:Patchwork", "args": {"has": case["has"]}},
+        "dataset": {"target": "tests.support.training:Pairs", "args": {"length": case["rows"]}},
         "loss": "torch.nn:CrossEntropyLoss",
         "optimizer": {"target": f"{cls.__module__}:{cls.__qualname__}", "args": args},
         "workers": workers,

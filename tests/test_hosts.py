@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import dp_ray
-from tests.conftest import ROOT
-from tests.hosts import ENVIRONMENT, PORT, Host, hosts
-from tests.test_training_runs import SLOW
+from tests.support.cluster import ROOT
+from tests.support.drivers import SLOW
+from tests.support.hosts import ENVIRONMENT, PORT, Host, hosts
 
 pytestmark = pytest.mark.ray
 ONE_EACH: dict[str, Any] = {"resources_per_worker": {"slot": 1}}
-TRAINING = {**SLOW, **ONE_EACH, "dataset": {"target": "tests.models:SlowPairs", "args": {"seconds": 0.03}}}
+TRAINING = {**SLOW, **ONE_EACH, "dataset": {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.03}}}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_host_that_is_cut_off_costs_time_and_no_sample(
     up: list[Host], tmp_path: Path, job: Callable[..., list[str]], in_project: Path
 ) -> None:
     dataset = {"target": "tests.test_run:Slow", "args": {"length": 900}}
-    keys = {"model": "tests.models:Linear", "dataset": dataset, "batch_size": 9, "shards": 3, **ONE_EACH}
+    keys = {"model": "tests.support.models:Linear", "dataset": dataset, "batch_size": 9, "shards": 3, **ONE_EACH}
     with Driver(up[0], *job(**keys, workers={"min": 1, "max": 3})) as driver:
         driver.wait_for("3 workers on 3 nodes")
         time.sleep(2)

@@ -1,13 +1,12 @@
 """The house: imports point down, Ray stands in one floor, the public face is small and quick."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import dp_ray
+from tests.support.fresh import loaded_by
 
 PACKAGE = Path(dp_ray.__file__).parent
 FLOORS = [
@@ -123,13 +122,6 @@ def test_the_public_face() -> None:
         dp_ray.rnu  # noqa: B018
 
 
-def loaded_by(code: str) -> set[str]:
-    """The top-level modules that a fresh interpreter has loaded after `code`."""
-    code += "\nimport sys; print('\\n'.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {line.split(".")[0] for line in done.stdout.splitlines()}
-
-
 def test_importing_dp_ray_waits_for_neither_torch_nor_ray() -> None:
     assert not {"torch", "ray", "pyarrow", "pydantic", "numpy"} & loaded_by("import dp_ray")
 
@@ -142,3 +134,10 @@ def test_a_plan_waits_for_neither_torch_nor_ray(tmp_path: Path) -> None:
     code = f"import os; os.chdir({str(tmp_path)!r})\nfrom dp_ray.cli import cli\n"
     code += f"cli(['plan', {str(job)!r}], standalone_mode=False)"
     assert not {"torch", "ray", "pyarrow"} & loaded_by(code)
+
+
+def test_no_test_imports_a_test() -> None:
+    """What tests share stands in tests/support."""
+    for path in sorted((PACKAGE.parent / "tests").rglob("*.py")):
+        found = [module for module in imported(path) if module.startswith(("tests.test_", "tests.conftest"))]
+        assert not found, f"{relative(path)} imports {found[0]}"

@@ -21,11 +21,9 @@ from dp_ray.job import Job
 from dp_ray.rundir.claim import claim
 from dp_ray.rundir.lease import LEASE
 from dp_ray.storage import Storage
-from tests import models
-from tests.conftest import ROOT
-from tests.test_stop_signals import foreground
+from tests.support import models
+from tests.support.cluster import ROOT
 
-__all__ = ["foreground"]
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
 NEVER = {"every_steps": None, "every_seconds": None}
 
@@ -56,7 +54,12 @@ class Ends(models.SlowPairs):
 def keys(folder: Path, **others: Any) -> dict[str, Any]:
     """A training of 48 steps of 6 rows."""
     target = {"target": "tests.test_incidents:Ends", "args": {"folder": str(folder)}}
-    given = {"task": "train", "model": "tests.training:mlp", "dataset": target, "loss": "torch.nn:CrossEntropyLoss"}
+    given = {
+        "task": "train",
+        "model": "tests.support.training:mlp",
+        "dataset": target,
+        "loss": "torch.nn:CrossEntropyLoss",
+    }
     optimizer = {"target": "torch.optim:AdamW", "args": {"lr": 0.01}}
     how = {"optimizer": optimizer, "batch_size": 6, "epochs": 3, "workers": 0, "checkpoint": NEVER}
     return {**given, **how, "name": "run", "storage": str(folder), "quiet": True, **others}

@@ -14,8 +14,8 @@ from dp_ray.results import outputs
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.rundir.weights import read_start
 from dp_ray.storage import Storage
-from tests import training
-from tests.conftest import Run
+from tests.support import training
+from tests.support.cluster import Run
 
 pytestmark = pytest.mark.usefixtures("in_project")
 GONE = r"init_from: .*step-3\.safetensors, with which this run began \(sha256 [0-9a-f]{64}\), is gone.*--overwrite"
@@ -51,7 +51,7 @@ class Fragile(training.Pairs):
 
 def keys(folder: Path, **others: Any) -> dict[str, Any]:
     dataset = {"target": "tests.test_init_from:Fragile", "args": {"folder": str(folder)}}
-    given = {"model": "tests.training:mlp", "dataset": dataset, "init_from": str(folder / "trained")}
+    given = {"model": "tests.support.training:mlp", "dataset": dataset, "init_from": str(folder / "trained")}
     return {**given, "batch_size": 7, "workers": 0, "name": "run", "storage": str(folder), "quiet": True, **others}
 
 
@@ -153,11 +153,11 @@ def test_each_attempt_reads_the_file_of_the_first(tmp_path: Path) -> None:
 
 TRAINING: dict[str, Any] = {
     "task": "train",
-    "model": "tests.training:mlp",
-    "dataset": "tests.training:Pairs",
+    "model": "tests.support.training:mlp",
+    "dataset": "tests.support.training:Pairs",
     "loss": "torch.nn:CrossEntropyLoss",
     "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.01}},
-    "eval": {"dataset": {"target": "tests.training:Pairs", "args": {"length": 20}}, "every_steps": 4},
+    "eval": {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 20}}, "every_steps": 4},
     "checkpoint": {"every_steps": 2, "best": "eval_loss"},
     "batch_size": 22,
     "shards": 3,

@@ -16,7 +16,7 @@ from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Note
 from dp_ray.task.task import run_task
-from tests import models, training
+from tests.support import models, training
 
 FIRST, SECOND = models.Rows(20).data, models.Rows(20).data.flip(0)
 PAIRS = TensorDataset(FIRST, SECOND)

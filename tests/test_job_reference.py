@@ -9,7 +9,7 @@ import yaml
 
 from dp_ray.job import Job
 from dp_ray.job_parts import Checkpoint, Loader
-from tests.conftest import ROOT
+from tests.support.cluster import ROOT
 
 PAGE = (ROOT / "docs" / "job-file.md").read_text()
 updated: Callable[[str], str] = runpy.run_path(str(ROOT / "docs" / "reference.py"))["updated"]

@@ -13,9 +13,9 @@ from jsonschema.exceptions import best_match
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_schema import json_schema
-from tests.conftest import ROOT
-from tests.test_cli import status_of
-from tests.test_imports import loaded_by
+from tests.support.cli import status_of
+from tests.support.cluster import ROOT
+from tests.support.fresh import loaded_by
 
 GOOD: dict[str, Any] = {"model": "a:b", "dataset": "a:c", "batch_size": 30}
 TRAIN = {"task": "train", "loss": "a:l", "optimizer": "a:o", "eval": {"dataset": "a:e"}}

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 import dp_ray
 from dp_ray.errors import DataError
-from tests import training
+from tests.support import training
 
 pytestmark = pytest.mark.usefixtures("in_project")
 LOSS, ACCURACY = {"metric": "eval_loss", "mode": "min"}, {"metric": "eval_accuracy", "mode": "max"}
@@ -33,12 +33,12 @@ def run(folder: Path, **others: Any) -> dp_ray.Result:
     """A training of 18 steps of 17 rows, the last of the 6 in an epoch 16."""
     keys: dict[str, Any] = {
         "task": "train",
-        "model": "tests.training:mlp",
+        "model": "tests.support.training:mlp",
         "dataset": {"target": "tests.test_kept:Breaks", "args": {"folder": str(folder)}},
         "loss": "torch.nn:CrossEntropyLoss",
-        "metrics": {"accuracy": "tests.training:right"},
+        "metrics": {"accuracy": "tests.support.training:right"},
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.5}},
-        "eval": {"dataset": "tests.training:Pairs", "every_steps": 1},
+        "eval": {"dataset": "tests.support.training:Pairs", "every_steps": 1},
         "checkpoint": {"every_steps": 2, "keep": 1},
     }
     given = {"batch_size": 17, "epochs": 3, "shuffle": True, "workers": 0, "name": "run", "quiet": True}

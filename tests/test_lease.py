@@ -14,29 +14,24 @@ import pytest
 
 import dp_ray
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job import Job
 from dp_ray.rundir import lease
-from dp_ray.rundir.claim import RunDir, claim
 from dp_ray.rundir.lease import LEASE, held, wait_until_free
 from dp_ray.storage import Storage
 from dp_ray.system.folders import OWNER, own_folder, remove_orphans
 from dp_ray.system.process import Process, is_dead, this_process
-from tests import models
+from tests.support import models
+from tests.support.run_dirs import claimed_in
 
 pytestmark = pytest.mark.usefixtures("in_project")
 HOLD = """
 import sys, time
-from tests.test_lease import claimed_in
 from dp_ray.system.folders import own_folder
 from dp_ray.rundir.lease import held
+from tests.support.run_dirs import claimed_in
 with held(claimed_in(sys.argv[1])), own_folder(sys.argv[1]) as folder:
     print(folder, flush=True)
     time.sleep(600)
 """
-
-
-def claimed_in(folder: Path | str) -> RunDir:
-    return claim(Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run"), Storage(str(folder)))
 
 
 def killed_driver(folder: Path) -> str:
@@ -137,7 +132,13 @@ class RunsAgain(models.Rows):
 
 def keys(folder: Path | str) -> dict[str, Any]:
     dataset = {"target": "tests.test_lease:RunsAgain", "args": {"folder": str(folder)}}
-    values = {"model": "tests.models:Linear", "dataset": dataset, "batch_size": 4, "workers": 0, "quiet": True}
+    values = {
+        "model": "tests.support.models:Linear",
+        "dataset": dataset,
+        "batch_size": 4,
+        "workers": 0,
+        "quiet": True,
+    }
     return {**values, "storage": str(folder), "name": "run"}
 
 

@@ -18,10 +18,11 @@ from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl, StopRequested
 from dp_ray.task.task import run_task
-from tests import models
+from tests.support import models
 
 JOB = Job.make(
-    {"model": "tests.models:Linear", "dataset": models.Rows(60), "batch_size": 10, "workers": 1, "shards": 2}, "j"
+    {"model": "tests.support.models:Linear", "dataset": models.Rows(60), "batch_size": 10, "workers": 1, "shards": 2},
+    "j",
 )
 
 

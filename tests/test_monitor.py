@@ -256,7 +256,10 @@ def test_a_run_never_stands_at_no_step_and_no_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    job = {"model": "tests.models:Linear", "dataset": {"target": "tests.models:Rows", "args": {"length": 9}}}
+    job = {
+        "model": "tests.support.models:Linear",
+        "dataset": {"target": "tests.support.models:Rows", "args": {"length": 9}},
+    }
     dp_ray.run(**job, batch_size=3, workers=0, storage=str(tmp_path))
     told = capsys.readouterr().err
     assert "step 3/3, 9 rows" in told
@@ -292,7 +295,10 @@ def test_with_no_workers_reports_of_two_threads_are_taken_one_at_a_time(
 
     monkeypatch.setattr(Monitor, "tick", slowly)
     monkeypatch.setattr(in_process, "run_task", two_threads)
-    job = {"model": "tests.models:Linear", "dataset": {"target": "tests.models:Rows", "args": {"length": 9}}}
+    job = {
+        "model": "tests.support.models:Linear",
+        "dataset": {"target": "tests.support.models:Rows", "args": {"length": 9}},
+    }
     dp_ray.run(
         **job, task="evaluate", loss="torch.nn:MSELoss", batch_size=3, workers=0, storage=str(tmp_path), quiet=True
     )

@@ -14,15 +14,16 @@ import pytest
 from nbclient import NotebookClient
 
 from dp_ray.results.result import Result, load
-from tests.conftest import ROOT
-from tests.test_console import as_a_notebook_shows
+from tests.support.cluster import ROOT
+from tests.support.screens import as_a_notebook_shows
 
 FORMAT: Any = nbformat.v4  # whose functions have no types
 KEYS = """
 import dp_ray
 keys = {
-    "task": "train", "model": "tests.training:mlp", "loss": "torch.nn:CrossEntropyLoss", "batch_size": 6, "epochs": 3,
-    "dataset": {"target": "tests.models:SlowPairs", "args": {"seconds": 0.01}}, "workers": 0, "shuffle": True,
+    "task": "train", "model": "tests.support.training:mlp", "loss": "torch.nn:CrossEntropyLoss",
+    "batch_size": 6, "epochs": 3,
+    "dataset": {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.01}}, "workers": 0, "shuffle": True,
     "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.01}}, "storage": "STORAGE",
     "checkpoint": {"every_steps": None, "every_seconds": None},
 }
@@ -116,9 +117,11 @@ def test_a_result_and_its_history_show_themselves_as_tables(notebook: Notebook) 
     assert history.data["text/html"].count("<tr>") == 1 + 5 + 1 + 5
 
 
-def test_the_lines_of_readme_work(notebook: Notebook) -> None:
-    section = (ROOT / "README.md").read_text().partition("### In a notebook\n")[2]
+def test_the_lines_of_the_docs_work(notebook: Notebook) -> None:
+    section = (ROOT / "docs" / "outputs.md").read_text().partition("## In a notebook\n")[2]
     code = section.partition("```python\n")[2].partition("```")[0]
-    shown = [notebook.run(line)[0] for line in code.splitlines()]
-    assert [one.output_type for one in shown] == ["execute_result"] * 4
-    assert shown[3].data["text/plain"].split()[:3] == ["rank", "0", "288"]
+    cells = [line for line in code.replace('"runs/digits"', "result.run_dir").splitlines() if line]
+    assert cells[:2] == ["import dp_ray", "result = dp_ray.load(result.run_dir)"]
+    shown = [notebook.run(cell) for cell in cells]
+    assert [[one.output_type for one in outputs] for outputs in shown[2:]] == [["execute_result"]] * 4
+    assert shown[-1][0].data["text/plain"].split()[:3] == ["rank", "0", "288"]

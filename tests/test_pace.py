@@ -9,8 +9,8 @@ from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_parts import Checkpoint
 from dp_ray.task.pace import Pace
-from tests.group import StopsBefore, run_group, weights_of
-from tests.test_trainer import job_of
+from tests.support.group import StopsBefore, run_group, weights_of
+from tests.support.trainings import job_of
 
 
 class Clock:

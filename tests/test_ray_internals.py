@@ -16,7 +16,7 @@ import pytest
 import ray
 
 import dp_ray
-from tests.conftest import ROOT
+from tests.support.cluster import ROOT
 
 RAY = Path(ray.__file__).parent
 WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals.py"

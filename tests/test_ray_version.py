@@ -12,7 +12,7 @@ import pytest
 from dp_ray.cluster import ray_version
 from dp_ray.cluster.ray_version import RANGE, TRIED, check_ray
 from dp_ray.errors import ClusterError
-from tests.conftest import ROOT
+from tests.support.cluster import ROOT
 
 
 def test_the_range_is_that_of_the_package() -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_ray.job import Job
-from tests import training
-from tests.group import WorkerExit, history_of, run_group
+from tests.support import training
+from tests.support.group import ProcessExit, history_of, run_group
 
 
 class Items(training.Pairs):
@@ -70,8 +70,8 @@ def job_of(**keys: Any) -> Job:
     """101 rows in one batch, in shards of 34, 34 and 33 rows."""
     given = {
         "task": "train",
-        "model": "tests.training:mlp",
-        "dataset": "tests.training:Pairs",
+        "model": "tests.support.training:mlp",
+        "dataset": "tests.support.training:Pairs",
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
         "batch_size": 101,
         "shards": 3,
@@ -85,7 +85,7 @@ def job_of(**keys: Any) -> Job:
 @pytest.mark.parametrize("inputs", ["auto", "all", "first"])
 def test_dict_items_are_answered_with_one_recipe(tmp_path: Path, task: str, inputs: str) -> None:
     given = job_of(task=task, dataset=f"{HERE}:Items", loss="torch.nn:CrossEntropyLoss", inputs=inputs)
-    with pytest.raises(WorkerExit) as raised:
+    with pytest.raises(ProcessExit) as raised:
         run_group(given, tmp_path)
     says = str(raised.value)
     assert f"task {task} needs items that are (inputs, target), got a batch of a dict" in says
@@ -106,7 +106,7 @@ BEFORE_AND_AFTER = [
 @pytest.mark.parametrize(("before", "after"), BEFORE_AND_AFTER)
 def test_the_three_losses_of_one_number(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Written as for one GPU they are an error; written as docs/training.md says, they are what they were there."""
-    with pytest.raises(WorkerExit, match="returned one number for a shard") as raised:
+    with pytest.raises(ProcessExit, match="returned one number for a shard") as raised:
         run_group(job_of(**before), tmp_path / "before")
     assert "(loss * n, n)" in str(raised.value)
     run_group(job_of(**after), tmp_path / "after")

@@ -9,16 +9,16 @@ import pytest
 import dp_ray
 from dp_ray.results.report import compared, lines
 from dp_ray.results.shown import relative
-from tests.test_cli import status_of
-from tests.test_tracebacks import keys_of
+from tests.support.cli import status_of
+from tests.support.trainings import keys_of
 
 
 def train(folder: Path, name: str, lr: float = 0.1, **keys: Any) -> dp_ray.Result:
     """Three epochs of eight steps over 32 rows."""
-    data = {"target": "tests.training:Pairs", "args": {"length": 32}}
+    data = {"target": "tests.support.training:Pairs", "args": {"length": 32}}
     optimizer = {"target": "torch.optim:SGD", "args": {"lr": lr}}
     given = keys_of(storage=str(folder), name=name, dataset=data, optimizer=optimizer, epochs=3)
-    return dp_ray.run(**{**given, "metrics": {"right": "tests.training:right"}, **keys})
+    return dp_ray.run(**{**given, "metrics": {"right": "tests.support.training:right"}, **keys})
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_several_runs_have_no_shapes_to_print(monkeypatch: pytest.MonkeyPatch, h
 
 
 def test_what_verify_measures_for_itself_is_not_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = {"right": "tests.training:right", "outputs_digest": "dp_ray.tensors.digest:outputs_digest"}
-    result = train(here, "one", metrics=metrics, eval={"dataset": "tests.training:Pairs"}, quiet=False)
+    metrics = {"right": "tests.support.training:right", "outputs_digest": "dp_ray.tensors.digest:outputs_digest"}
+    result = train(here, "one", metrics=metrics, eval={"dataset": "tests.support.training:Pairs"}, quiet=False)
     told = capsys.readouterr()
     assert "eval_right" in told.err and "digest" not in told.err + told.out
     assert "digest" not in "\n".join(lines(result)) + compared([result, result])

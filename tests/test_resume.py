@@ -18,9 +18,9 @@ from dp_ray.results.history import History
 from dp_ray.rundir.history_file import best_of, merge_history, read_history, summary
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Note
-from tests import training
-from tests.group import WorkerExit, history_of, measured, run_group, weights_of
-from tests.test_trainer import ADAMW, job_of
+from tests.support import training
+from tests.support.group import ProcessExit, history_of, measured, run_group, weights_of
+from tests.support.trainings import ADAMW, job_of
 
 KEYS: dict[str, Any] = {
     "shards": 8,
@@ -28,11 +28,11 @@ KEYS: dict[str, Any] = {
     "bitwise": True,
     "epochs": 3,
     "optimizer": ADAMW,
-    "scheduler": "tests.training:warm_up",
-    "eval": {"dataset": {"target": "tests.training:Images", "args": {"length": 20}}, "every_steps": 4},
+    "scheduler": "tests.support.training:warm_up",
+    "eval": {"dataset": {"target": "tests.support.training:Images", "args": {"length": 20}}, "every_steps": 4},
     "checkpoint": {"every_steps": 2, "keep": 2},
 }
-DATA = {"target": "tests.training:Images", "args": {"length": 70, "augment": True}}
+DATA = {"target": "tests.support.training:Images", "args": {"length": 70, "augment": True}}
 
 
 class Mortal(nn.Sequential):
@@ -61,7 +61,7 @@ def ended_by(job: Any, folder: Path) -> str:
     """What a worker raised; nothing where all died, or ran to the end."""
     try:
         run_group(job, folder)
-    except WorkerExit as ended:
+    except ProcessExit as ended:
         return str(ended)
     return ""
 
@@ -117,11 +117,11 @@ def test_another_runs_checkpoint_goes_on_to_the_bits_of_one_long_run(tmp_path: P
     run_group(fresh, tmp_path / "fresh")
     assert len(history_of(tmp_path / "fresh")) == 12
 
-    with pytest.raises(WorkerExit, match=r"is 12 steps on, and this job has 12: set epochs above 3"):
+    with pytest.raises(ProcessExit, match=r"is 12 steps on, and this job has 12: set epochs above 3"):
         run_group(job_of("conv", DATA, workers=1, **keys, init_from=str(tmp_path / "long")), tmp_path / "x")
     changed = job_of("conv", DATA, workers=1, **{**keys, "batch_size": 14}, init_from=str(tmp_path / "short"))
     with pytest.raises(
-        WorkerExit, match=r"the steps of .* are others: .*'batch_size': 22.* there, .*'batch_size': 14"
+        ProcessExit, match=r"the steps of .* are others: .*'batch_size': 22.* there, .*'batch_size': 14"
     ):
         run_group(changed, tmp_path / "y")
 

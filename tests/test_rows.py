@@ -10,9 +10,9 @@ import dp_ray
 from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.storage import Storage
-from tests import training
-from tests.group import WorkerExit, run_group
-from tests.test_trainer import job_of
+from tests.support import training
+from tests.support.group import ProcessExit, run_group
+from tests.support.trainings import job_of
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -51,12 +51,12 @@ DIFFER = r"DataError: {}: its length differs: 101 rows on rank 0, rank 1; {} row
 @pytest.mark.parametrize("task", ["train", "predict", "evaluate"])
 @pytest.mark.parametrize("others", [60, 102])
 def test_workers_whose_datasets_differ_are_told_before_the_first_step(tmp_path: Path, task: str, others: int) -> None:
-    with pytest.raises(WorkerExit, match=DIFFER.format("dataset", others)):
+    with pytest.raises(ProcessExit, match=DIFFER.format("dataset", others)):
         run_group(job_of("mlp", by_rank(others), task=task, workers=3, inputs="first"), tmp_path)
 
 
 def test_so_are_those_whose_evaluations_would_differ(tmp_path: Path) -> None:
-    with pytest.raises(WorkerExit, match=DIFFER.format("eval.dataset", 7)):
+    with pytest.raises(ProcessExit, match=DIFFER.format("eval.dataset", 7)):
         run_group(job_of("mlp", workers=3, eval={"dataset": by_rank(7)}), tmp_path)
 
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_itself_is_not_carried_on_over_other_rows(tmp_path: Path) -
     job = job_of("mlp", from_file(tmp_path), workers=1, epochs=2, batch_size=10, checkpoint={"every_steps": 2})
     run_group(job, tmp_path / "run")
     (tmp_path / "rows").write_text("60")
-    with pytest.raises(WorkerExit, match=r"step-10.safetensors are others: .*'rows': 50.* there, .*'rows': 60"):
+    with pytest.raises(ProcessExit, match=r"step-10.safetensors are others: .*'rows': 50.* there, .*'rows': 60"):
         run_group(job, tmp_path / "run")
 
 

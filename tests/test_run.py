@@ -33,8 +33,8 @@ from dp_ray.cluster.ray_internals import (
 )
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
 from dp_ray.system.stop_signals import handlers_kept
-from tests import models
-from tests.conftest import ROOT, Cluster, Run
+from tests.support import models
+from tests.support.cluster import ROOT, Cluster, Run
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -119,7 +119,7 @@ def test_a_users_print_comes_once_with_its_rank(run: Run, capfd: pytest.CaptureF
 
 def test_what_a_loaders_process_prints_comes_too(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = {"target": "tests.test_run:Chatty", "args": {"length": 4}}
-    run(model="tests.models:Linear", dataset=dataset, batch_size=4, workers=2, loader={"processes": 1})
+    run(model="tests.support.models:Linear", dataset=dataset, batch_size=4, workers=2, loader={"processes": 1})
     said = sorted(capfd.readouterr().err.splitlines())
     assert said == ["[rank 0] reading 0", "[rank 0] reading 1", "[rank 1] reading 2", "[rank 1] reading 3"]
 
@@ -138,7 +138,7 @@ READ_AT_IMPORT = {"TORCH_DISTRIBUTED_DEBUG": "INFO"}  # by torch
 def test_env_reaches_the_workers_and_is_not_kept(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = {"target": "tests.test_run:SaysSecret"}
     result = run(
-        model="tests.models:Linear",
+        model="tests.support.models:Linear",
         dataset=dataset,
         batch_size=10,
         workers=1,
@@ -307,7 +307,7 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
     killer(tmp_path)
     with pytest.raises(WorkerError, match=r"workers were lost, more often than retries allows: rank \d"):
         run(
-            model="tests.models:Linear",
+            model="tests.support.models:Linear",
             dataset={"target": "tests.test_run:Marked", "args": {"folder": str(tmp_path)}},
             batch_size=10,
             workers=2,
@@ -360,7 +360,7 @@ def test_ctrl_c_ends_the_run_with_130(cluster: Cluster, tmp_path: Path) -> None:
     job = tmp_path / "slow.yaml"
     args = f"{{folder: '{tmp_path}', length: 3000}}"
     job.write_text(
-        f"{{model: 'tests.models:Linear', dataset: {{target: 'tests.test_run:Marked', args: {args}}}, "
+        f"{{model: 'tests.support.models:Linear', dataset: {{target: 'tests.test_run:Marked', args: {args}}}, "
         f"batch_size: 10, workers: 2, storage: '{tmp_path}'}}"
     )
     line = [sys.executable, "-m", "dp_ray", "run", str(job), "--address", cluster.address]

@@ -19,9 +19,9 @@ from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.results import outputs
 from dp_ray.storage import Storage
-from tests import models
-from tests.group import run_group
-from tests.s3 import IN_URL, SECRET, Server, serving
+from tests.support import models
+from tests.support.group import run_group
+from tests.support.s3 import IN_URL, SECRET, Server, serving
 
 pytestmark = pytest.mark.usefixtures("in_project")
 MEGABYTE = 1 << 20
@@ -34,14 +34,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def predicting(server: Server, folder: str, **keys: Any) -> dict[str, Any]:
-    dataset = {"target": "tests.models:Rows", "args": {"length": 101}}
-    values = {"model": "tests.models:Linear", "dataset": dataset, "batch_size": 7, "shards": 3, "workers": 0}
+    dataset = {"target": "tests.support.models:Rows", "args": {"length": 101}}
+    values = {"model": "tests.support.models:Linear", "dataset": dataset, "batch_size": 7, "shards": 3, "workers": 0}
     return {**values, "name": "run", "storage": server.url(folder), "quiet": True, **keys}
 
 
 def training(server: Server, folder: str, **keys: Any) -> dict[str, Any]:
-    given = {"task": "train", "model": "tests.training:mlp", "loss": "torch.nn:CrossEntropyLoss"}
-    dataset = {"target": "tests.models:SlowPairs", "args": {"seconds": 0.0}}
+    given = {"task": "train", "model": "tests.support.training:mlp", "loss": "torch.nn:CrossEntropyLoss"}
+    dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.0}}
     optimizer = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
     values = {**given, "dataset": dataset, "optimizer": optimizer, "batch_size": 10, "shards": 3, "workers": 0}
     checkpoint = {"checkpoint": {"every_steps": 2}, "bitwise": True}
@@ -173,8 +173,10 @@ def test_a_killed_driver_is_carried_on(server: Server, tmp_path: Path) -> None:
 def test_the_secret_is_neither_shown_nor_kept(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
     job = training(server, "secret", quiet=False)
     result = dp_ray.run(**job)
-    again = predicting(server, "secret", name="again", init_from=server.url("secret/run"), model="tests.training:mlp")
-    dataset = {"target": "tests.models:SlowPairs", "args": {"seconds": 0.0}}
+    again = predicting(
+        server, "secret", name="again", init_from=server.url("secret/run"), model="tests.support.training:mlp"
+    )
+    dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.0}}
     dp_ray.run(**{**again, "dataset": dataset, "inputs": "first", "quiet": False})
     with pytest.raises(dp_ray.Error) as finished:
         dp_ray.run(**job)

@@ -23,7 +23,12 @@ pytestmark = pytest.mark.usefixtures("in_project")
 
 def training(folder: Path, **keys: Any) -> dict[str, Any]:
     dataset = {"target": "tests.test_s3:Kills", "args": {"folder": str(folder)}}
-    given = {"task": "train", "model": "tests.training:mlp", "dataset": dataset, "loss": "torch.nn:CrossEntropyLoss"}
+    given = {
+        "task": "train",
+        "model": "tests.support.training:mlp",
+        "dataset": dataset,
+        "loss": "torch.nn:CrossEntropyLoss",
+    }
     optimizer = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
     values = {**given, "optimizer": optimizer, "batch_size": 10, "shards": 3, "workers": 0, "quiet": True}
     return {**values, "checkpoint": {"every_steps": 2}, "name": "run", "storage": str(folder), **keys}

@@ -18,16 +18,16 @@ from dp_ray.replica.world import World
 from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import compiling, run_task
-from tests.group import WorkerExit, measured, run_group
-from tests.odd import Observed
-from tests.test_trainer import job_of
-from tests.training import Pairs, mlp
+from tests.support.group import ProcessExit, measured, run_group
+from tests.support.odd import Observed
+from tests.support.training import Pairs, mlp
+from tests.support.trainings import job_of
 
 CPU = torch.device("cpu")
 
 
 def odd(name: str) -> dict[str, str]:
-    return {"target": f"tests.odd:{name}"}
+    return {"target": f"tests.support.odd:{name}"}
 
 
 class Listens(StepControl):
@@ -42,7 +42,7 @@ def test_models_with_another_order_of_tensors_are_told(tmp_path: Path) -> None:
     """They are sent by their place: a worker's alpha would become another's beta."""
     says = r"where rank 0 has alpha.weight \[3, 6\] torch.float32, rank 1 has beta.weight"
     for keys in ({"task": "train"}, {"task": "evaluate"}):
-        with pytest.raises(WorkerExit, match=says):
+        with pytest.raises(ProcessExit, match=says):
             run_group(job_of(odd("Unordered"), workers=2, **keys), tmp_path / keys["task"])
 
 

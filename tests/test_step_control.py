@@ -12,8 +12,8 @@ from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl, StopRequested
 from dp_ray.task.task import run_task
-from tests.group import run_group, weights_of
-from tests.test_trainer import job_of
+from tests.support.group import run_group, weights_of
+from tests.support.trainings import job_of
 
 NEVER = {"every_steps": None, "every_seconds": None}
 
@@ -72,7 +72,12 @@ def test_a_training_that_is_asked_to_save_does_so_once_and_goes_on(tmp_path: Pat
 def test_a_prediction_that_is_asked_to_save_commits_what_it_has(tmp_path: Path) -> None:
     run = Storage(str(tmp_path))
     run.child(ledger.PARTS).create()
-    keys = {"model": "tests.models:Linear", "dataset": "tests.models:Rows", "batch_size": 10, "workers": 1}
+    keys = {
+        "model": "tests.support.models:Linear",
+        "dataset": "tests.support.models:Rows",
+        "batch_size": 10,
+        "workers": 1,
+    }
     run_task(Job.make(keys, "job"), World(), run, lambda what: None, Asks(save=4))
     assert [tuple(done) for done in sorted(ledger.done_ranges(ledger.committed(run)))] == [
         (0, 4, 0, 1),
@@ -82,7 +87,7 @@ def test_a_prediction_that_is_asked_to_save_commits_what_it_has(tmp_path: Path) 
 
 def test_an_evaluation_within_a_training_tells_that_it_is_at_work(tmp_path: Path) -> None:
     control = Asks()
-    evaluation = {"dataset": {"target": "tests.training:Pairs", "args": {"length": 21}}, "batch_size": 7}
+    evaluation = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 21}}, "batch_size": 7}
     run_task(training(epochs=1, eval=evaluation), World(), Storage(str(tmp_path)), lambda what: None, control)
     assert control.heard == [*range(15), *["touch"] * 3, "through"]
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,26 +15,14 @@ import torch
 from torch import nn
 
 import dp_ray
-import tests.training
+import tests.support.training
 from dp_ray.errors import RunInterrupted
 from dp_ray.system.stop_signals import planned_stops
-from tests import models
-from tests.conftest import ROOT
+from tests.support import models
+from tests.support.cluster import ROOT
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
 NEVER = {"every_steps": None, "every_seconds": None}
-
-
-@pytest.fixture
-def foreground() -> Iterator[None]:
-    """Ctrl-C as in a terminal: a shell's background jobs ignore it."""
-    wanted: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-    yield
-    left = {number: signal.getsignal(number) for number in wanted}
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    assert left == wanted, "the run left a handler"
 
 
 class Signals(models.SlowPairs):
@@ -65,7 +52,12 @@ def training(folder: Path, at: int = 0, *signals: str, **others: Any) -> dict[st
     """A training of 48 steps of 6 rows, which gets `signals` from its read number `at` on."""
     (folder / "signals").write_text(" ".join(signals))
     target = {"target": "tests.test_stop_signals:Signals", "args": {"folder": str(folder), "at": at}}
-    keys = {"task": "train", "model": "tests.training:mlp", "dataset": target, "loss": "torch.nn:CrossEntropyLoss"}
+    keys = {
+        "task": "train",
+        "model": "tests.support.training:mlp",
+        "dataset": target,
+        "loss": "torch.nn:CrossEntropyLoss",
+    }
     optimizer = {"target": "torch.optim:AdamW", "args": {"lr": 0.01}}
     given = {"optimizer": optimizer, "batch_size": 6, "epochs": 3, "shuffle": True, "bitwise": True}
     where = {"name": "run", "storage": str(folder), "workers": 0, "quiet": True}
@@ -101,7 +93,7 @@ def test_a_step_that_is_the_last_ends_the_run_as_ever(tmp_path: Path) -> None:
 def predicting(folder: Path, at: int, *signals: str, **others: Any) -> dict[str, Any]:
     (folder / "signals").write_text(" ".join(signals))
     target = {"target": "tests.test_stop_signals:SignalledInputs", "args": {"folder": str(folder), "at": at}}
-    keys = {"model": "tests.training:mlp", "dataset": target, "batch_size": 6, "shards": 2}
+    keys = {"model": "tests.support.training:mlp", "dataset": target, "batch_size": 6, "shards": 2}
     return {**keys, "name": "run", "storage": str(folder), "workers": 0, "quiet": True, **others}
 
 
@@ -124,7 +116,7 @@ def test_what_would_destroy_what_is_kept_is_not_what_carries_on(tmp_path: Path) 
     keys = training(tmp_path, 2, "SIGINT")
     with pytest.raises(RunInterrupted, match=r"after step 1 of 48; run it again without --overwrite to carry on$"):
         dp_ray.run(**keys, overwrite=True)
-    keys = training(tmp_path, 2, "SIGINT", name="objects", model=tests.training.mlp())
+    keys = training(tmp_path, 2, "SIGINT", name="objects", model=tests.support.training.mlp())
     with pytest.raises(RunInterrupted, match=r"of 48; run it again with resume=True to carry on$"):
         dp_ray.run(**keys)
     keys = training(tmp_path, 2, "SIGINT", name=None)
@@ -170,7 +162,7 @@ class Interrupts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = tests.training.mlp()
+        self.inner = tests.support.training.mlp()
         self.forwards = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,9 @@ from dp_ray.storage import Storage
 from dp_ray.task.cut import split_of
 from dp_ray.task.notices import Note
 from dp_ray.task.task import run_task
-from tests import models
-from tests.conftest import free_port
-from tests.group import run_group
+from tests.support import models
+from tests.support.cluster import free_port
+from tests.support.group import run_group
 
 
 def job_of(model: Any, dataset: Any, **keys: Any) -> Job:
@@ -219,7 +219,9 @@ class Unseeded(models.Linear):
 def test_several_processes_run_rank_0s_weights_and_no_empty_shard_is_waited_for(tmp_path: Path) -> None:
     Storage(str(tmp_path)).child(PARTS).create()
     target = {"target": "tests.test_task:Unseeded"}
-    job = job_of(target, {"target": "tests.models:Rows", "args": {"length": 32}}, batch_size=30, shards=8, workers=4)
+    job = job_of(
+        target, {"target": "tests.support.models:Rows", "args": {"length": 32}}, batch_size=30, shards=8, workers=4
+    )
     context = multiprocessing.get_context("spawn")
     port = free_port()
     processes = [context.Process(target=replica_process, args=(rank, job, str(tmp_path), port)) for rank in range(4)]
@@ -299,7 +301,10 @@ def test_where_nothing_is_trained_no_ddp_is_made(tmp_path: Path, monkeypatch: py
 
 def test_predict_takes_devices_of_two_types_on_several_workers(tmp_path: Path) -> None:
     job = job_of(
-        {"target": "tests.models:OnTwoTypes"}, {"target": "tests.models:Rows"}, devices=["cpu", "meta"], workers=2
+        {"target": "tests.support.models:OnTwoTypes"},
+        {"target": "tests.support.models:Rows"},
+        devices=["cpu", "meta"],
+        workers=2,
     )
     run_group(job, tmp_path)
     run = Storage(str(tmp_path))
@@ -310,10 +315,10 @@ def test_predict_takes_devices_of_two_types_on_several_workers(tmp_path: Path) -
 
 
 def test_a_torchscript_module_predicts_what_its_module_does(tmp_path: Path) -> None:
-    keys = {"dataset": {"target": "tests.training:Images"}, "inputs": "first", "workers": 2, "shards": 3}
+    keys = {"dataset": {"target": "tests.support.training:Images"}, "inputs": "first", "workers": 2, "shards": 3}
     outputs = []
     for name in ("conv", "scripted"):
-        job = job_of({"target": f"tests.training:{name}"}, **keys)
+        job = job_of({"target": f"tests.support.training:{name}"}, **keys)
         run_group(job, tmp_path / name)
         run = Storage(str(tmp_path / name))
         merge(run.child(PARTS), run, Order(101, 0, 0, False), 101)

@@ -23,7 +23,7 @@ from dp_ray.tensors import nested
 from dp_ray.tensors import scatter as scattering
 from dp_ray.tensors.nested import TreeSpec, flatten, map_leaves, sizes, unflatten
 from dp_ray.tensors.scatter import gather, num_rows, rows_dim, scatter
-from tests import models
+from tests.support import models
 
 
 class Named(NamedTuple):

@@ -10,32 +10,11 @@ import dp_ray
 from dp_ray.job import Job
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.task.notices import Note
-from tests import models, training
-from tests.group import run_group
+from tests.support import models, training
+from tests.support.group import run_group
+from tests.support.three_tasks import FILE, UNTRAINED
 
 pytestmark = pytest.mark.usefixtures("in_project")
-UNTRAINED = "untrained weights: init_from is not set"
-
-# The file of a training: its evaluation's dataset is another one than that which it trains on.
-FILE: dict[str, Any] = {
-    "task": "train",
-    "model": "tests.training:mlp",
-    "dataset": {"target": "tests.training:Pairs", "args": {"length": 101}},
-    "loss": "torch.nn:CrossEntropyLoss",
-    "metrics": {"right": "tests.training:right"},
-    "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.01}},
-    "eval": {
-        "dataset": {"target": "tests.training:Pairs", "args": {"length": 20}},
-        "batch_size": 6,
-        "every_steps": 4,
-    },
-    "checkpoint": {"every_steps": 2, "best": "eval_loss"},
-    "batch_size": 22,
-    "shards": 3,
-    "shuffle": True,
-    "drop_last": True,
-    "epochs": 3,
-}
 
 
 def keys(folder: Path, **others: Any) -> dict[str, Any]:
@@ -104,8 +83,8 @@ def test_weights_that_nobody_trained_are_said(tmp_path: Path, task: str) -> None
     "given",
     [
         {"model": models.Linear()},  # an object has the weights that it came with
-        {"model": "tests.models:Doubler"},  # has no weights
-        {"model": "tests.models:Linear", "init_from": "linear.pt"},
+        {"model": "tests.support.models:Doubler"},  # has no weights
+        {"model": "tests.support.models:Linear", "init_from": "linear.pt"},
     ],
 )
 def test_other_weights_are_not(tmp_path: Path, given: dict[str, Any]) -> None:

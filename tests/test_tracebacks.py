@@ -21,9 +21,10 @@ from dp_ray.monitor.messages import Failed
 from dp_ray.replica.step import build_step
 from dp_ray.replica.world import World
 from dp_ray.tracebacks import frames_of
-from tests import training
-from tests.group import WorkerExit, run_group
-from tests.test_cli import status_of
+from tests.support import training
+from tests.support.cli import status_of
+from tests.support.group import ProcessExit, run_group
+from tests.support.trainings import keys_of
 
 MINE = """
 import torch
@@ -40,8 +41,8 @@ def loss(outputs, target):
 
 JOB = """
 task: train
-model: 'tests.training:mlp'
-dataset: 'tests.training:Pairs'
+model: 'tests.support.training:mlp'
+dataset: 'tests.support.training:Pairs'
 batch_size: 4
 workers: 0
 loss: 'torch.nn:CrossEntropyLoss'
@@ -172,15 +173,9 @@ def fails(*given: Any, **keys: Any) -> None:
     raise LookupError("nothing there")
 
 
-def keys_of(**keys: Any) -> dict[str, Any]:
-    sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
-    given = {"task": "train", "model": "tests.training:mlp", "dataset": "tests.training:Pairs", "batch_size": 4}
-    return {**given, "loss": "torch.nn:CrossEntropyLoss", "optimizer": sgd, "workers": 0, "quiet": True, **keys}
-
-
 HERE = "tests.test_tracebacks"
 GOT = "; it got outputs float32 [4, 3], target int64 [4]"
-EVAL = {"dataset": "tests.training:Pairs"}
+EVAL = {"dataset": "tests.support.training:Pairs"}
 
 
 @pytest.mark.parametrize(
@@ -270,7 +265,7 @@ def test_what_a_loaders_process_raised_is_told_as_if_it_were_the_worker(tmp_path
 def test_what_raised_is_named_on_every_worker_of_a_group(tmp_path: Path, failing: str) -> None:
     keys = keys_of(**{"loss": None, failing: f"{HERE}:fails"}, workers=2)
     del keys["quiet"]
-    with pytest.raises(WorkerExit, match=rf"step 0, shard \d: {failing} raised LookupError: nothing there"):
+    with pytest.raises(ProcessExit, match=rf"step 0, shard \d: {failing} raised LookupError: nothing there"):
         run_group(Job.make(keys, "job"), tmp_path)
 
 

@@ -1,7 +1,6 @@
 """Training is that of one plain process: the same losses and weights, and with `bitwise` the same bits everywhere."""
 
 import copy
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +10,10 @@ from torch import nn
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
-from tests import training
-from tests.group import WorkerExit, history_of, run_group, weights_of
-from tests.training import plain_loop
-
-SGD = {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}}
-Chunks = Sequence[Any]
-
-
-def job_of(model: Any, dataset: Any = "Pairs", /, **keys: Any) -> Job:
-    """A shuffled training of 2 epochs in batches of 7, with SGD: its updates do not magnify rounding as Adam's do."""
-    data = dataset if isinstance(dataset, dict) else {"target": f"tests.training:{dataset}"}
-    common = {"task": "train", "shuffle": True, "epochs": 2, "batch_size": 7, "optimizer": SGD}
-    made = model if isinstance(model, dict) else {"target": f"tests.training:{model}"}
-    given = {"model": made, "dataset": data, "loss": "torch.nn:CrossEntropyLoss"}
-    return Job.make({**common, **given, **keys}, "job")
-
-
-def initial(model: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return model(*args)
-
-
-def mean_loss(model: nn.Module, chunks: Chunks) -> torch.Tensor:
-    inputs, targets = (torch.cat(column) for column in zip(*chunks, strict=True))
-    return nn.functional.cross_entropy(model(inputs), targets)
-
-
-def assert_close(folder: Path, model: nn.Module, losses: list[float], tolerance: float = 1e-6) -> None:
-    """Weights and losses within a relative tolerance, each tensor against its largest number."""
-    weights = weights_of(folder)
-    expected = model.state_dict()
-    assert weights.keys() == expected.keys()
-    for name, tensor in expected.items():
-        apart = (weights[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp(min=1e-30)
-        assert apart <= tolerance, f"{name}: {apart}"
-    got = torch.tensor([row["loss"] for row in history_of(folder)], dtype=torch.float64)
-    assert torch.allclose(got, torch.tensor(losses, dtype=torch.float64), rtol=tolerance * 3, atol=0)
+from tests.support import training
+from tests.support.group import ProcessExit, history_of, run_group, weights_of
+from tests.support.training import plain_loop
+from tests.support.trainings import ADAMW, SGD, Chunks, assert_close, initial, job_of, mean_loss
 
 
 @pytest.mark.parametrize("bitwise", [False, True])
@@ -59,9 +25,9 @@ def test_sizes_that_divide_nothing_end_at_a_plain_loops_weights(tmp_path: Path, 
     assert_close(tmp_path, model, losses)
 
 
-@pytest.mark.parametrize("loss", ["tests.training:token_loss", "torch.nn:CrossEntropyLoss"])
+@pytest.mark.parametrize("loss", ["tests.support.training:token_loss", "torch.nn:CrossEntropyLoss"])
 def test_ragged_rows_count_by_their_tokens(tmp_path: Path, loss: str) -> None:
-    model_of = {"target": "tests.training:Transformer", "args": {"dropout": 0.0}}
+    model_of = {"target": "tests.support.training:Transformer", "args": {"dropout": 0.0}}
     job = job_of(model_of, "Sentences", workers=3, shards=5, loss=loss, epochs=1, bitwise=True)
     run_group(job, tmp_path)
     model = initial(training.Transformer, 0.0)
@@ -112,21 +78,20 @@ def test_batchnorm_is_that_of_dataparallel(tmp_path: Path, workers: int) -> None
     assert_close(tmp_path, model, losses, 2e-6)
 
 
-ADAMW = {"target": "torch.optim:AdamW", "args": {"lr": 0.01}}
-AUGMENTED = {"target": "tests.training:Pairs", "args": {"length": 70, "augment": True}}
+AUGMENTED = {"target": "tests.support.training:Pairs", "args": {"length": 70, "augment": True}}
 BITWISE: dict[str, dict[str, Any]] = {
-    "an MLP with dropout": {"model": {"target": "tests.training:mlp", "args": {"dropout": 0.5}}},
-    "a conv net with BatchNorm": {"model": "tests.training:conv", "dataset": "tests.training:Images"},
+    "an MLP with dropout": {"model": {"target": "tests.support.training:mlp", "args": {"dropout": 0.5}}},
+    "a conv net with BatchNorm": {"model": "tests.support.training:conv", "dataset": "tests.support.training:Images"},
     "a transformer with AdamW, clipping and warm-up": {
-        "model": "tests.training:Transformer",
-        "dataset": "tests.training:Sentences",
+        "model": "tests.support.training:Transformer",
+        "dataset": "tests.support.training:Sentences",
         "optimizer": ADAMW,
         "grad_clip": 0.5,
-        "scheduler": "tests.training:warm_up",
-        "loss": "tests.training:token_loss",
+        "scheduler": "tests.support.training:warm_up",
+        "loss": "tests.support.training:token_loss",
         "epochs": 1,
     },
-    "random augmentation": {"dataset": AUGMENTED, "metrics": {"right": "tests.training:right"}},
+    "random augmentation": {"dataset": AUGMENTED, "metrics": {"right": "tests.support.training:right"}},
 }
 
 
@@ -156,11 +121,11 @@ def test_loader_processes_change_no_bit(tmp_path: Path) -> None:
 def test_without_augmentation_or_dropout_the_seeds_of_both_say_nothing(tmp_path: Path) -> None:
     """So that the tests above cannot pass because nothing random happened."""
     plain = ends(
-        job_of("mlp", workers=1, dataset={"target": "tests.training:Pairs", "args": {"length": 70}}), tmp_path
+        job_of("mlp", workers=1, dataset={"target": "tests.support.training:Pairs", "args": {"length": 70}}), tmp_path
     )
     augmented = ends(job_of("mlp", workers=1, dataset=AUGMENTED), tmp_path / "a")
-    dropped = {"target": "tests.training:mlp", "args": {"dropout": 0.5}}
-    data = {"target": "tests.training:Pairs", "args": {"length": 70}}
+    dropped = {"target": "tests.support.training:mlp", "args": {"dropout": 0.5}}
+    data = {"target": "tests.support.training:Pairs", "args": {"length": 70}}
     dropout = ends(job_of(dropped, data, workers=1), tmp_path / "d")
     assert len({str(one[0]) for one in (plain, augmented, dropout)}) == 3
 
@@ -169,7 +134,7 @@ def test_without_augmentation_or_dropout_the_seeds_of_both_say_nothing(tmp_path:
 @pytest.mark.parametrize("rows", [33, 3])
 def test_workers_without_rows_neither_hang_nor_disturb(tmp_path: Path, rows: int, bitwise: bool) -> None:
     """33 rows in batches of 30 leave 5 of 8 workers without rows in the last step; 3 rows from the first step on."""
-    data = {"target": "tests.training:Pairs", "args": {"length": rows}}
+    data = {"target": "tests.support.training:Pairs", "args": {"length": rows}}
     keys = {"workers": 8, "batch_size": 30, "find_unused_parameters": False, "bitwise": bitwise}
     run_group(job_of("mlp", data, **keys), tmp_path)
     model = initial(training.mlp)
@@ -203,13 +168,13 @@ def test_unused_frozen_and_grouped_parameters_are_as_in_plain_torch(tmp_path: Pa
 def test_an_unused_parameter_that_may_not_be_looked_for_is_named(tmp_path: Path) -> None:
     job = job_of("partly_used", workers=2, find_unused_parameters=False)
     with pytest.raises(
-        WorkerExit, match=r"step 0: parameters were not used.*unused\.weight.*find_unused_parameters: true"
+        ProcessExit, match=r"step 0: parameters were not used.*unused\.weight.*find_unused_parameters: true"
     ):
         run_group(job, tmp_path)
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
-    job = job_of("Transformer", "Sentences", workers=2, loss="tests.training:token_loss", epochs=1)
+    job = job_of("Transformer", "Sentences", workers=2, loss="tests.support.training:token_loss", epochs=1)
     run_group(job, tmp_path)
     weights = weights_of(tmp_path)
     assert torch.equal(weights["head.weight"], weights["embedding.weight"])
@@ -252,7 +217,7 @@ def test_a_schedule_by_epochs_and_one_that_watches(tmp_path: Path) -> None:
     run_group(job_of("mlp", workers=1, scheduler=plateau, epochs=3), tmp_path / "plateau")
     rates = [row["learning_rate"] for row in history_of(tmp_path / "plateau")]
     assert rates == [0.1] * 30 + [0.05] * 15, "no epoch is better by 10 than the one before it"
-    with pytest.raises(WorkerExit, match="set per: epoch"):
+    with pytest.raises(ProcessExit, match="set per: epoch"):
         run_group(job_of("mlp", workers=1, scheduler={**plateau, "per": "step"}), tmp_path / "step")
 
 
@@ -270,8 +235,8 @@ def test_half_precision_is_the_same_bits_too(tmp_path: Path, precision: str) -> 
 
 def test_a_step_of_the_users_own_goes_past_forward(tmp_path: Path) -> None:
     """Items that are mappings, a model without a forward, metrics of what the step names."""
-    keys = {"loss": None, "step": "tests.training:own_step", "dataset": "tests.training:Mappings"}
-    job = job_of("Headed", **keys, workers=3, shards=5, metrics={"right": "tests.training:right"}, epochs=1)
+    keys = {"loss": None, "step": "tests.support.training:own_step", "dataset": "tests.support.training:Mappings"}
+    job = job_of("Headed", **keys, workers=3, shards=5, metrics={"right": "tests.support.training:right"}, epochs=1)
     run_group(job, tmp_path)
     model: Any = initial(training.Headed)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
@@ -290,8 +255,8 @@ def test_max_steps_and_evaluations_at_their_turns(tmp_path: Path) -> None:
         *("mlp",),
         workers=2,
         max_steps=20,
-        eval={"dataset": {"target": "tests.training:Pairs", "args": {"length": 23}}, "every_steps": 6},
-        metrics={"right": "tests.training:right"},
+        eval={"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 23}}, "every_steps": 6},
+        metrics={"right": "tests.support.training:right"},
     )
     run_group(job, tmp_path)
     rows = history_of(tmp_path)
@@ -312,17 +277,20 @@ def test_max_steps_and_evaluations_at_their_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"loss": "tests.models:mean_loss"}, r"step 0, shard 0: the loss returned one number.*reduction='none'"),
-        ({"loss": "tests.training:constant_loss"}, "does not depend on any parameter"),
-        ({"model": "tests.models:Doubler"}, "has no parameter that requires a gradient"),
-        ({"dataset": "tests.models:Rows"}, r"needs items that are \(inputs, target\)"),
+        (
+            {"loss": "tests.support.models:mean_loss"},
+            r"step 0, shard 0: the loss returned one number.*reduction='none'",
+        ),
+        ({"loss": "tests.support.training:constant_loss"}, "does not depend on any parameter"),
+        ({"model": "tests.support.models:Doubler"}, "has no parameter that requires a gradient"),
+        ({"dataset": "tests.support.models:Rows"}, r"needs items that are \(inputs, target\)"),
         ({"optimizer": {**SGD, "groups": [{"match": "nothing", "args": {}}]}}, "'nothing' matches no trainable"),
         ({"optimizer": "builtins:list"}, "must give a torch.optim.Optimizer, got list"),
-        ({"step": "tests.training:strange_step", "loss": None}, r"mapping with the keys \['los'\]"),
+        ({"step": "tests.support.training:strange_step", "loss": None}, r"mapping with the keys \['los'\]"),
     ],
 )
 def test_what_cannot_be_trained_is_told(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(WorkerExit, match=says):
+    with pytest.raises(ProcessExit, match=says):
         run_group(job_of("mlp", workers=1, **keys), tmp_path)
 
 
@@ -333,8 +301,8 @@ def test_sync_batchnorm_needs_a_worker_for_each_shard() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_loss_in_fp16_whose_sum_fp16_cannot_hold_has_torchs_mean(tmp_path: Path, workers: int) -> None:
-    heavy = {"loss": "tests.training:heavy", "metrics": {"heavy": "tests.training:heavy"}}
-    evaluated = {"dataset": "tests.training:Pairs"}
+    heavy = {"loss": "tests.support.training:heavy", "metrics": {"heavy": "tests.support.training:heavy"}}
+    evaluated = {"dataset": "tests.support.training:Pairs"}
     keys = {"batch_size": 101, "epochs": 1, "workers": workers, "shards": 2 if workers > 1 else 1}
     run_group(job_of("HalfMlp", **heavy, **keys, eval=evaluated), tmp_path)
     (row,) = history_of(tmp_path)
@@ -343,8 +311,14 @@ def test_a_loss_in_fp16_whose_sum_fp16_cannot_hold_has_torchs_mean(tmp_path: Pat
 
 
 def test_a_torchscript_module_trains_as_the_module_that_it_was_made_of(tmp_path: Path) -> None:
-    keys = {"batch_size": 22, "shards": 4, "bitwise": True, "epochs": 2, "metrics": {"right": "tests.training:right"}}
-    keys |= {"eval": {"dataset": "tests.training:Images"}, "workers": 1}
+    keys = {
+        "batch_size": 22,
+        "shards": 4,
+        "bitwise": True,
+        "epochs": 2,
+        "metrics": {"right": "tests.support.training:right"},
+    }
+    keys |= {"eval": {"dataset": "tests.support.training:Images"}, "workers": 1}
     first = ends(job_of("conv", "Images", **keys), tmp_path / "eager")
     for workers in (1, 3):
         job = job_of("scripted", "Images", **{**keys, "workers": workers})
@@ -352,5 +326,5 @@ def test_a_torchscript_module_trains_as_the_module_that_it_was_made_of(tmp_path:
 
 
 def test_a_torchscript_module_is_not_compiled(tmp_path: Path) -> None:
-    with pytest.raises(WorkerExit, match="JobError: compile: the model is a TorchScript module"):
+    with pytest.raises(ProcessExit, match="JobError: compile: the model is a TorchScript module"):
         run_group(job_of("scripted", "Images", compile=True), tmp_path)

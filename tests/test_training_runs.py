@@ -1,6 +1,5 @@
 """Whole trainings on Ray: the same bits on any number of workers, through kills, and what a user sees of them."""
 
-import json
 import os
 import re
 import signal
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,32 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 import dp_ray
-from dp_ray.cluster.ray_internals import VARIABLES
 from dp_ray.driver import Options
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.verify import verify
 from jobs.digits import Digits, Net
-from tests import models
-from tests.conftest import ROOT, Cluster, Run
+from tests.support import models
+from tests.support.cluster import ROOT, Cluster, Run
+from tests.support.drivers import SLOW, driver, job_file
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
-
-SLOW: dict[str, Any] = {
-    "task": "train",
-    "model": {"target": "tests.training:conv"},
-    "dataset": {"target": "tests.models:SlowPairs"},
-    "collate": {"target": "tests.test_training_runs:as_images"},
-    "batch_size": 10,
-    "shards": 8,
-    "bitwise": True,
-    "epochs": 2,
-    "shuffle": True,
-    "loss": "torch.nn:CrossEntropyLoss",
-    "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.01}},
-    "checkpoint": {"every_steps": 3},
-}
 
 
 def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,20 +34,6 @@ def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
 def told(result: dp_ray.Result) -> str:
     """The history without what the clock says; as text, in which NaN equals itself."""
     return repr([{key: value for key, value in row.items() if key != "rows_per_second"} for row in result.history])
-
-
-def driver(cluster: Cluster, *args: str) -> subprocess.Popen[str]:
-    """The program in a process of its own."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
-    line = [sys.executable, "-m", "dp_ray", *args, "--address", cluster.address]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(line, cwd=ROOT, env=kept, stdout=pipe, stderr=pipe, text=True)
-
-
-def job_file(folder: Path, **keys: Any) -> str:
-    path = folder / "job.yaml"
-    path.write_text(json.dumps({**SLOW, **keys}))  # JSON is YAML
-    return str(path)
 
 
 def wait_for_checkpoint(run_dir: Path, process: subprocess.Popen[str], after: int = 0) -> None:
@@ -166,13 +134,18 @@ def test_verify_says_yes_and_removes_what_it_ran(cluster: Cluster, tmp_path: Pat
 
 
 def test_a_metric_of_the_name_that_verify_uses_is_told() -> None:
-    metrics = {"outputs_digest": "tests.training:right"}
+    metrics = {"outputs_digest": "tests.support.training:right"}
     with pytest.raises(JobError, match=r"metrics\.outputs_digest: is what verify compares the outputs by"):
         verify(Job.make({**SLOW, "metrics": metrics}, "job"), [1, 2], Options())
 
 
 def test_verify_names_the_first_step_and_parameter_that_differ(cluster: Cluster, tmp_path: Path) -> None:
-    keys = {"model": "tests.models:KnowsItsRank", "collate": None, "dataset": "tests.training:Pairs", "shards": 2}
+    keys = {
+        "model": "tests.support.models:KnowsItsRank",
+        "collate": None,
+        "dataset": "tests.support.training:Pairs",
+        "shards": 2,
+    }
     path = job_file(tmp_path, **{**keys, "epochs": 1})
     process = driver(cluster, "verify", path, "--workers", "0,2", "--quiet", "--storage", str(tmp_path / "runs"))
     said, errors = process.communicate(timeout=400)
@@ -185,7 +158,7 @@ def test_verify_names_the_first_step_and_parameter_that_differ(cluster: Cluster,
 
 def test_a_loss_that_is_a_mean_is_told_how_to_be_written(run: Run) -> None:
     with pytest.raises(ModelError, match=r"step 0, shard \d: the loss returned one number.*reduction='none'"):
-        run(None, **{**SLOW, "loss": "tests.models:mean_loss"}, workers=2)
+        run(None, **{**SLOW, "loss": "tests.support.models:mean_loss"}, workers=2)
 
 
 def test_what_a_training_lacks_is_told_before_anything_starts(in_project: Path, tmp_path: Path) -> None:

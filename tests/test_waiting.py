@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import HashStore
 from dp_ray.cluster.heartbeat import is_in_collective
 from dp_ray.job import Job
 from dp_ray.system.waiting import waiting, waits_for
-from tests import models
-from tests.group import run_group
+from tests.support import models
+from tests.support.group import run_group
 
 
 def test_nested_waits_name_the_innermost_and_an_error_ends_them() -> None:
@@ -53,7 +53,7 @@ class Watched(models.SlowPairs):
 
 
 def test_the_fast_worker_waits_for_gradients_and_the_slow_one_for_nobody(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"task": "train", "model": "tests.training:mlp", "batch_size": 12, "max_steps": 4}
+    keys: dict[str, Any] = {"task": "train", "model": "tests.support.training:mlp", "batch_size": 12, "max_steps": 4}
     keys |= {"loss": "torch.nn:CrossEntropyLoss", "workers": 2, "bitwise": True}
     keys |= {"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}}}
     keys |= {"dataset": {"target": "tests.test_waiting:Watched", "args": {"folder": str(tmp_path)}}}

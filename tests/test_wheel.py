@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dp_ray.cluster.ray_internals import ADDRESS
-from tests.conftest import ROOT, Cluster
-from tests.pages import blocks_of
+from tests.support.cluster import ROOT, Cluster
+from tests.support.pages import blocks_of
 
 QUICK_START = {one.file_name: one.text for one in blocks_of(ROOT / "README.md") if one.file_name}
 

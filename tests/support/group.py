@@ -22,14 +22,14 @@ from dp_ray.storage import Storage
 from dp_ray.task.notices import Measured
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import run_task
-from tests.conftest import free_port
+from tests.support.cluster import free_port
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.group", "tests.models", "tests.training"])
+_context.set_forkserver_preload(["tests.support.group", "tests.support.models", "tests.support.training"])
 _idle: list[tuple[Any, Connection]] = []  # processes and the pipes to them
 
 
-class WorkerExit(Exception):
+class ProcessExit(Exception):
     """A worker ended otherwise than well; holds what it raised."""
 
 
@@ -68,7 +68,7 @@ def run_group(job: Job, folder: Path | str, control: StepControl | None = None) 
             for pipe in ready:
                 kind, what = _received(pipe)
                 if kind == "raised":
-                    raise WorkerExit(what)
+                    raise ProcessExit(what)
                 messages += [what] if kind == "told" else []
                 dead += [pipe] if kind == "died" else []
                 if kind in ("done", "died"):

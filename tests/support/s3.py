@@ -14,7 +14,7 @@ import boto3
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import run_simple
 
-from tests.conftest import free_port, wait_for_port
+from tests.support.cluster import free_port, wait_for_port
 
 SECRET = f"hush/{secrets.token_hex(8)}+hush"  # its text stands in no file of the project
 IN_URL = SECRET.replace("/", "%2F").replace("+", "%2B")
@@ -67,7 +67,7 @@ def serving(log: Path) -> Iterator[Server]:
     log.touch()
     with (
         log.with_suffix(".err").open("wb") as trouble,
-        subprocess.Popen([sys.executable, "-m", "tests.s3", str(port), str(log)], stderr=trouble) as process,
+        subprocess.Popen([sys.executable, "-m", "tests.support.s3", str(port), str(log)], stderr=trouble) as process,
     ):
         try:
             wait_for_port(port, process)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.patchwork import Observer
-from tests.training import Pairs
+from tests.support.patchwork import Observer
+from tests.support.training import Pairs
 
 
 class Unordered(nn.ModuleDict):

@@ -1,0 +1,64 @@
+"""The Ray cluster of a test session: where it is, how it is started and ended."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+import dp_ray
+import dp_ray.driver
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes of this session's cluster
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A started Ray: its address for drivers, and that of its dashboard for jobs."""
+
+    address: str
+    dashboard: str
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 90) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert process.poll() is None, f"Ray ended with status {process.returncode}"
+        with socket.socket() as trying:
+            if trying.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens on port {port} after {seconds} s")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a `ray start --block` with all that it started; fail where something stays."""
+    if process.poll() is not None:
+        return
+    root = psutil.Process(process.pid)
+    family = [*root.children(recursive=True), root]
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.terminate()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for one in alive:
+        one.kill()
+    _, alive = psutil.wait_procs(alive, timeout=15)
+    assert not alive, f"these processes stay: {alive}"
+
+
+Run = Callable[..., dp_ray.Result]

@@ -1,0 +1,74 @@
+"""Jobs of small trainings, and what tests compare them with."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import dp_ray
+from dp_ray.job import Job
+from tests.support import training
+from tests.support.group import history_of, weights_of
+from tests.support.three_tasks import FILE
+
+SGD = {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}}
+ADAMW = {"target": "torch.optim:AdamW", "args": {"lr": 0.01}}
+Chunks = Sequence[Any]
+
+
+def job_of(model: Any, dataset: Any = "Pairs", /, **keys: Any) -> Job:
+    """A shuffled training of 2 epochs in batches of 7, with SGD: its updates do not magnify rounding as Adam's do."""
+    data = dataset if isinstance(dataset, dict) else {"target": f"tests.support.training:{dataset}"}
+    common = {"task": "train", "shuffle": True, "epochs": 2, "batch_size": 7, "optimizer": SGD}
+    made = model if isinstance(model, dict) else {"target": f"tests.support.training:{model}"}
+    given = {"model": made, "dataset": data, "loss": "torch.nn:CrossEntropyLoss"}
+    return Job.make({**common, **given, **keys}, "job")
+
+
+def initial(model: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return model(*args)
+
+
+def mean_loss(model: nn.Module, chunks: Chunks) -> torch.Tensor:
+    inputs, targets = (torch.cat(column) for column in zip(*chunks, strict=True))
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def assert_close(folder: Path, model: nn.Module, losses: list[float], tolerance: float = 1e-6) -> None:
+    """Weights and losses within a relative tolerance, each tensor against its largest number."""
+    weights = weights_of(folder)
+    expected = model.state_dict()
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        apart = (weights[name].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp(min=1e-30)
+        assert apart <= tolerance, f"{name}: {apart}"
+    got = torch.tensor([row["loss"] for row in history_of(folder)], dtype=torch.float64)
+    assert torch.allclose(got, torch.tensor(losses, dtype=torch.float64), rtol=tolerance * 3, atol=0)
+
+
+def trained(folder: Path, name: str = "trained", **others: Any) -> dp_ray.Result:
+    # Without decay, and far too fast: the loss of the evaluation is at its least before the end.
+    overshoots = {"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 9.0}}}
+    return dp_ray.run(**{**FILE, **overshoots, "workers": 0, "storage": str(folder), "name": name, **others})
+
+
+def eval_loss(weights: dict[str, torch.Tensor]) -> float:
+    """The loss over the evaluation's 20 rows, by plain torch; the keys are those of the bare module."""
+    model, data = training.mlp().eval(), training.Pairs(20)
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        return torch.nn.functional.cross_entropy(model(data.inputs), data.targets).item()
+
+
+def keys_of(**keys: Any) -> dict[str, Any]:
+    sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
+    given = {
+        "task": "train",
+        "model": "tests.support.training:mlp",
+        "dataset": "tests.support.training:Pairs",
+        "batch_size": 4,
+    }
+    return {**given, "loss": "torch.nn:CrossEntropyLoss", "optimizer": sgd, "workers": 0, "quiet": True, **keys}
