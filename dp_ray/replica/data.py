@@ -269,7 +269,7 @@ def collate_of(job: Job) -> Callable[[list[Any]], Any]:
 
 
 def _default_collate(items: list[Any], batch_dim: int) -> Any:
-    """torch's collate, with the rows moved from dimension 0 to `batch_dim`; labels of one dimension stay unchanged."""
+    """torch's collate, with the rows moved from dimension 0 to `batch_dim`; labels of one dimension stay the same."""
     batch = default_collate(items)
     if batch_dim == 0:
         return batch

@@ -84,7 +84,7 @@ def unmeasured(job: Job) -> Iterator[str]:
 
 
 class Evaluation:
-    """The evaluation of one worker's shards; sums are kept for each shard, so the result is the same on any worker."""
+    """The evaluation of one worker's shards. Each shard has its own sums, so no result depends on who ran it."""
 
     def __init__(
         self, job: Job, step: Step, measures: Metrics, states: Mapping[str, Any], device: torch.device
