@@ -36,8 +36,8 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     """The sum and weight of what a loss or metric returned for a shard of `rows` rows; `what` names it in errors.
 
     Raises ModelError if it is one number for the whole shard, whose weight in the batch is unknown. Raises
-    ModelError if its size does not match the rows: no dimension has `rows` elements, and the first one is no
-    multiple of `rows`.
+    ModelError if its size does not match the rows: it has fewer elements, or no dimension is `rows` long and the
+    first one is no multiple of `rows`.
     """
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value

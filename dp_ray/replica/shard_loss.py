@@ -83,7 +83,7 @@ class Anchored(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        """The loss, as a view: an autograd function must not return its input."""
+        """The loss unchanged, as a view of it."""
         ctx.save_for_backward(anchor)
         return loss.view_as(loss)
 
