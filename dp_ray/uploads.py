@@ -1,4 +1,4 @@
-"""Abort unfinished multipart uploads of S3, with boto3 if it is installed: pyarrow can neither list nor abort them."""
+"""Abort unfinished multipart uploads of S3, with boto3 if it is installed: pyarrow cannot abort them."""
 
 import importlib
 import importlib.util

@@ -72,8 +72,8 @@ class Block(NamedTuple):
 def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
     """The blocks of a model, each placed on one of `count` devices.
 
-    Raises JobError if a named block does not exist or is part of another one, if there are fewer blocks than
-    devices, or if two devices would share a parameter.
+    Raises JobError if a named block does not exist or is part of another one. Raises JobError if there are fewer
+    blocks than devices, or if two devices would share a parameter.
     """
     names = job.blocks or _parts_of(model)
     modules = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""Import what a target names, and call it; every failure is a JobError that names the job's key."""
+"""Import what a target names, and call it; an error names the job's key."""
 
 import difflib
 import functools

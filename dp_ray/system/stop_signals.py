@@ -54,7 +54,7 @@ def handlers_kept() -> Iterator[None]:
 
 
 def _in_forked_process(number: int) -> None:
-    """Ignore SIGINT in a forked process: a terminal's Ctrl-C reaches it too, but the step needs it. SIGTERM ends it."""
+    """Ignore SIGINT, since a terminal's Ctrl-C reaches forked processes too and the step needs them; obey SIGTERM."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

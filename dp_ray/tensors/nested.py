@@ -189,7 +189,7 @@ def _make_dataclass(cls: type[Any], held: dict[str, Any]) -> Any:
     late = {field.name for field in dataclasses.fields(cls) if not field.init}
     made = cls(**{name: value for name, value in held.items() if name not in late})
     for name in late & held.keys():
-        object.__setattr__(made, name, held[name])  # also where the class is frozen
+        object.__setattr__(made, name, held[name])  # setattr would fail for a frozen class
     return made
 
 
