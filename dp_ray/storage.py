@@ -291,7 +291,7 @@ class Held:
         self._file.close()
 
     def discard(self) -> None:
-        """Remove the file; nothing was sent to the store."""
+        """Remove the local file; no file appears on the store."""
         with suppress(OSError):
             self._file.close()
 
