@@ -1,11 +1,11 @@
-"""The errors a user can meet.
+"""The errors that a user can get.
 
-Error                 whatever dp_ray raises on purpose
+Error                 the base of all errors that dp_ray raises on purpose
 ├── JobError          the job file, a flag or a target is wrong (exit status 2)
-├── ClusterError      no cluster, or one in which the job can never fit
-├── DataError         the dataset, or a batch that cannot be cut
-├── ModelError        the model raised, or gave outputs that cannot be merged
-├── StorageError      the run directory cannot be used, or does not hold what it should
+├── ClusterError      no cluster answers, or the job can never fit into it
+├── DataError         the dataset is wrong, or a batch cannot be cut into shards
+├── ModelError        the model raised, or its outputs cannot be merged
+├── StorageError      the run directory cannot be used, or lacks files or holds damaged ones
 └── WorkerError       a worker was lost
 
 RunInterrupted is a KeyboardInterrupt: the user stopped the run.
@@ -15,9 +15,9 @@ from dp_ray.secrets import hide
 
 
 class Error(Exception):
-    """Base of every error that dp_ray raises on purpose; `exit_status` is the command line's.
+    """Base of every error that dp_ray raises on purpose; `exit_status` is the exit status of the command line.
 
-    What it says is without the secrets of the URLs in it.
+    Its message never holds the secrets of URLs.
     """
 
     exit_status = 1
@@ -27,13 +27,13 @@ class Error(Exception):
 
 
 class JobError(Error):
-    """The job cannot be understood: the message names the key, what was got and what it may be."""
+    """The job is wrong: the message names the key, the value that it has, and the values that it may have."""
 
     exit_status = 2
 
 
 class ClusterError(Error):
-    """No cluster answers, or the job can never fit into the one that does."""
+    """No cluster answers, or the job can never fit into the cluster."""
 
 
 class DataError(Error):
@@ -45,12 +45,12 @@ class ModelError(Error):
 
 
 class StorageError(Error):
-    """The run directory is in use, not shared by all nodes, or does not hold what it should."""
+    """The run directory is in use, is not shared by all nodes, lacks files or holds damaged ones."""
 
 
 class WorkerError(Error):
-    """A worker process was lost: killed, out of memory, or its node gone."""
+    """A worker process was lost: it was killed, ran out of memory, or its node was lost."""
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """The run was stopped by Ctrl-C or SIGTERM: the message says after which step, and how to carry on."""
+    """Ctrl-C or SIGTERM stopped the run: the message says after which step, and how to resume."""

@@ -1,4 +1,4 @@
-"""The secrets in URLs, like s3://KEY:SECRET@bucket/folder: taken out of whatever is shown or kept."""
+"""Remove the secrets in URLs, like s3://KEY:SECRET@bucket/folder, from everything that is shown or kept."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ _NO_PORT = r"""[^/\s'"@:\[]*:(?!\d{1,5}(?:\D|$))"""
 USER = re.compile(
     r"""(?<=://)(?:"""
     r"""[^/\s'"]*@|"""  # KEY:SECRET@
-    rf"""{_NO_PORT}[^\s'"]*@|"""  # a secret with a slash in it, which no parser takes
-    rf"""{_NO_PORT}[^\s'"]*)"""  # one that was cut off before its @
+    rf"""{_NO_PORT}[^\s'"]*@|"""  # a secret with a slash, which URL parsers reject
+    rf"""{_NO_PORT}[^\s'"]*)"""  # a secret truncated before its @
 )
 OPTION = re.compile(
     r"""([?&]\w*(?:secret|password|token|signature|credential|access_key|account_key|sas)\w*=)[^&\s'"]*""", re.I
@@ -26,7 +26,7 @@ def hide(text: str) -> str:
 
 
 def hide_in(value: Any) -> Any:
-    """Plain JSON values with `hide` applied to each text in them."""
+    """Plain JSON values with `hide` applied to each text; keys of mappings stay the same."""
     if isinstance(value, str):
         return hide(value)
     if isinstance(value, Mapping):

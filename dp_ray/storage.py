@@ -1,7 +1,7 @@
-"""A folder on a local disk, a shared one, or an object store, through pyarrow's file systems.
+"""A folder on a local disk, a shared disk or an object store, through pyarrow's file systems.
 
 A file appears whole or not at all. Most stores need a temporary name and a rename for that. S3 and GCS are atomic by
-themselves: an object is there once its upload is completed, so it is written straight to its name.
+themselves: an object appears when its upload is complete, so it is written under its final name.
 """
 
 import copy
@@ -26,12 +26,15 @@ from dp_ray.uploads import abort_uploads
 
 TEMPORARY = ".tmp-"
 PIECE = 1 << 24
-ATOMIC = {"s3", "gcs"}  # pyarrow's names of the stores where a file appears when its stream is closed
+ATOMIC = {"s3", "gcs"}  # pyarrow's names of the stores where a file appears only when its stream is closed
 COPY_BYTES = 1 << 24
 
 
 class Storage:
-    """A folder; every file in it appears under its final name only when it is whole."""
+    """A folder; every file in it appears under its final name only when it is whole.
+
+    The methods raise StorageError, naming the folder and the file, if the store fails.
+    """
 
     def __init__(self, location: str) -> None:
         try:
@@ -42,58 +45,63 @@ class Storage:
 
         is_local = isinstance(self.fs, pafs.LocalFileSystem)
         base, mark, query = (self.path, "", "") if is_local else location.partition("?")
-        self._base, self._query = base, mark + query  # a URL's options stand behind its path
+        self._base, self._query = base, mark + query  # apart, so that `child` can extend the path before the options
         self.before_commit: Callable[[], None] = lambda: None
 
     @property
     def location(self) -> str:
-        """The folder's absolute path, or its URL with the secret that may stand in it: never to be shown or kept."""
+        """The folder's absolute path or URL. A URL may hold a secret: never show or keep it, use str() for that."""
         return self._base + self._query
 
     def __str__(self) -> str:
         return hide(self.location)
 
     def child(self, name: str) -> "Storage":
-        """A folder in this one, on the same connection."""
+        """The folder `name` in this one, with the same connection."""
         child = copy.copy(self)
         child.path = self.file(name)
         child._base = f"{self._base.rstrip('/')}/{name}"
         return child
 
     def guarded(self, before_commit: Callable[[], None]) -> "Storage":
-        """The same folder, in which no file gets its name where `before_commit` raises; its children too."""
+        """The same folder, which calls `before_commit` before each file gets its name; if it raises, none does.
+
+        Children of the folder do the same.
+        """
         guarded = copy.copy(self)
         guarded.before_commit = before_commit
         return guarded
 
     def create(self) -> None:
+        """Create the folder and its parents, if they do not exist."""
         with self._named("cannot be made", is_writing=True):
             self.fs.create_dir(self.path, recursive=True)
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it, if it is there."""
+        """Remove the folder and all its contents, if it exists."""
         with self._named("cannot be removed"):
             if self.fs.get_file_info(self.path).type == pafs.FileType.Directory:
                 self.fs.delete_dir(self.path)
 
     def is_empty(self) -> bool:
-        """Whether the folder is not there, or holds neither file nor folder."""
+        """Whether the folder does not exist, or holds neither file nor folder."""
         with self._named("cannot be listed"):
             return not self.fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True))
 
     def names(self) -> list[str]:
-        """The names of the files in the folder, sorted; unfinished ones are left out."""
+        """The names of the files in the folder, sorted, without unfinished ones."""
         selector = pafs.FileSelector(self.path, allow_not_found=True)
         with self._named("cannot be listed"):
             files = [info for info in self.fs.get_file_info(selector) if info.is_file]
         return sorted(info.base_name for info in files if not info.base_name.startswith(TEMPORARY))
 
     def exists(self, name: str) -> bool:
+        """Whether the folder has a file of this name."""
         with self._named(f"cannot look for {name}"):
             return bool(self.fs.get_file_info(self.file(name)).is_file)
 
     def modified(self, name: str) -> datetime | None:
-        """When a file was written; None where it is not there, or nobody knows."""
+        """When a file was written; None if it does not exist or the store does not say."""
         with self._named(f"cannot look for {name}"):
             return self.fs.get_file_info(self.file(name)).mtime  # type: ignore[no-any-return]
 
@@ -103,7 +111,7 @@ class Storage:
         return self.fs.type_name in ATOMIC
 
     def remove_unfinished(self, recursive: bool = False) -> None:
-        """Remove what killed writers left in the folder; for whoever alone writes there."""
+        """Remove the unfinished files and uploads of killed writers; only for the folder's single writer."""
         if self.fs.type_name == "s3":
             abort_uploads(self.location, self.path, recursive)
         if self.is_atomic:
@@ -115,7 +123,7 @@ class Storage:
                     self.fs.delete_file(info.path)
 
     def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         with self._named(f"cannot remove {name}"), suppress(FileNotFoundError):
             self.fs.delete_file(self.file(name))
 
@@ -124,23 +132,27 @@ class Storage:
         return f"{self.path.rstrip('/')}/{name}"
 
     def read_text(self, name: str) -> str:
+        """A file's contents, decoded as UTF-8."""
         with self._named(f"cannot read {name}"), self.fs.open_input_stream(self.file(name)) as stream:
             return stream.read().decode()  # type: ignore[no-any-return]
 
     def write_text(self, name: str, text: str) -> None:
+        """Write a file as UTF-8, in place of one of that name."""
         with self.writing(name) as stream:
             stream.write(text.encode())
 
     def open(self, name: str) -> pa.NativeFile:
+        """A file opened for reading at any position; the caller closes it. Errors while reading are OSErrors."""
         with self._named(f"cannot read {name}"):
             return self.fs.open_input_file(self.file(name))
 
     def read_bytes(self, name: str) -> bytes:
+        """A file's contents."""
         with self._named(f"cannot read {name}"), self.fs.open_input_stream(self.file(name)) as stream:
             return stream.read()  # type: ignore[no-any-return]
 
     def sha256(self, name: str) -> str:
-        """The hash of a file's bytes, read a piece at a time."""
+        """The SHA-256 of a file's bytes, in hexadecimal; the file is read in pieces."""
         digest = hashlib.sha256()
         with self._named(f"cannot read {name}"), self.fs.open_input_stream(self.file(name)) as stream:
             while piece := stream.read(PIECE):
@@ -148,9 +160,9 @@ class Storage:
         return digest.hexdigest()
 
     def link(self, name: str, source: "Storage") -> bool:
-        """Give a file of another folder its name here too, without a copy; False where the storage cannot.
+        """Hard-link a file of another folder here, under the same name; returns False if the storage cannot.
 
-        The file stays under this name when it is removed under the other.
+        The file stays under this name if it is removed under the other.
         """
         if not all(isinstance(one.fs, pafs.LocalFileSystem) for one in (self, source)):
             return False
@@ -162,7 +174,7 @@ class Storage:
 
     @contextmanager
     def writing(self, name: str) -> Iterator["Unfinished"]:
-        """A stream whose bytes become the file `name` when the block ends without an error."""
+        """A stream whose bytes become the file `name` if the block ends without an error."""
         unfinished = Unfinished(self, name)
         try:
             yield unfinished
@@ -172,7 +184,7 @@ class Storage:
             raise
 
     def unnamed(self) -> "Unfinished | Held":
-        """A stream for a file whose name is known only when it is committed."""
+        """A stream for a file that gets its name only when it is committed."""
         return Held(self) if self.is_atomic else Unfinished(self, "part")
 
     @contextmanager
@@ -186,7 +198,7 @@ class Storage:
 
 
 class Unfinished:
-    """A file being written: a stream whose errors name the file. Only `commit` makes it a file of the folder."""
+    """A file being written: a stream whose StorageErrors name the file. It joins the folder only by `commit`."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self.storage = storage
@@ -199,24 +211,28 @@ class Unfinished:
 
     @property
     def closed(self) -> bool:
+        """Whether the stream is closed, for pyarrow."""
         return bool(self._stream.closed)
 
     def write(self, data: Any) -> None:
+        """Write bytes."""
         with self._named():
             self._stream.write(data)
 
     def tell(self) -> int:
+        """The number of bytes written."""
         return int(self._stream.tell())
 
     def flush(self) -> None:
+        """Flush the stream."""
         with self._named():
             self._stream.flush()
 
     def close(self) -> None:
-        """For pyarrow, which may close what it has written to: the file is closed by `commit` or `discard`."""
+        """Do nothing: pyarrow may close a stream early, but only `commit` and `discard` close the file."""
 
     def commit(self, name: str | None = None) -> None:
-        """Close the file and give it its name, in place of one that had it; `name` where it was begun unnamed."""
+        """Close the file and give it its name, in place of any file that has it; `name` is for `unnamed` ones."""
         self.name = name or self.name
         self.storage.before_commit()
         with self._named():
@@ -227,7 +243,7 @@ class Unfinished:
             _let_go(self._stream)
 
     def discard(self) -> None:
-        """Give the file up. An upload stays unfinished on the store until `remove_unfinished`."""
+        """Remove the file. On an object store the upload stays unfinished until `remove_unfinished`."""
         if self.storage.is_atomic:
             return
         with suppress(OSError):
@@ -240,7 +256,7 @@ class Unfinished:
 
 
 class Held:
-    """A file whose name is not known yet, on the local disk: an object store has no rename, and is sent it once."""
+    """A file without a name yet, held on the local disk: an object store has no rename, so it is sent when named."""
 
     closed = False
 
@@ -250,21 +266,24 @@ class Held:
             self._file = tempfile.TemporaryFile(prefix="dp_ray-")  # noqa: SIM115
 
     def write(self, data: Any) -> None:
+        """Write bytes."""
         with self._named():
             self._file.write(data)
 
     def tell(self) -> int:
+        """The number of bytes written."""
         return self._file.tell()
 
     def flush(self) -> None:
+        """Flush the stream."""
         with self._named():
             self._file.flush()
 
     def close(self) -> None:
-        """For pyarrow: the file is closed by `commit` or `discard`."""
+        """Do nothing, as `Unfinished.close`."""
 
     def commit(self, name: str) -> None:
-        """Send the file to the store, where it appears under its name when it is whole."""
+        """Send the file to the store, where it appears under its name when it is complete."""
         with self.storage.writing(name) as stream, self._named():
             self._file.seek(0)
             while piece := self._file.read(COPY_BYTES):
@@ -272,6 +291,7 @@ class Held:
         self._file.close()
 
     def discard(self) -> None:
+        """Remove the local file; no file appears on the store."""
         with suppress(OSError):
             self._file.close()
 
@@ -280,9 +300,9 @@ class Held:
 
 
 def _keep_alive(stream: pa.NativeFile) -> None:
-    """Keep a stream from ever being destroyed, even when Python ends: pyarrow would complete its upload then.
+    """Keep a stream from ever being destroyed, even when Python ends: pyarrow would then complete its upload.
 
-    pyarrow has no way to abort a stream. One that is never closed leaves an unfinished upload, which is no file.
+    pyarrow cannot abort a stream. If it is never closed, its upload stays unfinished, and no file appears.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
 

@@ -1,4 +1,4 @@
-"""Lists and numbers of things, as messages show them."""
+"""Format lists and counts for messages."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ SHOWN = 8
 
 
 def listed(things: Iterable[object]) -> str:
-    """`a, b, c`; of more than eight the first eight, and how many there are in all."""
+    """`a, b, c`; for more than eight, the first eight and the total number."""
     texts = [str(thing) for thing in things]
     shown = ", ".join(texts[:SHOWN])
     return shown if len(texts) <= SHOWN else f"{shown}, ... ({len(texts)} in all)"

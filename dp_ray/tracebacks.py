@@ -1,4 +1,4 @@
-"""Which frames of a traceback are the user's: those that show a mistake where it was made."""
+"""Show only the user's frames of a traceback: they show where the mistake is."""
 
 import functools
 import itertools
@@ -13,24 +13,24 @@ from dp_ray.errors import Error
 
 PACKAGE = str(Path(__file__).resolve().parent)
 INSTALLED = {"site-packages", "dist-packages"}
-COMPILED = {".pyx", ".pxi"}  # as pyarrow's, whose frames have no folder
+COMPILED = {".pyx", ".pxi"}  # Cython files, as pyarrow's: their frames have no folder
 Wanted: TypeAlias = Callable[[str], bool]
 
 
 def is_users(filename: str) -> bool:
-    """Whether a frame's file is of the user's own project: not of dp_ray, of Python or installed."""
+    """Whether a frame's file is in the user's project: not in dp_ray, Python or an installed package."""
     return _is_outside(filename) and not INSTALLED & set(Path(filename).parts)
 
 
 def is_others(filename: str) -> bool:
-    """Whether a frame's file is the user's or of a package that is neither dp_ray, torch nor Ray."""
+    """Whether a frame's file is the user's, or in a package other than dp_ray, torch and Ray."""
     parts = Path(filename).parts
     package = next((after for part, after in itertools.pairwise(parts) if part in INSTALLED), "")
     return _is_outside(filename) and package not in ("torch", "ray")
 
 
 def _is_outside(filename: str) -> bool:
-    """Whether a file is neither dp_ray's nor of Python's own library."""
+    """Whether a file is neither in dp_ray nor in Python's standard library."""
     path = Path(filename)
     if filename.startswith("<frozen ") or path.suffix in COMPILED or path.is_relative_to(PACKAGE):
         return False
@@ -45,7 +45,7 @@ def _library() -> frozenset[str]:
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """What the user's code raised, of which an Error tells; None where dp_ray itself found something wrong."""
+    """The exception of the user's code behind an Error; None if dp_ray itself raised the Error."""
     found: BaseException | None = error
     while isinstance(found, Error):
         found = found.__cause__
@@ -53,10 +53,10 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 def frames_of(error: BaseException) -> str:
-    """The user's frames of what caused an Error, as Python shows them; "" where there are none.
+    """The user's frames of an Error's cause, in Python's format; "" if there are none.
 
-    The last line, which says what was raised, is left out: the Error says it. What another process raised has come
-    as a note.
+    The last line, with the exception's type and text, is left out: the Error's message has it. For an exception of
+    another process, the frames are the Error's notes.
     """
     cause = cause_of(error)
     if (notes := notes_of(error)) or cause is None:
@@ -66,17 +66,17 @@ def frames_of(error: BaseException) -> str:
     _keep(shown, wanted)
     final = list(shown.format_exception_only())
     lines = list(shown.format())[: -len(final)]
-    lines += final[:-1] if isinstance(cause, SyntaxError) else []  # where it is
+    lines += final[:-1] if isinstance(cause, SyntaxError) else []  # the place of a SyntaxError is not a frame
     return "".join(lines) if any('File "' in line for line in lines) else ""
 
 
 def notes_of(error: BaseException) -> str:
-    """What was added to an Error of what another process raised."""
+    """The notes of an Error, which are the user's frames from another process; "" if there are none."""
     return "\n".join(getattr(error, "__notes__", ())) if isinstance(error, Error) else ""
 
 
 def shorten(error: Error) -> None:
-    """Leave the user's frames alone in what Python is to show of an Error and its cause."""
+    """Change an Error, in place, so that Python's traceback of it and its cause shows only the user's frames."""
     error.__traceback__ = None
     error.__cause__ = cause = cause_of(error)
     if cause is None:
@@ -87,13 +87,13 @@ def shorten(error: Error) -> None:
 
 
 def _wanted(cause: BaseException) -> Wanted:
-    """Which frames to show: the user's, or where none is (a project that is installed) those of other packages."""
+    """Which frames to show: the user's; if there are none (an installed project), those of other packages."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
     return is_users if any(map(is_users, files)) or isinstance(cause, SyntaxError) else is_others
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that led to it."""
+    """An exception, and the exceptions that caused it."""
     seen: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in seen:
@@ -103,7 +103,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _keep(shown: traceback.TracebackException, wanted: Wanted) -> bool:
-    """Leave out all frames but those wanted, and what led to it without any; whether any are left."""
+    """Keep only the wanted frames, and drop causes without any; returns whether any frame is left."""
     shown.stack = traceback.StackSummary.from_list([one for one in shown.stack if wanted(one.filename)])
     if shown.__cause__ is not None and not _keep(shown.__cause__, wanted):
         shown.__cause__ = None
@@ -113,7 +113,7 @@ def _keep(shown: traceback.TracebackException, wanted: Wanted) -> bool:
 
 
 def _part(trace: TracebackType | None, wanted: Wanted) -> TracebackType | None:
-    """The frames that are wanted, of a traceback."""
+    """The wanted frames of a traceback."""
     kept: list[TracebackType] = []
     while trace is not None:
         if wanted(trace.tb_frame.f_code.co_filename):

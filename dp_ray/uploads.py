@@ -1,4 +1,4 @@
-"""Unfinished multipart uploads of S3, which pyarrow can neither list nor abort: with boto3, where it is installed."""
+"""Abort unfinished multipart uploads of S3, with boto3 if it is installed: pyarrow cannot abort them."""
 
 import importlib
 import importlib.util
@@ -8,9 +8,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 def abort_uploads(location: str, path: str, recursive: bool) -> None:
-    """Abort the uploads under the folder BUCKET/KEYS of `path`, or only those right in it.
+    """Abort the unfinished uploads directly in the folder `path` (BUCKET/KEYS), or with `recursive` also below it.
 
-    Without boto3, or without the right to list uploads, they stay: they are no objects, but they are paid for.
+    Without boto3, or without the right to list uploads, they stay. They are not objects, but S3 charges for them.
+    `location` is the folder's URL, with its secrets.
     """
     if importlib.util.find_spec("boto3") is None:
         return
@@ -26,7 +27,7 @@ def abort_uploads(location: str, path: str, recursive: bool) -> None:
 
 
 def _client(location: str) -> Any:
-    """An S3 client with what pyarrow reads from the same URL; where it says nothing, with boto3's own defaults."""
+    """An S3 client with the options that pyarrow reads from the same URL, and boto3's defaults for the others."""
     url = urlsplit(location)
     options = {name: values[-1] for name, values in parse_qs(url.query).items()}
     endpoint = options.get("endpoint_override")

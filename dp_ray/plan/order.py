@@ -1,12 +1,12 @@
 """The order of an epoch: a permutation of the sample indices, computed index by index from (seed, epoch).
 
-Nothing as long as the dataset is ever held: a keyed bijection takes each position to its sample, so a slice
-costs what the slice is long, on any worker, at any step. All arithmetic is on unsigned 64-bit integers, so
+No list of the dataset's length is held in memory: a keyed bijection maps each position to its sample. The cost of
+a slice depends on its length alone, on any worker, at any step. All arithmetic is on unsigned 64-bit integers, so
 the bits are the same on every platform.
 
 The bijection is Black and Rogaway's ("Ciphers with Arbitrary Finite Domains", CT-RSA 2002): a generalised
-Feistel network over a rectangle of `width * height >= n` numbers, and "cycle walking": what lands on n or
-above goes through again until it lands below.
+Feistel network over a rectangle of `width * height >= n` numbers, with "cycle walking": a result of n or above is
+permuted again until it is below n.
 """
 
 import math
@@ -25,7 +25,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
-# Positions permuted at a time: few enough that the temporaries stay in the processor's cache.
+# Positions permuted at once: few enough that the temporaries stay in the processor's cache.
 _BLOCK = 2**14
 
 
@@ -34,7 +34,7 @@ class Order:
     """The sample index at each position of one epoch, a function of (seed, epoch, num_samples) alone.
 
     `Order(5, seed=1)[0]` is the first sample; `indices(2, 4)` are those at positions 2 and 3.
-    Without `shuffle` position and sample index are the same.
+    Without `shuffle`, position and sample index are the same. Raises ValueError for a number outside 0 .. 2**63 - 1.
     """
 
     num_samples: int
@@ -52,13 +52,13 @@ class Order:
         return self.num_samples
 
     def __getitem__(self, position: int) -> int:
-        """The sample index at `position`; IndexError outside 0 .. num_samples - 1."""
+        """The sample index at `position`; raises IndexError outside 0 .. num_samples - 1."""
         if not 0 <= position < self.num_samples:
             raise IndexError(f"position {position} of an order of {self.num_samples} samples")
         return int(self.indices(position, position + 1)[0])
 
     def indices(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The sample indices at positions start .. stop - 1; IndexError unless 0 <= start <= stop <= n."""
+        """The sample indices at positions start .. stop - 1; raises IndexError unless 0 <= start <= stop <= n."""
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions {start} to {stop} of an order of {self.num_samples} samples")
         samples = np.arange(start, stop, dtype=np.int64)
@@ -87,10 +87,10 @@ class Order:
 
     @cached_property
     def _sides(self) -> tuple[np.uint64, np.uint64]:
-        """Width and height of a rectangle that just holds all samples.
+        """Width and height of a rectangle that is just large enough for all samples.
 
-        The width is even: with two odd sides every round is an even permutation, and so every order of 9 or 25.
-        No side is below 4, but for up to 4 samples: thin rectangles mix slowly.
+        The width is even. With two odd sides, every round would be an even permutation, and so would every order of
+        9 or 25 samples. With more than 4 samples no side is below 4: thin rectangles mix slowly.
         """
         width = math.isqrt(max(self.num_samples, 1) - 1) + 1
         width += width % 2
@@ -99,10 +99,11 @@ class Order:
 
     @cached_property
     def _round_keys(self) -> Words:
-        """A key for each round; an even number of them, so that the two sides end in their places.
+        """A key for each round; the number of rounds is even, so that the two sides end in their places.
 
-        Every two rounds bring the joint law of a few positions closer to uniform by about the shorter side,
-        so small sets need more. These leave a few positions within about 1e-6 (total variation) at every size.
+        Every two rounds bring the joint distribution of a few positions closer to uniform, by a factor of about the
+        shorter side. So small sets need more rounds. With these numbers of rounds, a few positions are within about
+        1e-6 (total variation) of uniform at every size.
         """
         num_rounds = 24 if self._sides[0] < 32 else 12
         stream = np.array([_GOLDEN])
@@ -123,13 +124,13 @@ def _hash(key: Words | np.uint64, words: Words) -> Words:
 
 
 def _below(bound: np.uint64, words: Words) -> Words:
-    """Scale random words to 0 .. bound - 1, for a bound up to 2**32 (Lemire's product: a remainder is slow)."""
+    """Scale random words to 0 .. bound - 1, for a bound up to 2**32, by Lemire's product: `%` is slow."""
     return ((words >> _SHIFT_32) * bound) >> _SHIFT_32
 
 
 def _add_modulo(first: Words, second: Words, modulus: np.uint64) -> Words:
-    """(first + second) % modulus, of numbers below the modulus."""
+    """(first + second) % modulus, for numbers below the modulus."""
     total = first + second
-    # Where the total is below the modulus the difference wraps around to a huge number.
+    # If the total is below the modulus, the difference wraps around to a huge number.
     wrapped: Words = np.minimum(total, total - modulus)
     return wrapped

@@ -1,15 +1,15 @@
-"""Cut a row of blocks into consecutive parts of about the same size."""
+"""Cut a sequence of blocks into consecutive parts of about the same size."""
 
 from collections.abc import Sequence
 
 
 def balance(sizes: Sequence[int], parts: int) -> list[range]:
-    """The blocks of each part: consecutive, none empty, the largest part as small as it can be.
+    """The blocks of each part: consecutive, none empty, the largest part as small as possible.
 
     >>> balance([4, 1, 1, 4, 2], 2)
     [range(0, 3), range(3, 5)]
 
-    Raises ValueError where there are fewer blocks than parts.
+    Raises ValueError if there are fewer blocks than parts.
     """
     if not 1 <= parts <= len(sizes):
         raise ValueError(f"{len(sizes)} blocks cannot be cut into {parts} parts of at least one each")
@@ -28,7 +28,7 @@ def _parts_needed(sizes: Sequence[int], limit: int) -> int:
 
 
 def _cut(sizes: Sequence[int], parts: int, limit: int) -> list[range]:
-    """Fill each part up to the limit, but leave a block for each part that is still to come."""
+    """Fill each part up to the limit, but leave at least one block for each later part."""
     cuts, held = [0], 0
     for at, size in enumerate(sizes):
         still = parts - len(cuts)

@@ -9,7 +9,7 @@ from dp_ray.plan.split import Split, chunk_sizes, num_filled, worker_shards
 def plan(split: Split, workers: int) -> dict[str, Any]:
     """The plan as plain JSON values; equal global batches are folded, so it is small for any number of rows.
 
-    `steps` and `batches` are those of an epoch. Where `max_steps` cuts the last epoch, `total_steps` says where.
+    `steps` and `batches` are those of an epoch. `total_steps` is there only if `max_steps` cuts the last epoch short.
     """
     total = split.total_steps
     epochs, steps = -(-total // max(1, split.steps)), min(split.steps, total)
@@ -47,7 +47,7 @@ def _first(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple[int, 
 
 
 def remarks(split: Split, workers: int) -> list[str]:
-    """What may surprise in how a job is cut and dealt, a line each."""
+    """Warnings about how a job is cut and assigned to workers, a line each."""
     found = []
     largest = min(split.rows, split.batch_size)
     if split.batch_size > split.rows:
@@ -64,7 +64,7 @@ def remarks(split: Split, workers: int) -> list[str]:
 
 
 def table(planned: dict[str, Any]) -> str:
-    """The plan for reading: one line for each kind of global batch and each worker."""
+    """The plan as text: one line for each size of global batch, then one for each group of equal workers."""
     epochs = planned["epochs"]
     lines = [
         f"{planned['rows']:,} rows in global batches of {planned['batch_size']:,}: {planned['steps']:,} steps, "
@@ -93,7 +93,7 @@ def _worker(batch: dict[str, Any], shards: list[int]) -> str:
 
 
 def _folded(workers: list[str]) -> list[str]:
-    """One line for each run of workers that look alike."""
+    """One line for each group of consecutive workers with the same text."""
     lines: list[str] = []
     first = 0
     for rank in range(1, len(workers) + 1):

@@ -1,7 +1,7 @@
-"""The fixed binary tree in which shards are summed: the same additions, whichever worker does them.
+"""The fixed binary tree in which shards are summed: the same additions on any number of workers.
 
-A node is a range of shards `(start, stop)`; it is the sum of its two halves, cut at `(start + stop) // 2`.
-Floating-point addition is commutative and not associative, so a sum's bits depend on this tree alone.
+A node is a range of shards `(start, stop)`. Its sum is that of its two halves, cut at `(start + stop) // 2`.
+Floating-point addition is commutative but not associative, so a sum's bits depend on this tree alone.
 
 >>> fold({(0, 2): 1.0, (2, 3): 2.0, (3, 4): 3.0}, (0, 4), lambda left, right: left + right)
 6.0
@@ -22,9 +22,9 @@ def halves(node: Node) -> tuple[Node, Node]:
 
 
 def nodes(shards: range, node: Node) -> list[Node]:
-    """The largest nodes under `node` that consecutive `shards` fill: a worker's, in shard order.
+    """The largest nodes, at or below `node`, that hold only `shards`: the fewest nodes for a worker, in shard order.
 
-    Shards that no worker can share, as 4 of 8 on 2 workers, are one node.
+    For example, 4 of 8 shards on one of 2 workers are one node.
 
     >>> nodes(range(2, 5), (0, 8))
     [(2, 4), (4, 5)]
@@ -39,7 +39,10 @@ def nodes(shards: range, node: Node) -> list[Node]:
 
 
 def fold(held: Mapping[Node, T], node: Node, add: Callable[[T, T], T]) -> T | None:
-    """The sum of a node from sums of nodes below it; what is not held counts nothing, None where nothing is."""
+    """The sum of a node, from the held sums of nodes below it.
+
+    A node that is not held adds nothing; None if no node is held.
+    """
     if node in held:
         return held[node]
     if node[1] - node[0] <= 1:
@@ -51,7 +54,7 @@ def fold(held: Mapping[Node, T], node: Node, add: Callable[[T, T], T]) -> T | No
 
 
 def leaf_pairs(node: Node) -> set[Node]:
-    """The nodes below `node`, or itself, that are the sum of just two shards."""
+    """The nodes of exactly two shards, at or below `node`."""
     if node[1] - node[0] <= 2:
         return {node} if node[1] - node[0] == 2 else set()
     left, right = halves(node)

@@ -1,6 +1,6 @@
-"""Cut an epoch into global batches, a global batch into shards, and deal the shards to workers.
+"""Cut an epoch into global batches, a global batch into shards, and assign the shards to workers.
 
-Pure arithmetic: nothing here knows a tensor, and every answer is O(1) in the number of rows.
+Pure arithmetic, without tensors: every answer is O(1) in the number of rows.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def chunk_sizes(rows: int, shards: int) -> list[int]:
 
 
 def chunk_bounds(rows: int, shards: int, shard: int) -> tuple[int, int]:
-    """First row and end of one shard within its global batch; equal where the shard is EMPTY."""
+    """First row and end (exclusive) of one shard within its global batch; both are equal if the shard is EMPTY."""
     size = -(-rows // shards)
     return min(rows, shard * size), min(rows, (shard + 1) * size)
 
@@ -28,7 +28,7 @@ def num_filled(rows: int, shards: int) -> int:
 
 
 def worker_shards(shards: int, world_size: int, rank: int) -> range:
-    """The contiguous shards that worker `rank` of `world_size` runs.
+    """The consecutive shards that worker `rank` of `world_size` runs.
 
     >>> [list(worker_shards(8, 3, rank)) for rank in range(3)]
     [[0, 1], [2, 3, 4], [5, 6, 7]]
@@ -51,6 +51,7 @@ class Shard:
 
     @property
     def rows(self) -> int:
+        """The number of rows."""
         return self.stop - self.start
 
 
@@ -67,7 +68,7 @@ class Split:
 
     @property
     def steps(self) -> int:
-        """Global batches in an epoch."""
+        """Global batches in an epoch, whatever `max_steps` is."""
         full, rest = divmod(self.rows, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
@@ -84,20 +85,24 @@ class Split:
         return epochs * self.rows_kept + rest * self.batch_size
 
     def cursor(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and its place in it."""
+        """The epoch of a step, and the step's number within that epoch."""
         return divmod(step, max(1, self.steps))
 
     @property
     def dropped(self) -> int:
-        """Samples of an epoch that no global batch holds: none without `drop_last`."""
+        """Samples of an epoch that are in no global batch: 0 without `drop_last`."""
         return self.rows - self.rows_kept
 
     @property
     def rows_kept(self) -> int:
+        """Samples of an epoch that are in a global batch."""
         return min(self.rows, self.steps * self.batch_size)
 
     def batch(self, step: int) -> tuple[int, int]:
-        """First position and end, in the order of its epoch, of the global batch of `step`."""
+        """First position and end (exclusive) of the global batch of `step`, in the order of its epoch.
+
+        Raises IndexError if the job has no such step.
+        """
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} is outside the job's {self.total_steps} steps")
         first = step % self.steps * self.batch_size
@@ -108,7 +113,7 @@ class Split:
         return Shard(step, -1, *self.batch(step), step // self.steps)
 
     def shard(self, step: int, shard: int) -> Shard:
-        """The positions that one shard of one global batch holds."""
+        """One shard of the global batch of `step`, maybe EMPTY."""
         first, end = self.batch(step)
         start, stop = chunk_bounds(end - first, self.shards, shard)
         return Shard(step, shard, first + start, first + stop, step // self.steps)
@@ -119,7 +124,7 @@ class Split:
         return [shard for shard in mine if shard.rows]
 
     def batch_sizes(self) -> Iterator[tuple[int, int]]:
-        """(steps, rows) of each run of equal global batches: the full ones, then a short last one."""
+        """(steps, rows) of each size of global batch in an epoch: the full ones, then a short last one."""
         full, rest = divmod(self.rows, self.batch_size)
         if full:
             yield full, self.batch_size

@@ -1,4 +1,4 @@
-"""What one worker has still to run: its shards of every step, less what an earlier attempt finished."""
+"""One worker's remaining work: its shards of every step, without those that earlier attempts finished."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ class Range(NamedTuple):
 
 
 class Done:
-    """The ranges that are finished, asked shard by shard."""
+    """The finished ranges; `shard in done` asks for one shard."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._steps: dict[int, list[tuple[int, int]]] = {}
@@ -34,13 +34,13 @@ class Done:
         return before >= 0 and piece.step < spans[before][1]
 
     def through(self, shards: Iterable[int]) -> int:
-        """How many steps from the first on are done in all of these shards."""
+        """How many steps, from step 0 on without a gap, are done in all of these shards."""
         firsts = [self._steps.get(shard, [(0, 0)])[0] for shard in shards]
         return min((end if first == 0 else 0 for first, end in firsts), default=0)
 
 
 def _join(spans: list[tuple[int, int]], first: int, end: int) -> None:
-    """Append a span to ordered ones, or lengthen the last: a later attempt's part spans what earlier ones hold."""
+    """Append a span to ordered ones, or extend the last: a later attempt's part may cover steps of earlier ones."""
     if spans and first <= spans[-1][1]:
         first, end = spans[-1][0], max(end, spans.pop()[1])
     spans.append((first, end))
@@ -50,7 +50,7 @@ def _join(spans: list[tuple[int, int]], first: int, end: int) -> None:
 class Work:
     """The steps of one worker from `start` on, each with its non-empty shards that are not done.
 
-    It can be walked anew.
+    It can be iterated more than once.
     """
 
     split: Split
@@ -61,6 +61,7 @@ class Work:
 
     @property
     def shards(self) -> range:
+        """The worker's shards of every step, EMPTY and finished ones included."""
         return worker_shards(self.split.shards, self.world_size, self.rank)
 
     def __iter__(self) -> Iterator[tuple[int, list[Shard]]]:

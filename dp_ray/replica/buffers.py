@@ -1,5 +1,7 @@
-"""Buffers (BatchNorm's statistics) in the sense of nn.DataParallel: every shard of a step starts from the same
-ones, and after the step they are shard 0's, on every worker."""
+"""Buffers (BatchNorm's statistics), treated as nn.DataParallel does.
+
+Every shard of a step starts from the same buffers. After the step, every worker has shard 0's buffers.
+"""
 
 from typing import Any
 
@@ -10,11 +12,14 @@ from torch import nn
 from dp_ray.system.waiting import waiting
 from dp_ray.tensors.raw import as_bytes, from_bytes
 
-ALIGNED = 16  # bytes, so that every dtype's tensors can be seen in one flat row of bytes
+ALIGNED = 16  # bytes: each buffer starts at a multiple of it, so its bytes can be viewed as any dtype
 
 
 class Buffers:
-    """The buffers of a module, in the course of a step."""
+    """The buffers of a module during a step.
+
+    A step calls `begin`, `restore` before each later shard, `keep` after shard 0, `share` and `finish`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._places = _places(model)
@@ -24,21 +29,21 @@ class Buffers:
         self._work: Any = None
 
     def begin(self, num_shards: int) -> None:
-        """A step of `num_shards` shards on this worker begins."""
+        """Begin a step in which this worker runs `num_shards` shards."""
         self._kept = None
         self._start = _copies(self._tensors()) if num_shards > 1 else []
 
     def keep(self) -> None:
-        """What the buffers are now, after shard 0, is what they will be after the step."""
+        """Keep the current buffers, those of shard 0, as the buffers after the step."""
         self._kept = _copies(self._tensors())
 
     def restore(self) -> None:
-        """The next shard starts from what the buffers were before the step."""
+        """Set the buffers to their values before the step, for the next shard."""
         _copy(self._tensors(), self._start)
 
     @torch.no_grad()
     def share(self) -> None:
-        """Begin to send rank 0's to all; every rank calls this once a step."""
+        """Start the broadcast of rank 0's buffers; every rank calls this once a step."""
         if not self._places or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if dist.get_rank() == 0:
@@ -51,7 +56,7 @@ class Buffers:
         self._work = dist.broadcast(self._flat, src=0, async_op=True)
 
     def finish(self) -> None:
-        """The step is done: the buffers are shard 0's."""
+        """End the step: wait for the broadcast and set the buffers to shard 0's."""
         if self._work is not None:
             with waiting("rank 0's buffers"):
                 self._work.wait()
@@ -66,7 +71,10 @@ class Buffers:
 
 
 class UnchangedBuffers:
-    """Buffers that a shard's forward in eval mode may change (observers), and that the next shard shall not see."""
+    """The buffers of a model in eval mode: every shard must start from the same ones.
+
+    Some modules change buffers in eval mode too, as the observers of quantization do.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -77,7 +85,7 @@ class UnchangedBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back those that changed since this was made."""
+        """Put back the buffers that a forward has changed."""
         for at, (module, name, buffer, value, version) in enumerate(self._kept):
             if module._buffers[name] is not buffer:
                 module._buffers[name] = buffer
@@ -87,7 +95,7 @@ class UnchangedBuffers:
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the module's buffers are, each tensor once."""
+    """The module and name of each dense buffer, each tensor once."""
     found = {
         id(buffer): (module, name)
         for module in model.modules()
@@ -98,7 +106,7 @@ def _places(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _version(buffer: torch.Tensor) -> int | None:
-    """How often the tensor was written to; None where torch does not count."""
+    """The tensor's version counter, which every write increments; None for an inference tensor, which has none."""
     return None if buffer.is_inference() else buffer._version
 
 

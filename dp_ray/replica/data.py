@@ -1,4 +1,4 @@
-"""What one worker reads: its own shards' samples, collated, checked and on its device."""
+"""Load one worker's shards: read the samples, collate them, check the rows, copy them to the device."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from dp_ray.text import listed
 from dp_ray.tracebacks import frames_of
 
 CPU = torch.device("cpu")
-ORDER_BLOCK = 4096  # positions computed at once: a shard is often far smaller than numpy's overhead
+ORDER_BLOCK = 4096  # positions computed at once: for one small shard numpy's overhead would dominate
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Batch = tuple[Indices, Any]
@@ -37,7 +37,7 @@ Pick: TypeAlias = Callable[[Any], Any]
 
 
 class ReadRequest(NamedTuple):
-    """What a worker asks its dataset for at once: a shard, or with `shard` -1 a whole global batch."""
+    """One read from the dataset: the samples of a shard, or with `shard` -1 of a whole global batch."""
 
     epoch: int
     step: int
@@ -46,21 +46,24 @@ class ReadRequest(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a loader's process raised, as it travels to the worker: torch would put its traceback into its text."""
+    """An error of a loader process, as sent to the worker, with the user's frames.
+
+    If the error were raised, torch would put the whole traceback into its message.
+    """
 
     error: Error
     frames: str
 
 
 def _as_told(error: Error) -> Told:
-    """The error to send from a loader's process; in the worker itself it is raised."""
+    """In a loader process, the error to send; in the worker itself, raise it."""
     if get_worker_info() is None:
         raise error
     return Told(error, frames_of(error))
 
 
 def _received(batch: Batch) -> Batch:
-    """The batch; raises what a loader's process sent in its place."""
+    """The batch; raises the error that a loader process sent in its place."""
     if not isinstance(batch[1], Told):
         return batch
     error, frames = batch[1]
@@ -70,11 +73,11 @@ def _received(batch: Batch) -> Batch:
 
 
 class Samples(Dataset[Any]):
-    """The user's dataset, whose errors name the sample, and whose random numbers are each sample's own.
+    """The user's dataset: errors name the sample, and each sample has random numbers of its own.
 
-    Samples are read a shard at a time, as long as none draws a random number. Once one does, that shard is read
-    anew and every sample from then on by itself, after seeding: the same as if it had been so from the start.
-    A dataset with generators of its own is read so from the start.
+    Samples are read a shard at a time until one draws a random number. That shard is then read again, and from
+    there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
+    A dataset with generators of its own is seeded for each sample from the start.
     """
 
     def __init__(self, dataset: Any, seed: int, name: str = "the dataset") -> None:
@@ -89,7 +92,7 @@ class Samples(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
-        """The samples, with what was wanted, so that nobody else need say which they are."""
+        """The request and its samples; in a loader process, an error is returned in place of the samples."""
         try:
             return self._read_request(wanted)
         except Error as error:
@@ -134,6 +137,7 @@ class Positions:
         self.block = np.empty(0, np.int64)
 
     def indices(self, start: int, stop: int) -> Indices:
+        """The sample indices at positions start .. stop - 1, int64 [stop - start]."""
         if not self.start <= start <= stop <= self.start + len(self.block):
             self.start = start
             self.block = self.order.indices(start, min(len(self.order), max(stop, start + ORDER_BLOCK)))
@@ -141,9 +145,9 @@ class Positions:
 
 
 class IndexLists:
-    """The batch sampler of a worker's DataLoader: the samples of each thing that it collates.
+    """The batch sampler of a worker's DataLoader: one ReadRequest for each piece that it collates.
 
-    `pieces` are shards, or global batches; the loader may start more than once, so it is called for each walk.
+    `pieces` gives the shards or the global batches. It is a function because the loader may start more than once.
     """
 
     def __init__(self, order: Order, pieces: Callable[[], Iterator[Shard]]) -> None:
@@ -160,12 +164,12 @@ class IndexLists:
 
 
 def seeded_dataset(job: Job, name: str = "dataset") -> Any:
-    """The job's dataset, built after seeding, so that random data is the same on every worker and in every run.
+    """The job's dataset, built after seeding: random data is the same on every worker and in every run.
 
     Raises what `build_dataset` raises.
     """
     if isinstance(job.dataset, Target):
-        resolve(name, job.dataset)  # only a module's first import draws what it draws then
+        resolve(name, job.dataset)  # before seeding: a module may draw random numbers, but on its first import only
     with preserved(CPU):
         seed_all(derive_seed(job.seed, "dataset", name != "dataset"))
         return build_dataset(job, name)
@@ -179,10 +183,12 @@ def load_shards(
     pick: Pick | None = None,
     name: str = "the dataset",
 ) -> Iterator[Batch]:
-    """The sample indices and the batch of each shard of `work`, in its order, on `device`.
+    """Yield the sample indices and the batch, on `device`, of each shard of `work`, in its order.
 
-    The batch is as collated, or what `pick` picks of it. Raises DataError where a sample raises (its index and the
-    dataset's `name` are told) or where a leaf of the model's inputs has not the shard's rows.
+    The batch is the collated one, or what `pick` returns for it.
+
+    Raises DataError if reading a sample raises; the message names the sample and the dataset by `name`.
+    Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
     """
     make = _whole_batches if job.scatter == "batch" else _shards
     return on_device(make(job, Samples(dataset, job.seed, name), work, device, pick), device)
@@ -235,12 +241,12 @@ def _loader(
 
 
 def _leave_ctrl_c_to_the_trainer(_: int) -> None:
-    """A terminal's Ctrl-C reaches the loader's processes too, which the step that is to be kept still needs."""
+    """Ignore SIGINT in a loader process: a terminal's Ctrl-C reaches it too, but the current step still needs it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed: int | None) -> Batch:
-    """Collate what was read; a collate of the user's may draw random numbers, those of this shard."""
+    """Collate the samples that were read; random numbers that the user's collate draws are keyed by the shard."""
     wanted, items = read
     indices = np.asarray(wanted.indices, np.int64)
     if isinstance(items, Told):
@@ -263,7 +269,7 @@ def collate_of(job: Job) -> Callable[[list[Any]], Any]:
 
 
 def _default_collate(items: list[Any], batch_dim: int) -> Any:
-    """torch's collate stacks along dimension 0; labels of one dimension stay as they are."""
+    """torch's collate, with the rows moved from dimension 0 to `batch_dim`; labels of one dimension stay the same."""
     batch = default_collate(items)
     if batch_dim == 0:
         return batch
@@ -275,9 +281,9 @@ def _default_collate(items: list[Any], batch_dim: int) -> Any:
 
 
 def _checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:
-    """What is picked of a batch, of which the model's inputs have a row for each sample."""
+    """The batch, or what `pick` returns for it, after a check that the inputs have one row for each sample."""
     picked = batch if pick is None else pick(batch)
-    if job.step is None:  # else only the user's step knows what of the batch are rows
+    if job.step is None:  # only the user's step knows which parts of its batch hold rows
         _check_rows(job, model_inputs(job, batch) if pick is None else picked, rows, what)
     return picked
 
@@ -292,7 +298,7 @@ def _check_rows(job: Job, inputs: Any, rows: int, what: str) -> None:
 
 
 def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on `device`; to a GPU the next one is copied while this one is computed."""
+    """Yield the batches on `device`; on a GPU the next batch is copied while the current one is computed."""
     if device.type != "cuda":
         yield from batches if device.type == "cpu" else (_move(batch, device) for batch in batches)
         return
@@ -314,7 +320,7 @@ def _move(batch: Batch, device: torch.device) -> Batch:
 
 
 def _wait_for(batch: Batch, copies: "torch.cuda.Stream", device: torch.device) -> Batch:
-    """Make the computing stream wait for the copy, and keep the memory from being used anew too early."""
+    """Make the computing stream wait for the copy, and keep the allocator from reusing the memory too early."""
     computing = torch.cuda.current_stream(device)
     computing.wait_stream(copies)
     for leaf in flatten(batch[1])[0]:

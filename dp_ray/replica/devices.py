@@ -1,8 +1,8 @@
-"""A model over several devices of one worker: which devices, which block goes where, which tensors are mixed up.
+"""A model over several devices of one worker: the devices, the placement of its blocks, errors of mixed devices.
 
-Either the model places its parts itself, and moves the activations between them in `forward`; or the job says
-`device_map: auto`: consecutive blocks go to one device, about the same bytes of parameters on each, and forward hooks
-move what reaches a block to the block's device.
+Either the model places its parts itself and moves the activations between them in `forward`. Or the job sets
+`device_map: auto`: each device gets consecutive blocks, about the same number of bytes on each. Forward hooks
+then move each block's inputs to the block's device.
 """
 
 import inspect
@@ -34,7 +34,7 @@ def devices() -> list[torch.device]:
 
 @contextmanager
 def building_on(given: Sequence[torch.device]) -> Iterator[None]:
-    """What `devices` says, for as long as the block lasts."""
+    """Make `devices()` return `given` while the block runs."""
     token = _devices.set(tuple(given))
     try:
         yield
@@ -43,7 +43,7 @@ def building_on(given: Sequence[torch.device]) -> Iterator[None]:
 
 
 def with_devices(model: Any, given: Sequence[torch.device]) -> Any:
-    """The model's target, with the argument `devices` where its constructor takes one that the job does not set."""
+    """The model's target, with an argument `devices` added if its constructor takes one and the job sets none."""
     if not isinstance(model, Target) or "devices" in model.args:
         return model
     try:
@@ -54,7 +54,7 @@ def with_devices(model: Any, given: Sequence[torch.device]) -> Any:
 
 
 def input_device(job: Job, model: nn.Module, given: Sequence[torch.device]) -> torch.device:
-    """Where the inputs go: the job's `input_device`, or else where the model's first parameter is."""
+    """The device of the inputs: the job's `input_device`, else that of the model's first parameter."""
     if job.input_device is not None:
         return torch.device(job.input_device)
     first = next(model.parameters(), None)
@@ -62,7 +62,7 @@ def input_device(job: Job, model: nn.Module, given: Sequence[torch.device]) -> t
 
 
 class Block(NamedTuple):
-    """A block of a model over several devices: its name, the bytes of its parameters, and which device has it."""
+    """A block of a model over several devices: its name, its bytes (parameters and buffers), its device's number."""
 
     name: str
     bytes: int
@@ -70,9 +70,10 @@ class Block(NamedTuple):
 
 
 def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
-    """The blocks of a model and the place, among `count` devices, of each.
+    """The blocks of a model, each placed on one of `count` devices.
 
-    Raises JobError where the model has no such blocks, fewer than devices, or parameters that two devices share.
+    Raises JobError if a named block does not exist or is part of another one. Raises JobError if there are fewer
+    blocks than devices, or if two devices would share a parameter.
     """
     names = job.blocks or _parts_of(model)
     modules = dict(model.named_modules())
@@ -97,11 +98,14 @@ def _built_on(device: str, job: Job, count: int) -> Any:
 
 
 def plan_blocks(job: Job) -> list[dict[str, Any]]:
-    """Which block of the job's model goes to which device of a worker; no memory is taken for it, if that can be."""
+    """Which block of the job's model goes to which device of a worker: `name`, `bytes` and `device` of each block.
+
+    The model is built on torch's meta device, which takes no memory, or on the CPU if that fails. Raises JobError.
+    """
     names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
     try:
         model = _built_on("meta", job, len(names))
-    except JobError:  # it reads a file, say, or computes with its own numbers
+    except JobError:  # a constructor that reads its weights from a file, or computes with them, needs real memory
         model = _built_on("cpu", job, len(names))
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
@@ -123,7 +127,7 @@ def _bytes_of(module: nn.Module) -> int:
 
 
 def _check_shared(model: nn.Module, blocks: Sequence[Block]) -> None:
-    """A parameter that stands in several places has one device, so these must be one part."""
+    """Raise JobError if modules on different devices share a parameter, which can be on one device only."""
     seen: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         here = next((block.device for block in blocks if f"{name}.".startswith(f"{block.name}.")), 0)
@@ -136,9 +140,10 @@ def _check_shared(model: nn.Module, blocks: Sequence[Block]) -> None:
 
 
 def spread(job: Job, model: nn.Module, given: Sequence[torch.device]) -> nn.Module:
-    """Put the model's blocks on the devices, in place, and have what reaches them moved there.
+    """Move the model's blocks to their devices, in place, with hooks that move their inputs.
 
-    What lies outside the blocks stays on the first device.
+    Parameters and buffers outside the blocks go to the first device. Raises JobError for a TorchScript module,
+    which takes no hooks, and whatever `blocks_of` raises.
     """
     blocks = blocks_of(job, model, len(given))
     place_of = {block.name: given[block.device] for block in blocks}
@@ -164,7 +169,7 @@ def _has_own(module: nn.Module) -> bool:
 
 def _move_inputs(module: nn.Module, device: torch.device) -> None:
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # the usual case, made fast
             return (moved(args[0], device),), kwargs
         return tuple(map_leaves(lambda leaf: moved(leaf, device), one) for one in (args, kwargs))
 
@@ -179,7 +184,7 @@ _MIXED = (
 
 
 def mixed_devices(model: nn.Module, error: BaseException) -> str:
-    """What to say of an error that comes from tensors on two devices: which, and in which module; else nothing."""
+    """A hint on an error caused by tensors on two devices: the devices and the module; "" for any other error."""
     found = next((match for pattern in _MIXED if (match := pattern.search(str(error)))), None)
     if found is None:
         return ""
@@ -190,7 +195,7 @@ def mixed_devices(model: nn.Module, error: BaseException) -> str:
 
 
 def _innermost(model: nn.Module, error: BaseException) -> str:
-    """The name of the module in whose forward the error arose; "" for the model itself."""
+    """The name of the innermost module whose forward raised the error; "" for the model itself."""
     names = {id(module): name.removeprefix("_orig_mod.") for name, module in model.named_modules()}
     where, trace = "", error.__traceback__
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Evaluation: means over a whole dataset, each sample once, the same bits on any number of workers."""
+"""Evaluation: means over a whole dataset, each sample counted once, the same bits on any number of workers."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,10 @@ from dp_ray.system.waiting import waiting
 
 
 def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
-    """The job's metrics: functions of (outputs, target), and torchmetrics' own, which keep a state."""
+    """The job's metrics: the functions of (outputs, target), and by name the torchmetrics objects, with a state.
+
+    Raises JobError if a metric cannot be imported, built or called.
+    """
     functions: dict[str, Any] = {}
     states: dict[str, Any] = {}
     for name, given in job.metrics.items():
@@ -45,7 +48,10 @@ def _make(where: str, given: Any) -> Any:
 
 
 def check_watched(job: Job, states: Mapping[str, Any]) -> None:
-    """JobError where the job watches an element of a metric that is a function, and so one number."""
+    """Raise JobError if the job watches a name that no metric can give.
+
+    A metric with a state may give several numbers, each with a name. A function gives one.
+    """
     for where, name in job.watched.items():
         if name not in job.eval_names and not set(job.owners(name)) & states.keys():
             raise JobError(
@@ -55,19 +61,19 @@ def check_watched(job: Job, states: Mapping[str, Any]) -> None:
 
 
 def check_measured(job: Job, measured: Mapping[str, float]) -> None:
-    """JobError where the job watches what an evaluation has not measured."""
+    """Raise JobError if the job watches a name that the evaluation did not measure."""
     for where, name in job.watched.items():
         if name not in measured:
             raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
 
 
 def keeps_state(made: Any) -> bool:
-    """Whether a metric, or its class, is one of torchmetrics' kind."""
+    """Whether a metric, or its class, has the interface of a torchmetrics metric."""
     return all(hasattr(made, name) for name in ("update", "compute", "merge_state", "reset"))
 
 
 def unmeasured(job: Job) -> Iterator[str]:
-    """Lines on the metrics of a training that nothing measures."""
+    """Yield a line for each metric with a state in a training without evaluations: nothing measures it."""
     if job.task != "train" or job.eval is not None:
         return
     for name, given in job.metrics.items():
@@ -78,7 +84,7 @@ def unmeasured(job: Job) -> Iterator[str]:
 
 
 class Evaluation:
-    """Sums of one worker's shards, each shard's by itself, so that who ran it makes no difference."""
+    """The evaluation of one worker's shards. Each shard has its own sums, so no result depends on who ran it."""
 
     def __init__(
         self, job: Job, step: Step, measures: Metrics, states: Mapping[str, Any], device: torch.device
@@ -101,7 +107,10 @@ class Evaluation:
         on_shard: Callable[[Shard, Any, StepOutput], None] = lambda *_: None,
         on_step: Callable[[int], None] = lambda _: None,
     ) -> dict[str, float]:
-        """The mean of the loss and of each metric over all samples, on every rank; every rank calls this."""
+        """The mean of the loss and of each metric over all samples, on every rank; every rank calls this.
+
+        `on_shard` is called with each shard, its batch and its output; `on_step` with each finished step.
+        """
         with evaluating(model) as buffers:
             return self._run(model, work, batches, on_shard, on_step, buffers)
 
@@ -155,7 +164,7 @@ class Evaluation:
             metric.update(step_output.outputs, step_output.target)
 
     def _computed(self, kept: dict[int, dict[str, Any]]) -> dict[str, float]:
-        """What metrics with a state come to: the shards' states merged in the order of the shards."""
+        """The values of the metrics with a state, from the shards' states merged in shard order."""
         if not self._states:
             return {}
         if dist.is_initialized():
@@ -187,7 +196,7 @@ def _mean(total: float, weight: float) -> float:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """A metric's value as numbers: a mapping's by its keys, a vector's and a tuple's by their places."""
+    """A metric's value as named numbers: a mapping's by key, a vector's and a tuple's by index."""
     if isinstance(value, tuple | list):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What of a collated batch the model gets: all of it, or the first of a pair (inputs, target)."""
+"""Which part of a collated batch the model gets: all of it, or the first of a pair (inputs, target)."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,13 +23,13 @@ STEP = (
 
 
 def model_inputs(job: Job, batch: Any) -> Any:
-    """What of a collated batch the model gets, where its signature has no say."""
+    """The model's part of a collated batch, decided by the job alone; raises what `check_pair` raises."""
     check_pair(job, batch)
     return batch[0] if job.gives_first else batch
 
 
 def check_pair(job: Job, batch: Any) -> None:
-    """Raise DataError where the task needs pairs (inputs, target), and the batch is none."""
+    """Raise DataError if the task, or `inputs: first`, needs pairs (inputs, target) and the batch is not one."""
     if job.task != "predict" and not _is_pair(batch):
         raise DataError(
             f"task {job.task} needs items that are (inputs, target), got a batch of {_noun(batch)}; {STEP}"
@@ -42,9 +42,9 @@ def check_pair(job: Job, batch: Any) -> None:
 
 
 class PredictInputs:
-    """What of each batch of a prediction the model gets; with `inputs: auto` what its signature takes of a pair.
+    """Picks the model's part of each batch of a prediction; with `inputs: auto`, by the signature of its forward.
 
-    `tell` hears once where a target is left out, or where one may go to the model.
+    `tell` is called once if a target is left out, or if one may reach the model.
     """
 
     def __init__(self, job: Job, model: nn.Module, tell: Callable[[str], None]) -> None:
@@ -70,8 +70,8 @@ class PredictInputs:
 def takes_first(job: Job, least: int, most: float, first: Any) -> bool:
     """Whether the model takes the first of a pair, rather than both.
 
-    `least` and `most` say how many positional arguments its forward takes. Of a job with a loss or metrics, pairs
-    are (inputs, target).
+    `least` and `most` are how many positional arguments its forward takes. `first` is the pair's first item.
+    If the job has a loss or metrics, a pair is (inputs, target).
     """
     has_targets = job.loss is not None or bool(job.metrics)
     if job.call == "kwargs":
@@ -82,14 +82,14 @@ def takes_first(job: Job, least: int, most: float, first: Any) -> bool:
 
 
 def positional_arguments(model: nn.Module) -> tuple[int, float]:
-    """How many positional arguments the model's forward takes, at least and at most."""
+    """How many positional arguments the model's forward takes, at least and at most; 0 and inf if unknown."""
     if isinstance(model, torch.jit.ScriptModule):
         forward: Any = model.forward
         given = [one for one in forward.schema.arguments[1:] if not one.kwarg_only]
         return sum(not one.has_default_value() for one in given), len(given)
     try:
         parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # a function of C has none to ask
+    except (TypeError, ValueError):  # a C function may have no signature
         return 0, float("inf")
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     takes_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)

@@ -1,7 +1,7 @@
-"""The loss contract: what a shard's loss is, so that the whole batch's is a sum of sums over a sum of weights.
+"""The loss contract: each shard gives a sum and a weight; the whole batch's loss is sum of sums / sum of weights.
 
 A loss, and each metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`.
-One number for each class is neither, though it may be as many: `has_fixed_size` finds it out.
+One number for each class is an error, even if there are as many classes as rows: `has_fixed_size` detects it.
 """
 
 import copy
@@ -26,17 +26,18 @@ Compare: TypeAlias = Callable[[Any, Any], Any]
 
 
 class Weighted(NamedTuple):
-    """The sum over a shard, a scalar tensor, and the weight that it counts by."""
+    """The sum over a shard, a scalar tensor, and its weight."""
 
     sum: torch.Tensor
     weight: torch.Tensor | float
 
 
 def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
-    """What a loss or metric returned for a shard of `rows` rows, as its sum and weight.
+    """The sum and weight of what a loss or metric returned for a shard of `rows` rows; `what` names it in errors.
 
-    ModelError where it is one number for the whole shard, whose part in the batch nobody could tell, or where its
-    size is that of no rows: neither does a dimension hold them, nor is it flat with some numbers for each.
+    Raises ModelError if it is one number for the whole shard, whose weight in the batch is unknown. Raises
+    ModelError if its size does not match the rows: it has fewer elements, or no dimension is `rows` long and the
+    first one is no multiple of `rows`.
     """
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value
@@ -65,12 +66,12 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
 
 
 def total_of(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor; that of half-precision numbers is taken in fp32, since fp16 ends at 65,504."""
+    """The sum of a tensor; half-precision numbers are summed in fp32, since fp16 overflows at 65,504."""
     return values.sum(dtype=torch.float32) if _is_half(values) else values.sum()
 
 
 def may_have_fixed_size(value: Any, rows: int, outputs: Any, target: Any, batch_dim: int) -> bool:
-    """Whether a value's size, though that of rows, may come from elsewhere: another dimension is as long."""
+    """Whether the size of a value may come from another dimension of the outputs or target that is as long."""
     if not isinstance(value, torch.Tensor):
         return False
     if rows not in value.shape:
@@ -86,9 +87,9 @@ def may_have_fixed_size(value: Any, rows: int, outputs: Any, target: Any, batch_
 
 @torch.no_grad()
 def has_fixed_size(function: Compare, outputs: Any, target: Any, batch_dim: int) -> bool:
-    """Whether a function returns as many numbers for one row as for two, so none for each row.
+    """Whether a function returns as many numbers for one row as for two, so that they are not one for each row.
 
-    A copy of it is asked, over the first row and over the same row twice; False where it cannot be asked so.
+    A copy of the function is called with the first row, and with that row twice. False if such a call raises.
     """
     try:
         row = map_leaves(
@@ -98,7 +99,7 @@ def has_fixed_size(function: Compare, outputs: Any, target: Any, batch_dim: int)
         with preserved(_device_of(row)):
             two = asked(*gather([row, row], [1, 1], batch_dim))
             one = asked(*row)
-    except Exception:  # it may need more rows, or outputs and targets be of another kind than rows
+    except Exception:  # it may need more rows, or other outputs and targets than one tensor row each
         return False
     return isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and 0 < one.numel() == two.numel()
 
@@ -121,7 +122,11 @@ def _is_half(values: torch.Tensor) -> bool:
 
 
 def build_loss(given: Any, device: torch.device, batch_dim: int = 0) -> Compare:
-    """The job's loss as a function of (outputs, target); torch's own losses are built unreduced."""
+    """The job's loss as a function of (outputs, target); torch's own losses are built unreduced.
+
+    Raises JobError if it cannot be called, has parameters to train, or asks for a reduction that has no mean over
+    the whole global batch.
+    """
     made = _named_loss(given, batch_dim) if isinstance(given, Target) else _given_loss(given, batch_dim)
     if isinstance(made, nn.Module):
         if any(parameter.requires_grad for parameter in made.parameters()):
@@ -150,7 +155,7 @@ def _named_loss(target: Target, batch_dim: int) -> Any:
     return functools.partial(_per_row, made, batch_dim) if reduction == "batchmean" else made
 
 
-# Their means are over the weights of the classes, and batchmean's over rows, as those of the modules are.
+# The modules' means divide by the weights of the classes, and batchmean by the rows, so the functions must too.
 _AS_MODULES: Mapping[Any, str] = {
     functional.cross_entropy: "CrossEntropyLoss",
     functional.nll_loss: "NLLLoss",
@@ -174,7 +179,7 @@ def _unreduced(target: Target) -> Target:
 
 
 def _as_weights(numbers: torch.Tensor) -> torch.Tensor:
-    """Weights of classes as losses take them: whole numbers become floats."""
+    """Weights of classes in a dtype that losses accept: integers become floats."""
     return numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
 
 
@@ -197,12 +202,12 @@ def _given_loss(given: Any, batch_dim: int) -> Any:
 
 
 def _per_row(loss: Compare, batch_dim: int, outputs: torch.Tensor, target: torch.Tensor) -> Any:
-    """What torch calls batchmean: the sum of all elements, divided by the rows."""
+    """torch's batchmean as (sum, weight): the sum of all elements, and the number of rows."""
     return total_of(loss(outputs, target)), outputs.shape[rows_dim(outputs, batch_dim)]
 
 
 def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, target: torch.Tensor) -> Any:
-    """Cross entropy whose mean is torch's: over the classes' weights, without what is ignored."""
+    """Cross entropy whose mean is torch's: divided by the classes' weights, without the ignored targets."""
     losses = loss(outputs, target)
     if target.is_floating_point():
         return losses  # probabilities: each row counts 1

@@ -26,12 +26,13 @@ from dp_ray.tensors.raw import as_bytes, from_bytes
 
 
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
-    """The job's module on `devices`, initialised from the job's seed alone, so alike on every worker.
+    """The job's module on `devices`, initialised from the job's seed alone, so it is the same on every worker.
 
-    On several devices it places its parts itself, or `device_map` places them.
+    With several devices, the model places its parts itself, or `device_map` places them. Raises JobError if the
+    model cannot be built, is not a torch.nn.Module or cannot be moved to the devices.
     """
     if isinstance(job.model, Target):
-        resolve("model", job.model)  # only a module's first import draws what it draws then
+        resolve("model", job.model)  # before seeding: a module may draw random numbers, but on its first import only
     seed_all(job.seed, devices[0])
     with building_on(devices):
         model = build("model", with_devices(job.model, devices))
@@ -53,7 +54,7 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
 
 
 def check_model(given: Any) -> None:
-    """Raise JobError where it is known, without building it, that this gives no module."""
+    """Raise JobError if it is known, without building the model, that it is not a torch.nn.Module."""
     if isinstance(given, Target):
         found = resolve("model", given)
         if isinstance(found, nn.Module):
@@ -67,7 +68,7 @@ def check_model(given: Any) -> None:
 
 
 def _give_each_element_memory(model: nn.Module) -> None:
-    """Copy what is expanded, since it cannot be written to: buffers and frozen parameters come from rank 0."""
+    """Copy expanded buffers and frozen parameters: rank 0's values could not be written to them."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
@@ -83,10 +84,10 @@ def _give_each_element_memory(model: nn.Module) -> None:
 
 
 class Scripted(nn.Module):
-    """A TorchScript module in one of Python's: it takes no hooks itself.
+    """A TorchScript module inside a Python module, since a TorchScript module takes no hooks.
 
-    Where it `is_exact` it runs op by op: TorchScript rewrites a graph after its first runs, so what it gives would
-    depend on how often this worker has called it.
+    With `is_exact` it runs op by op. TorchScript rewrites a graph after its first runs, so otherwise its outputs
+    would depend on how often this worker has called it.
     """
 
     def __init__(self, scripted: nn.Module, is_exact: bool) -> None:
@@ -95,6 +96,7 @@ class Scripted(nn.Module):
         self._is_exact = is_exact
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the TorchScript module, without its optimizations if it must be exact."""
         with torch.jit.optimized_execution(not self._is_exact):  # type: ignore[attr-defined]
             return self.scripted(*args, **kwargs)
 
@@ -106,7 +108,10 @@ class Scripted(nn.Module):
 
 
 def compiled(model: nn.Module, job: Job) -> nn.Module:
-    """The module as it is called: itself, or compiled; its parameters and their names stay its own."""
+    """The module to call: the model, its compiled version, or `Scripted`; the parameters stay the model's.
+
+    Raises JobError for `compile` with a TorchScript module.
+    """
     if isinstance(model, torch.jit.ScriptModule):
         if job.compile:
             raise JobError(
@@ -115,13 +120,16 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
         return Scripted(model, is_exact=job.bitwise or job.task != "train")
     if not job.compile:
         return model
-    # A kernel for changing shapes depends on which shapes a worker has met; one for each shape does not.
+    # A kernel for dynamic shapes depends on the shapes that a worker saw before. One kernel a shape does not.
     called: nn.Module = torch.compile(model, dynamic=False if job.bitwise else None)  # type: ignore[assignment]
     return called
 
 
 def synchronise(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers; ModelError on all where their names, sizes or order differ."""
+    """Broadcast rank 0's parameters and buffers; every rank calls this.
+
+    Raises ModelError, on every rank, if their names, sizes, dtypes or order differ between ranks.
+    """
     if dist.is_initialized():
         _check_alike(model)
         _broadcast_state(model)
@@ -129,9 +137,9 @@ def synchronise(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[UnchangedBuffers]:
-    """The model in eval mode, as long as the block lasts; then each module is in its own mode again.
+    """Put the model in eval mode while the block runs; then each module returns to its own mode.
 
-    The buffers are as before, too: after the block, and within it whenever they are restored.
+    The buffers are restored too: after the block, and inside it by `restore` of the buffers that it gives.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = UnchangedBuffers(model)
@@ -146,14 +154,14 @@ def evaluating(model: nn.Module) -> Iterator[UnchangedBuffers]:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a model runs in the job's precision; its parameters stay as they are."""
+    """The context in which a model runs in the job's precision; its parameters keep their dtype."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
 def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
-    """Call the model as the job's `call` says: `auto` unpacks a tuple or list, and nothing else."""
+    """Call the model as the job's `call` says; `auto` unpacks a tuple or list, and nothing else."""
     if call == "kwargs":
         return model(**inputs)
     if call == "args" or (call == "auto" and isinstance(inputs, tuple | list)):
@@ -166,7 +174,7 @@ def _state_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _check_alike(model: nn.Module) -> None:
-    """Raise ModelError, on every rank, unless all have the same tensors in the same order: they are sent by place."""
+    """Raise ModelError, on every rank, unless all have the same tensors in the same order, in which they are sent."""
     for name, tensor in _state_of(model):
         if is_lazy(tensor):
             raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
@@ -186,7 +194,7 @@ def _check_alike(model: nn.Module) -> None:
 
 
 def _broadcast_state(model: nn.Module) -> None:
-    """Rank 0's parameters and buffers on every rank, as bytes: gloo and NCCL do not know every dtype."""
+    """Broadcast rank 0's parameters and buffers as bytes: gloo and NCCL do not support every dtype."""
     for name, tensor in _state_of(model):
         if tensor.layout is not torch.strided or tensor.is_quantized:
             continue  # built from the same seed or file on every worker

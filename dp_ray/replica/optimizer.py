@@ -1,4 +1,4 @@
-"""Optimizer, scheduler and scaler of a training."""
+"""Build the optimizer, the scheduler and the fp16 loss scaler of a training."""
 
 import inspect
 import re
@@ -23,7 +23,11 @@ LENGTHS = ("T_max", "total_steps", "total_iters")  # attributes of torch's sched
 
 
 def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the model's trainable parameters, in groups as the job says."""
+    """The optimizer of the model's trainable parameters, in the job's parameter groups.
+
+    Raises JobError if there is nothing to train or the job gives no usable optimizer. Raises ModelError if a
+    parameter has no shape yet or is an expanded tensor.
+    """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not named:
         raise JobError("model: has no parameter that requires a gradient, there is nothing to train")
@@ -48,7 +52,7 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def check_optimizer(found: Any) -> None:
-    """Raise JobError where a class is no optimizer's, or computes the loss several times in a step, as LBFGS does."""
+    """Raise JobError if a class is not an optimizer, or needs a closure as LBFGS does."""
     check_gives("optimizer", found, torch.optim.Optimizer, "torch.optim.Optimizer")
     if not inspect.isclass(found) or not issubclass(found, torch.optim.Optimizer):
         return
@@ -79,10 +83,10 @@ def _groups(given: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state_dict so that each tensor has the dtype that it was kept with, and lies as its parameter does.
+    """Load a state_dict so that each tensor keeps its saved dtype and gets the strides of its parameter.
 
-    torch casts them to the parameter's dtype, and leaves the strides that they were read with: kernels that take a
-    parameter and its state together (`fused`) would pair wrong elements.
+    torch alone casts each tensor to the parameter's dtype and leaves its strides. A `fused` kernel reads a
+    parameter and its state together, so with other strides it would pair wrong elements.
     """
     optimizer.load_state_dict(state)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -120,19 +124,25 @@ class Schedule:
 
     @property
     def watches(self) -> bool:
+        """Whether the scheduler needs a metric, as ReduceLROnPlateau does."""
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
     @property
     def lengths(self) -> str:
-        """Which schedulers may follow the training's length, and theirs: `CosineAnnealingLR: T_max 30`."""
+        """The schedulers that may depend on the training's length, with their own: `CosineAnnealingLR: T_max 30`."""
         return ", ".join(_lengths(self.scheduler))
 
     def after_step(self) -> None:
+        """Step the scheduler if the job steps it once a step."""
         if self.scheduler is not None and self._per == "step":
             self.scheduler.step()
 
     def after_epoch(self, measured: dict[str, float]) -> None:
-        """`measured` holds the epoch's mean loss and what was last evaluated."""
+        """Step the scheduler if the job steps it once an epoch.
+
+        `measured` holds the epoch's mean loss and the results of the last evaluation. Raises JobError if the
+        scheduler's metric is not among them.
+        """
         if self.scheduler is None or self._per != "epoch":
             return
         if not self.watches:
@@ -154,7 +164,7 @@ def _lengths(scheduler: Any) -> Iterator[str]:
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients together, taken in fp32 or wider."""
+    """The norm of all gradients together, computed in fp32 or wider."""
     if any(one.dtype in (torch.float16, torch.bfloat16) for one in gradients):
         first = gradients[0].device
         norms = [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)).to(first) for one in gradients]
@@ -164,7 +174,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def scale_by(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply the gradients by a number that may still be on its way on a device."""
+    """Multiply the gradients, in place, by a scalar tensor, without waiting for its device."""
     for device, dtype in {(one.device, one.dtype) for one in gradients}:
         here = [one for one in gradients if (one.device, one.dtype) == (device, dtype)]
         torch._foreach_mul_(here, factor.to(device, _wide(dtype)))
@@ -175,7 +185,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def build_scaler(job: Job, device: torch.device) -> torch.amp.GradScaler | None:
-    """The loss scaler of fp16; it looks at reduced gradients, so all ranks agree on every step it skips."""
+    """The loss scaler for fp16, else None. It checks the reduced gradients, so all ranks skip the same steps."""
     return torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
 
 

@@ -1,4 +1,4 @@
-"""The update that a whole batch's gradient makes: weighed, clipped, scaled, stepped."""
+"""Update the parameters from the whole batch's gradient: unscale, weigh, clip, step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from dp_ray.replica.user_code import raising
 
 
 class OptimizerStep:
-    """A job's optimizer, scheduler and fp16 scaler, and the step that they make together."""
+    """A job's optimizer, scheduler and fp16 scaler, and their step."""
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
         self.optimizer = build_optimizer(job.optimizer, model)
@@ -25,22 +25,23 @@ class OptimizerStep:
 
     @property
     def learning_rate(self) -> float:
-        """That of the first parameter group."""
+        """The learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What has a state, by its name in a checkpoint; None where the job has none."""
+        """The objects with a state, by their names in a checkpoint; None for one that the job does not have."""
         return {"optimizer": self.optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to take the gradient of."""
+        """The loss to call backward on: for fp16 the scaled one."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def apply(self, weight: torch.Tensor, rows: int, step: int) -> torch.Tensor:
-        """Update the parameters by their gradients, in which each loss counts 1 / rows; the norm before clipping.
+        """Update the parameters and return the gradient's norm before clipping.
 
-        `weight` is what the losses of the whole batch of `rows` rows weigh together.
+        The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
+        batch, which has `rows` rows. `step` names the step in errors.
         """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -58,7 +59,7 @@ class OptimizerStep:
         return norm
 
     def _step(self) -> bool:
-        """Update the parameters; True where fp16 overflowed, so that this was skipped and does not count."""
+        """Update the parameters; True if the scaler skipped the update because fp16 overflowed."""
         if self.scaler is None:
             self.optimizer.step()
             return False
@@ -69,7 +70,7 @@ class OptimizerStep:
 
 
 def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor, rows: int) -> None:
-    """Turn gradients of sum / rows into those of sum / weight; a batch whose weights sum to 0 has none."""
+    """Turn gradients of sum / rows into those of sum / weight, in place; with a weight of 0 they become 0."""
     if weight.device.type != "cpu":  # without waiting for the device
         scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
     elif (known := weight.item()) != rows:
@@ -77,7 +78,7 @@ def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor, row
 
 
 def load_part(name: str, part: Any, state: Any) -> None:
-    """Load what a part's state_dict gave. ModelError where it is another model's, or another optimizer's."""
+    """Load a part's state_dict; raises ModelError if it belongs to another model or optimizer."""
     if (part is None) != (state is None):
         raise ModelError(f"the checkpoint has {'no' if part is not None else 'a'} {name}, unlike this job")
     try:

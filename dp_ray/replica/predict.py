@@ -1,4 +1,4 @@
-"""The loop of one worker: shard in, outputs out. It knows neither Ray nor files."""
+"""The prediction loop of one worker: shard in, outputs out. It uses neither Ray nor files."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,11 +26,12 @@ def predict(
     on_step: Callable[[int], None],
     goes_on: Callable[[int], bool] = lambda step: True,
 ) -> None:
-    """Run the model over each shard of `work`, in eval and inference mode, as long as it `goes_on` before a step.
+    """Run the model over each shard of `work`, in eval and inference mode.
 
-    `batches` gives the shards' sample indices and inputs in the order of `work`; `on_shard` takes each shard with
-    its indices and outputs, `on_step` each step that is through, also one in which this worker has no rows.
-    Raises ModelError, naming step and shard, where the model raises.
+    `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
+    its indices and outputs. `on_step` gets each finished step, even if this worker has no rows in it. The loop
+    ends before the first step for which `goes_on` is false.
+    Raises ModelError, naming step and shard, if the model raises.
     """
     seeds = ForwardSeeds(job.seed, model, device)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):

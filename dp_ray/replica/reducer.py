@@ -1,16 +1,16 @@
-"""Shard gradients to the whole batch's gradient, the same bits on any number of workers.
+"""Sum the shards' gradients to the whole batch's gradient, with the same bits on any number of workers.
 
-Every shard's gradient is a leaf of the fixed tree of `plan.tree`. A worker adds its own shards as the tree does,
-while it runs them; then DDP's buckets, each as soon as its gradients are there, are exchanged by a communication
-hook that goes on with the same tree:
+Every shard's gradient is a leaf of the fixed tree of `plan.reduction_tree`. A worker adds its own shards in tree
+order while it runs them. DDP passes each bucket to a communication hook as soon as its gradients are ready. The
+hook continues the same tree over the workers:
 
-- two workers: each has one half of the tree, and a sum of two is the same bits either way round: an all-reduce;
-- otherwise: rank r owns slice r of the bucket. An all-to-all brings it that slice of every worker's nodes, it adds
-  them up as the tree does, and an all-gather hands the sums out.
+- two workers: an all-reduce. Each worker has one half of the tree, and a sum of two is the same in either order.
+- otherwise: rank r owns slice r of the bucket. An all-to-all sends it that slice of every worker's nodes. It adds
+  them in tree order, and an all-gather distributes the sums.
 
-Bytes that one of W workers sends, for a bucket of B bytes: a ring's all-reduce 2 (W-1)/W B; here the same where each
-worker's shards are one node of the tree (2 and 4 workers, and where W is a power of two that divides the shards), and
-(1 + m) (W-1)/W B where they are m nodes, of which there are at most 2 log2(shards).
+Bytes that one of W workers sends for a bucket of B bytes, if each worker's shards are m nodes of the tree:
+(1 + m) (W-1)/W B, with m at most 2 log2(shards). For m = 1 that is the 2 (W-1)/W B of a ring's all-reduce; m is 1
+for 2 and 4 workers, and if W is a power of two that divides the shards.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Gradients = list[torch.Tensor | None]
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:
-    """Add `left` onto `right`, in place; a parameter without a gradient counts nothing."""
+    """Add `left` to `right`, in place, and return the sums; a parameter without a gradient counts nothing."""
     pairs = [(one, two) for one, two in zip(left, right, strict=True) if one is not None and two is not None]
     if pairs:
         torch._foreach_add_([two for _, two in pairs], [one for one, _ in pairs])
@@ -38,9 +38,9 @@ def add(left: Gradients, right: Gradients) -> Gradients:
 
 
 class ShardSums:
-    """The sums of one worker's shards, over as few nodes of the tree as they make up.
+    """The gradient sums of one worker's shards, for as few nodes of the tree as possible.
 
-    The gradients of two shards that are one node are added by autograd itself, as it makes the second one's.
+    If two shards are one node, autograd itself adds their gradients, in the second one's backward.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shards: int) -> None:
@@ -51,7 +51,7 @@ class ShardSums:
         self._pairs = leaf_pairs(self.root)
 
     def leaves(self, shards: Sequence[int]) -> list[Node]:
-        """The nodes of one or two shards in which the gradients of `shards` appear, one after the other."""
+        """The nodes, of one or two shards each, whose gradients autograd makes when `shards` run in order."""
         made: list[Node] = []
         for shard in shards:
             if made and made[-1] == (shard - 1, shard) and (shard - 1, shard + 1) in self._pairs:
@@ -61,7 +61,7 @@ class ShardSums:
         return made
 
     def take(self, node: Node) -> None:
-        """Move the parameters' gradients, those of a node's shards, into the sums."""
+        """Move the parameters' gradients, those of `node`, into the sums, and add them as far as the tree allows."""
         sums = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -83,7 +83,7 @@ class ShardSums:
                 parameter.grad = zeros_that_add_nothing(parameter.detach())
 
     def finish(self) -> None:
-        """The sum over all shards becomes the parameters' gradients: where one worker has them all."""
+        """Set the parameters' gradients to the sum over all shards; for a single worker, which has them all."""
         sums = fold(self.held, self.root, add) or [None] * len(self.parameters)
         for parameter, gradient in zip(self.parameters, sums, strict=True):
             parameter.grad = gradient
@@ -91,7 +91,7 @@ class ShardSums:
 
 
 class TreeReducer:
-    """The communication hook of DDP that sums buckets over the workers as the tree says."""
+    """DDP's communication hook that sums buckets over the workers in the order of the tree."""
 
     def __init__(self, sums: ShardSums, world_size: int, rank: int) -> None:
         self.saw_last = False
@@ -104,15 +104,16 @@ class TreeReducer:
         self._nodes: list[list[Node]] = []
         self._plans: dict[int, list[list[Node]]] = {}
         self._last: Node | None = None
-        # Its collectives are issued from a thread, so they need a group, and an order, of their own.
+        # A thread issues these collectives. All ranks must issue those of one group in one order: hence an own group.
         self._group = dist.new_group() if world_size > 2 else None
         self._thread = ThreadPoolExecutor(1, "reduce")
-        self._streams: dict[
-            torch.device, torch.cuda.Stream
-        ] = {}  # a bucket lies on one GPU, a model maybe on several
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # one a GPU: a model may be on several
 
     def begin(self, filled: int, last: Node | None) -> None:
-        """A step in which the first `filled` shards have rows; `last` are this worker's last ones, reduced as run."""
+        """Begin a step in which the first `filled` shards have rows.
+
+        `last` is this worker's last node, whose gradients DDP puts into the buckets; None if it has no rows.
+        """
         self.saw_last = False
         self._last = last
         if filled not in self._plans:
@@ -120,7 +121,7 @@ class TreeReducer:
         self._nodes = self._plans[filled]
 
     def _plan(self, filled: int) -> list[list[Node]]:
-        """The nodes with rows that each worker has, which everybody knows."""
+        """Each worker's nodes with rows, computed on every worker alike."""
         return [
             [
                 node
@@ -131,22 +132,24 @@ class TreeReducer:
         ]
 
     def close(self) -> None:
-        # The group ends with the process's others: a peer may still be reading the last exchange.
+        """Stop the thread."""
+        # The group ends only with the process's others: a peer may still be reading the last exchange.
         self._thread.shutdown()
 
     def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start to sum a bucket over the workers; the future gives the sums, in the bucket's memory."""
         self.saw_last = self.saw_last or bucket.is_last()
         flat, parameters = bucket.buffer(), bucket.parameters()
         views = self._views(flat, parameters)
         for view, parameter in zip(views, parameters, strict=True):
-            if parameter.grad is None:  # not used, for which DDP leaves a zero
+            if parameter.grad is None:  # not used: DDP leaves +0 there, but only -0 adds nothing
                 view.zero_().neg_()
         held = self._held(parameters, views)
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
         if self._world_size == 2:
             work = dist.all_reduce(flat, async_op=True)
             return work.get_future().then(_first)  # type: ignore[no-any-return]
-        # The sum in which the last shard is lies in the bucket itself, the others beside it.
+        # The sum that holds the last shard is in the bucket already. Each other sum gets a buffer of its own.
         flats = [flat if sums and sums[0] is views[0] else _laid_out(flat, views, sums or []) for sums in mine]
         is_on_gpu = flat.device.type == "cuda"
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
@@ -162,9 +165,9 @@ class TreeReducer:
         return self._streams[device]
 
     def _views(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A bucket's gradients as DDP lays them out: with the parameter's strides, where these leave no gaps.
+        """A bucket's gradients in DDP's layout: with the parameter's strides, if these leave no gaps.
 
-        `bucket.gradients()` shows the same memory as if all of it were contiguous, and real.
+        `bucket.gradients()` ignores strides and complex dtypes: it gives contiguous, real views.
         """
         numbers = _numbers(flat, parameters[0])
         views, offset = [], numbers.storage_offset()
@@ -175,7 +178,7 @@ class TreeReducer:
         return views
 
     def _held(self, parameters: Sequence[torch.Tensor], views: list[torch.Tensor]) -> dict[Node, Gradients]:
-        """This worker's sums of the bucket's parameters; those of the last shard are the bucket itself."""
+        """This worker's sums of the bucket's parameters, by node; those of the last node are the bucket itself."""
         numbers = [self._number.get(id(parameter)) for parameter in parameters]
         held: dict[Node, Gradients] = {
             node: [None if number is None else sums[number] for number in numbers]
@@ -194,13 +197,13 @@ class TreeReducer:
             with torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 for one in flats:
-                    one.record_stream(stream)  # the backward must not have their memory before they are sent
+                    one.record_stream(stream)  # so that backward does not reuse their memory before they are sent
                 future.set_result(self._exchange(flat, flats))
-        except Exception as error:  # raised again by whoever waits for the bucket
+        except Exception as error:  # DDP raises it again where it waits for the bucket
             future.set_exception(error)
 
     def _exchange(self, flat: torch.Tensor, flats: list[torch.Tensor]) -> torch.Tensor:
-        """Sum slice `rank` of all workers' nodes here, and get the other slices' sums."""
+        """Sum this rank's slice of all workers' nodes, and gather the sums of the other slices."""
         size = -(-flat.numel() // self._world_size)
         sent = flat.new_zeros(len(flats), self._world_size * size)
         for row, one in zip(sent, flats, strict=True):
@@ -228,7 +231,7 @@ def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def _laid_out(flat: torch.Tensor, views: list[torch.Tensor], gradients: Gradients) -> torch.Tensor:
-    """Gradients in a buffer of their own, each where its parameter has its place in the bucket."""
+    """Gradients in a new buffer with the bucket's layout; it adds nothing where a gradient is None."""
     made = zeros_that_add_nothing(flat)
     numbers, start = _numbers(made, views[0]), views[0].storage_offset()
     for view, gradient in zip(views, gradients, strict=True):
@@ -244,23 +247,28 @@ def _layout(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
 
 
 def _numbers(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A bucket's memory as the numbers that it holds: DDP shows complex ones as pairs of real ones."""
+    """A bucket's memory in the dtype of its parameters: DDP views complex numbers as pairs of real ones."""
     return torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat
 
 
 class SumReducer:
-    """The communication hook of DDP's own all-reduce, as a sum: what is averaged is the whole batch's loss."""
+    """DDP's communication hook that sums buckets by all-reduce.
+
+    DDP's own hook averages over the workers. Here each loss is already divided by the rows of the whole batch.
+    """
 
     def __init__(self) -> None:
         self.saw_last = False
 
     def begin(self, filled: int, last: Node | None) -> None:
+        """Begin a step; the arguments are those of `TreeReducer.begin`, unused here."""
         self.saw_last = False
 
     def close(self) -> None:
         pass
 
     def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start to sum a bucket over the workers; the future gives the sums, in the bucket's memory."""
         self.saw_last = self.saw_last or bucket.is_last()
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(_first)  # type: ignore[no-any-return]

@@ -22,9 +22,10 @@ Work = dist.Work | None
 
 
 class Reduction:
-    """One worker has all shards. Autograd adds their gradients; with `sums`, the fixed tree does.
+    """The reduction on a single worker: autograd adds the shards' gradients, or with `sums` the fixed tree does.
 
-    A step calls `begin`; for each shard `shard` and `after`, for the last one `before_last` too; `check`; `finish`.
+    A step calls `begin`; `shard` and `after` for each shard; `check`; `finish`. For its last backward it also calls
+    `before_last`, `exchange` and `backward`; a worker without rows calls the last two alone.
     """
 
     def __init__(self, loss: ShardLoss, sums: ShardSums | None, sparse: Sequence[nn.Parameter]) -> None:
@@ -35,26 +36,26 @@ class Reduction:
         self._leaves: Sequence[Node] = ()
 
     def begin(self, shards: Sequence[int], filled: int) -> None:
-        """A step begins in which the first `filled` shards have rows, `shards` of them on this worker."""
+        """Begin a step in which the first `filled` shards have rows and this worker runs `shards`."""
         self._leaves = self.sums.leaves(shards) if self.sums else []
 
     def shard(self, is_last: bool) -> AbstractContextManager[object]:
-        """Around a shard's forward and backward."""
+        """The context of a shard's forward and backward."""
         return nullcontext()
 
     def before_last(self) -> None:
-        """The last shard's backward is about to begin."""
+        """Prepare for the backward of this worker's last shard."""
 
     def exchange(self, stats: torch.Tensor) -> Work:
-        """Begin to sum `stats` over the workers, in place."""
+        """Start to sum `stats` over the workers, in place; None if there is nothing to wait for."""
         return None
 
     def backward(self) -> AbstractContextManager[object]:
-        """Around the step's last backward."""
+        """The context of the step's last backward."""
         return nullcontext()
 
     def after(self, shard: int, is_last: bool) -> None:
-        """A shard is done: take its gradients away, unless the next one's are to be added to them."""
+        """After a shard's backward, take its gradients, unless autograd is to add the next shard's to them."""
         if self.sums is None:
             return
         for node in self._leaves:
@@ -62,20 +63,20 @@ class Reduction:
                 self.sums.take(node)
 
     def check(self, step: int) -> None:
-        """Raise ModelError where a gradient was not reduced that the others wait for."""
+        """Raise ModelError if a gradient was not reduced, so that the other workers would wait for it."""
 
     def finish(self) -> None:
-        """The parameters' gradients become the sums over all shards."""
+        """Set the parameters' gradients to the sums over all shards."""
         sum_over_workers(self.sparse)
         if self.sums is not None:
             self.sums.finish()
 
     def close(self) -> None:
-        """Give back threads."""
+        """Stop the threads."""
 
 
 class DdpReduction(Reduction):
-    """Several workers: DDP sums a bucket of gradients as soon as the last shard's backward has made it."""
+    """The reduction over several workers: DDP reduces each bucket as soon as the step's last backward fills it."""
 
     def __init__(
         self,
@@ -94,28 +95,35 @@ class DdpReduction(Reduction):
         self._ddp.register_comm_hook(None, self._reducer.hook)
 
     def begin(self, shards: Sequence[int], filled: int) -> None:
+        """Begin a step, in the hook too."""
         super().begin(shards, filled)
         self._reducer.begin(filled, self._leaves[-1] if self._leaves else None)
 
     def shard(self, is_last: bool) -> AbstractContextManager[object]:
+        """The context of a shard: DDP reduces in the last shard's backward only."""
         return nullcontext() if is_last else self._ddp.no_sync()
 
     def before_last(self) -> None:
+        """Give gradients that add nothing to the parameters that only earlier shards used."""
         if self.sums is not None and self.loss.anchor is not None:
             self.sums.stand_in()
 
     def exchange(self, stats: torch.Tensor) -> Work:
+        """Start the all-reduce of `stats`, in place."""
         work: Work = dist.all_reduce(stats, async_op=True)
         return work
 
     def backward(self) -> AbstractContextManager[object]:
+        """The context of the step's last backward, which waits for the other workers."""
         return waiting("the other workers' gradients")
 
     def after(self, shard: int, is_last: bool) -> None:
+        """Take a shard's gradients, but leave the last shard's to DDP."""
         if not is_last:
             super().after(shard, is_last)
 
     def finish(self) -> None:
+        """Sum the sparse gradients; DDP has reduced the others."""
         with waiting("the other workers' sparse gradients"):
             sum_over_workers(self.sparse)
         if self.sums is not None:
@@ -125,6 +133,7 @@ class DdpReduction(Reduction):
         self._reducer.close()
 
     def check(self, step: int) -> None:
+        """Raise ModelError, naming the unused parameters, if DDP did not reduce the last bucket."""
         if not self._reducer.saw_last:
             unused = [name for name, one in self._parameters.items() if one.grad is None]
             raise ModelError(
@@ -134,7 +143,7 @@ class DdpReduction(Reduction):
 
 
 def check_one_type(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise JobError where a model over several devices has devices of several types, which DDP cannot take."""
+    """Raise JobError if the parameters are on devices of several types, which DDP does not support."""
     if len(types := {one.device.type for one in parameters}) > 1:
         raise JobError(f"devices: of several workers must be of one type, got {' and '.join(sorted(types))}")
 
@@ -144,7 +153,7 @@ def wrapped(loss: ShardLoss, sparse: Sequence[nn.Parameter], finds_unused: bool)
     ignored = loss.prepare(sparse, looks_for_unused=finds_unused)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, ignored)  # type: ignore[no-untyped-call]
     with warnings.catch_warnings(), waiting("the other workers to make their DDP"):
-        # torch 2.13 has a new name for `init_sync`, whose meaning differs: it syncs at the start, as was done.
+        # torch 2.13 deprecates `broadcast_buffers` for a parameter that older versions do not have.
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(
             loss,

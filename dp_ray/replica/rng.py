@@ -1,7 +1,7 @@
-"""Random numbers keyed by what they are drawn for: a sample's augmentations, a shard's dropout.
+"""Seed random numbers by their use: a sample's augmentations, a shard's dropout.
 
-Three global generators count, Python's, numpy's and torch's, and those that a dataset or a module of the model holds
-as an attribute. A generator that is kept elsewhere cannot be known here.
+This covers the global generators of Python, numpy and torch, and generators that are attributes of the dataset or
+of a module of the model. A generator kept anywhere else is not found and not seeded.
 """
 
 import random
@@ -21,7 +21,7 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomS
 
 
 def seed_all(number: int, device: torch.device | None = None) -> None:
-    """Seed the global generators; with a `device` to compute on also those of this process's GPUs."""
+    """Seed the global generators; given a `device` to compute on, also those of this process's GPUs."""
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number)
@@ -36,7 +36,7 @@ def has_drawn(number: int) -> bool:
 
 
 def own_generators(owner: Any) -> list[Generator]:
-    """The generators that are attributes of an object, of a module's parts, or of the dataset that one wraps."""
+    """The generators that are attributes of a dataset, of datasets that it wraps, or of a model's modules."""
     owners = list(owner.modules()) if isinstance(owner, nn.Module) else _wrapped(owner)
     values = (value for one in owners for value in getattr(one, "__dict__", {}).values())
     return list({id(value): value for value in values if isinstance(value, Generator)}.values())
@@ -51,7 +51,7 @@ def _wrapped(dataset: Any) -> list[Any]:
 
 
 def seed_own(generators: list[Generator], number: int) -> None:
-    """Seed each generator for itself, so that no two draw the same numbers."""
+    """Seed each generator with a number of its own, derived from `number`, so that no two draw the same numbers."""
     for place, one in enumerate(generators):
         seed = derive_seed(number, "generator", place)
         if isinstance(one, torch.Generator):
@@ -64,7 +64,7 @@ def seed_own(generators: list[Generator], number: int) -> None:
 
 
 class ForwardSeeds:
-    """Seeds all that a shard's forward may draw from, with a number for (seed, epoch, step, shard)."""
+    """Seeds all generators that a shard's forward may use, from (seed, epoch, step, shard)."""
 
     def __init__(self, seed: int, model: nn.Module, device: torch.device) -> None:
         self._seed = seed
@@ -72,25 +72,27 @@ class ForwardSeeds:
         self._own = own_generators(model)
 
     def begin(self, shard: Shard) -> None:
+        """Seed the generators for the forward of `shard`."""
         number = derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard)
         seed_all(number, self._device)
         seed_own(self._own, number)
 
 
 class RngProbe:
-    """Tells whether anything was drawn since the generators were seeded, for less than it costs to seed them."""
+    """Detects whether a random number was drawn from the global generators, at less cost than seeding them."""
 
     def __init__(self) -> None:
         self._undrawn: Draws | None = None
 
     def begin(self) -> None:
-        if self._undrawn is None:  # not sooner: the default dtype may change
+        """Seed the global generators and start to watch them."""
+        if self._undrawn is None:  # not in __init__: torch's default dtype may change before the first use
             seed_all(0)
             self._undrawn = _draw()
         seed_all(0)
 
     def is_broken(self) -> bool:
-        """Whether a generator is further than `begin` left it: then its next number is another one."""
+        """Whether a number was drawn since `begin`: then a generator's next number differs."""
         return _draw() != self._undrawn
 
 
@@ -100,7 +102,7 @@ def _draw() -> Draws:
 
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
-    """Give the process its generators back as they were: it may be a user's own."""
+    """Restore the global generators after the block: the process may be the user's own."""
     before = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

@@ -1,4 +1,4 @@
-"""The module that DDP wraps: a shard's loss, also where a worker has no shard."""
+"""The module that DDP wraps: it computes a shard's loss, or a zero loss on a worker without rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from dp_ray.replica.model import autocast
 from dp_ray.replica.reducer import zeros_that_add_nothing
 from dp_ray.replica.step import Metrics, Step, StepOutput, as_row, run_step
 
-ANCHOR_SIZE = 16  # so that what lies behind it in a bucket stays aligned
+ANCHOR_SIZE = 16  # elements, so that the gradients after it in a bucket stay aligned
 
 
 class ShardLoss(nn.Module):
-    """The module that DDP wraps: a shard in, its loss out. None in its place is a worker without rows."""
+    """The module that DDP wraps: a shard's batch in, its loss out; a worker without rows passes None and 0 rows."""
 
     def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class ShardLoss(nn.Module):
         self.row: torch.Tensor | None = None
 
     def prepare(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool) -> list[str]:
-        """Get ready to be wrapped by DDP, which is not to see the parameters `ignored`; their names here.
+        """Prepare to be wrapped by DDP; returns the names of the parameters `ignored`, for DDP to ignore.
 
-        DDP tells which parameters no worker used. A worker without rows uses none, and yet must use one for its
-        backward to reach DDP: it takes the anchor, which every worker uses in every step.
+        With `looks_for_unused`, DDP finds the parameters that no worker used. A worker without rows uses none,
+        but must use one for its backward to reach DDP. So every worker uses the anchor in every step.
         """
         names = {id(one) for one in ignored}
         reduced = [one for one in self.model.parameters() if one.requires_grad and id(one) not in names]
@@ -46,7 +46,10 @@ class ShardLoss(nn.Module):
         return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
 
     def forward(self, batch: Any, rows: int) -> torch.Tensor:
-        """The sum of the shard's losses; what else it gave is left in `step_output` and `row`."""
+        """The sum of the shard's losses; sets `step_output`, and `row` to the sums and weights of all measures.
+
+        Raises ModelError if the loss depends on no trained parameter.
+        """
         if rows == 0:
             return ZeroLoss.apply(*self._reduced)  # type: ignore[no-untyped-call,no-any-return]
         with autocast(self._precision, self._device):
@@ -61,27 +64,31 @@ class ShardLoss(nn.Module):
 
 
 class ZeroLoss(torch.autograd.Function):
-    """Zero, whose gradient is a zero for each of `parameters`: the backward of a worker that has no rows."""
+    """The loss of a worker without rows: zero, with a zero gradient for each of `parameters`."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        """Zero, a scalar on the device of the first parameter."""
         ctx.save_for_backward(*parameters)
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Negative zeros: added to another worker's gradient, they change no bit."""
         return tuple(zeros_that_add_nothing(parameter) for parameter in ctx.saved_tensors)
 
 
 class Anchored(torch.autograd.Function):
-    """The loss as it is, whose backward also reaches `anchor`, with a zero."""
+    """The loss unchanged, with a backward that also reaches `anchor`, with a zero gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        """The loss unchanged, as a view of it."""
         ctx.save_for_backward(anchor)
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss's own gradient, and zeros for the anchor."""
         (anchor,) = ctx.saved_tensors
         return gradients[0], torch.zeros_like(anchor)

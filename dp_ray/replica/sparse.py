@@ -1,6 +1,6 @@
 """Sparse gradients (`nn.Embedding(sparse=True)`): summed over the workers by gathering their rows.
 
-DDP would leave them to the backend, and NCCL has no sum of sparse tensors; nor may one be missing on a worker.
+DDP leaves the sum to the backend: NCCL cannot sum sparse tensors, and no worker may lack a gradient.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ _UNUSED, _DENSE = -1, -2
 
 
 def make_gradients_dense(model: nn.Module) -> None:
-    """Have embeddings make dense gradients from now on."""
+    """Set every embedding of the model to make dense gradients."""
     for module in _sparse_modules(model):
         module.sparse = False
 
 
 def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The trained weights whose gradients come as sparse tensors."""
+    """The trainable weights whose gradients are sparse tensors."""
     weights = [module.weight for module in _sparse_modules(model)]
     found = {id(one): one for one in weights if isinstance(one, nn.Parameter) and one.requires_grad}
     return list(found.values())
 
 
 def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
-    """Each parameter's gradient becomes the sum over all workers; every rank calls this.
+    """Set each parameter's gradient to its sum over all workers; every rank calls this.
 
-    It is sparse and coalesced, or dense where it is so on any worker, or None where no worker used the parameter.
+    The sum is sparse and coalesced; dense if it is dense on any worker; None if no worker used the parameter.
     """
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -49,7 +49,7 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def numbers_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers that a gradient holds, which can be written to: all of a dense one."""
+    """The numbers of a gradient, as a dense tensor that can be changed in place."""
     return gradient.values() if gradient.is_sparse else gradient
 
 
@@ -70,7 +70,7 @@ def _densely(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _gathered(parameter: nn.Parameter, counts: Sequence[int]) -> torch.Tensor | None:
-    """All workers' rows, of which worker r has `counts[r]`, as one gradient."""
+    """One sparse gradient of all workers' rows; worker r has `counts[r]` of them."""
     most = max(counts)
     if most <= 0:
         return None

@@ -1,4 +1,4 @@
-"""One shard through the model: its outputs, its loss and its metrics."""
+"""Run one shard through the model: its outputs, its loss and its metrics."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -23,9 +23,9 @@ Step: TypeAlias = Callable[[nn.Module, Any], Any]
 
 
 class StepOutput(NamedTuple):
-    """What a shard's step gave; a step of the user's may leave out all but the loss.
+    """The results of a step on one shard; a user's step may leave out all but the loss.
 
-    `compare` is the function that made the loss of the other two, None where that is in a step of the user's.
+    `compare` is the loss function, which made `loss` of `outputs` and `target`; None with a user's step.
     """
 
     loss: Any = None
@@ -40,7 +40,7 @@ NAMED = ("loss", "outputs", "target")
 def build_step(job: Job, world: World) -> Step:
     """The user's step, or the plain one: the model on the inputs, the loss on its outputs and the target.
 
-    Where the model lies on several devices, the target is taken to where the outputs are.
+    If the model is on several devices, the target is moved to the device of the outputs.
     """
     if job.step is not None:
         step: Step = bound("step", job.step)
@@ -63,13 +63,16 @@ def build_step(job: Job, world: World) -> Step:
 
 
 def beside(outputs: Any, target: Any) -> Any:
-    """The target on the device of the outputs."""
+    """The target, moved to the device of the first tensor of the outputs."""
     device = next((leaf.device for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)), None)
     return target if device is None else map_leaves(lambda leaf: moved(leaf, device), target)
 
 
 def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
-    """Call a step; a mapping `{"loss": ..., "outputs": ..., "target": ...}` names what it gives."""
+    """Call a step; it returns a loss, or a mapping `{"loss": ..., "outputs": ..., "target": ...}`.
+
+    Raises ModelError if the step raises, or if its mapping has no loss or other keys.
+    """
     with raising("step", functools.partial(mixed_devices, model)):
         given = step(model, batch)
     if isinstance(given, StepOutput):
@@ -85,7 +88,10 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
 
 
 class Metrics:
-    """The loss and the job's metrics that are functions of (outputs, target), weighed by the loss contract."""
+    """The loss, and the metrics that are functions of (outputs, target), as sums and weights.
+
+    They follow the loss contract of `dp_ray.replica.loss`.
+    """
 
     def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0) -> None:
         self.functions = dict(functions)
@@ -93,13 +99,18 @@ class Metrics:
         self._asked: set[str] = set()
 
     def names(self, has_loss: bool) -> list[str]:
+        """The names of what is measured, the loss first."""
         return [*["loss"] * has_loss, *self.functions]
 
     def loss(self, step_output: StepOutput, rows: int) -> Weighted:
+        """The sum and weight of the loss of a shard of `rows` rows; raises what `weighted_sum` raises."""
         return self._weighted_sum("the loss", step_output.compare, step_output.loss, step_output, rows)
 
     def __call__(self, step_output: StepOutput, rows: int) -> list[Weighted]:
-        """The metrics of a shard."""
+        """The sum and weight of each metric of a shard of `rows` rows.
+
+        Raises ModelError if a metric raises or breaks the loss contract, or if the step gave no outputs.
+        """
         measured = []
         for name, function in self.functions.items():
             if step_output.outputs is None:
@@ -114,7 +125,7 @@ class Metrics:
     def _weighted_sum(
         self, what: str, function: Compare | None, value: Any, step_output: StepOutput, rows: int
     ) -> Weighted:
-        """A value's sum and weight; where its size may not be that of rows, the function is asked once."""
+        """A value's sum and weight; if its size may not come from its rows, `has_fixed_size` checks it once."""
         weighed = weighted_sum(value, rows, what)
         if function is None or what in self._asked:
             return weighed
@@ -131,7 +142,7 @@ class Metrics:
 
 
 def as_row(measured: list[Weighted], device: torch.device) -> torch.Tensor:
-    """Sums and weights as one row of numbers, float64 [2 * names]: sum, weight, sum, weight ..."""
+    """Sums and weights in one tensor, float64 [2 * names]: sum, weight, sum, weight ..."""
     return torch.stack([_scalar(number, device) for one in measured for number in one])
 
 

@@ -1,4 +1,4 @@
-"""Agree on when to stop, without an exchange of its own."""
+"""Let all workers agree on when to stop, without a collective of its own."""
 
 from collections import deque
 
@@ -10,7 +10,7 @@ from dp_ray.system.waiting import waiting
 class StopVote:
     """Stop requests ride on each step's all-reduce, so all workers stop after the same step.
 
-    A GPU is not waited for: what it added up is read LAG steps later.
+    On a GPU the sum is read LAG steps later, so that no step waits for the GPU.
     """
 
     LAG = 16
@@ -20,7 +20,7 @@ class StopVote:
         self._votes: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def stops(self, votes: torch.Tensor) -> bool:
-        """Take in how many workers asked to stop in this step; whether to stop now."""
+        """Add this step's votes, the number of workers that ask to stop; returns whether to stop now."""
         if self._lag:
             here = torch.empty((), dtype=votes.dtype, pin_memory=True).copy_(votes, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Find what a target names, and call it; every way in which that can fail is the job's error."""
+"""Import what a target names, and call it; an error names the job's key."""
 
 import difflib
 import functools
@@ -16,14 +16,20 @@ from dp_ray.job_target import Target
 
 
 def build(key: str, target: Any) -> Any:
-    """What the job's `key` stands for: its target called with args, or the object given from Python."""
+    """The object of the job's `key`: its target called with its args, or the object given from Python.
+
+    Raises what `bind` raises, and JobError if the call raises.
+    """
     if not isinstance(target, Target):
         return target
     return bind(key, target)()
 
 
 def bound(key: str, target: Any) -> Any:
-    """The function that the job's `key` names, with its args bound as keywords, or the object from Python."""
+    """The function that the job's `key` names, with its args bound as keywords, or the object given from Python.
+
+    Raises JobError if it cannot be imported or called.
+    """
     if not isinstance(target, Target):
         return target
     found = resolve(key, target)
@@ -33,7 +39,7 @@ def bound(key: str, target: Any) -> Any:
 
 
 def build_dataset(job: Job, key: str = "dataset") -> Any:
-    """The job's dataset; raises JobError where it is not map-style and DataError where it is empty."""
+    """The job's dataset; raises JobError if it is not map-style, and DataError if it is empty or has no length."""
     dataset = build(key, job.dataset)
     lacking = [name for name in ("__len__", "__getitem__") if not _has(dataset, name)]
     if lacking:
@@ -59,9 +65,9 @@ def _has(dataset: Any, name: str) -> bool:
 
 
 def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
-    """The target's callable with its args bound, not yet called; `leading` arguments are still to come before them.
+    """The target's callable with its args bound; a call adds `leading` positional arguments before them.
 
-    Raises JobError where the target does not import, cannot be called or rejects its args.
+    Raises JobError if the target cannot be imported, cannot be called or rejects its args.
     """
     found = resolve(key, target)
     if not callable(found):
@@ -74,12 +80,12 @@ def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
         takes = inspect.signature(found)
         raise JobError(f"{key}.args: {target.label}{takes} rejects {target.args}: {error}") from None
     except ValueError:
-        pass  # some built-in callables have no signature to ask
+        pass  # some built-in callables have no signature
     return lambda *given: _call(key, target, found, given)
 
 
 def check_gives(key: str, found: Any, kind: type, name: str) -> None:
-    """Raise JobError where a class, when it is called, gives no `kind`; what a function gives is not known."""
+    """Raise JobError if `found` is a class whose instances are no `kind`; what a function returns is not known."""
     if not inspect.isclass(found) or issubclass(found, kind):
         return
     if found.__new__ is object.__new__ and type(found).__call__ is type.__call__:
@@ -87,7 +93,10 @@ def check_gives(key: str, found: Any, kind: type, name: str) -> None:
 
 
 def resolve(key: str, target: Target) -> Any:
-    """The attribute that `module:attribute` names, imported; or the class or function given from Python."""
+    """Import the attribute that `module:attribute` names, or return the class or function given from Python.
+
+    Raises JobError, with a close match as a hint, if there is no such module or attribute.
+    """
     if not target.is_named:
         return target.target
     module_name, _, attribute = target.target.partition(":")
@@ -117,7 +126,7 @@ def _import(key: str, module_name: str) -> Any:
 
 @contextmanager
 def _importing_from_here() -> Iterator[None]:
-    """A target imports from where the user stands, also in an installed script or a worker."""
+    """Let a target import from the current folder while the block runs, also in an installed script or a worker."""
     here = os.getcwd()
     known = here in sys.path or "" in sys.path
     if not known:

@@ -1,4 +1,4 @@
-"""One step of training: the shards of this worker forward and back, the whole batch's gradient, the update."""
+"""One training step: forward and backward of this worker's shards, the whole batch's gradient, the update."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ OnShard = Callable[[Shard, Any, StepOutput], None]
 
 
 class Update(NamedTuple):
-    """What a step of the whole batch came to, still on the device.
+    """The results of a step on the whole batch; tensors are still on the device.
 
-    `totals` are sums and weights, float64 [2 * names]: of the loss and of each metric; `learning_rate` is that of
-    the first parameter group, `gradient_norm` the norm of the whole batch's gradient before clipping; `stops` says
-    on every worker after the same step that one of them is asked to stop.
+    `totals` are the sums and weights of the loss and each metric, float64 [2 * names]. `learning_rate` is that of
+    the first parameter group. `gradient_norm` is the norm of the whole batch's gradient before clipping. `stops`
+    tells the worker to stop because one of the workers asked for it; all workers get it after the same step.
     """
 
     totals: torch.Tensor
@@ -43,7 +43,7 @@ class Update(NamedTuple):
 
 
 class Trainer:
-    """The model's training state on one worker, and the step that changes it: the same on all workers."""
+    """The training state on one worker, the same on all workers, and the step that changes it."""
 
     def __init__(
         self, job: Job, model: nn.Module, called: nn.Module, step: Step, measures: Metrics, world: World
@@ -52,9 +52,9 @@ class Trainer:
         self._job = job
         self._world = world
         if job.bitwise:
-            make_gradients_dense(model)  # the fixed tree adds dense ones
+            make_gradients_dense(model)  # the fixed tree adds only dense ones
         self._optimizer_step = OptimizerStep(job, model, world.device)
-        if not model.training:  # as a model comes that was loaded; parts that are left in eval mode alone stay so
+        if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self._sparse = sparse_parameters(model)
@@ -67,20 +67,21 @@ class Trainer:
 
     @property
     def schedule(self) -> Schedule:
+        """The job's learning-rate schedule."""
         return self._optimizer_step.schedule
 
     @property
     def parameter_names(self) -> list[str]:
-        """The trainable parameters, in the order of the optimizer's groups."""
+        """The names of the trainable parameters, in the order of the optimizer's groups."""
         names = {id(one): name for name, one in self.model.named_parameters()}
         return [names[id(one)] for group in self._optimizer_step.optimizer.param_groups for one in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later step depends on; its tensors are the live ones."""
+        """The state that later steps depend on; its tensors are the live ones, not copies."""
         return {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. ModelError where it is another model's, or another optimizer's."""
+        """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
         for name, part in self._parts().items():
             load_part(name, part, state.get(name))
 
@@ -100,7 +101,11 @@ class Trainer:
         on_shard: OnShard,
         wants_stop: bool = False,
     ) -> Update:
-        """Train on one global batch, of which this worker runs `shards`, maybe none."""
+        """Train on one global batch, of which this worker runs `shards`, maybe none; every rank calls this.
+
+        `batches` gives the next shards' sample indices and batches. `on_shard` gets each shard with its batch and
+        output. `wants_stop` asks all workers to stop. Raises ModelError, naming step and shard, for user errors.
+        """
         start, stop = split.batch(step)
         rows = stop - start
         pending = [next(batches)[1] for _ in shards[:1]]
@@ -119,14 +124,14 @@ class Trainer:
         self._reduction.check(step)
         self._buffers.finish()
         self._reduction.finish()
-        # What the optimizer draws, it draws after a seed that is the same on all workers.
+        # An optimizer may draw random numbers: they must be the same on all workers.
         seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
         totals, rate = stats[:-1].sum(0), self._optimizer_step.learning_rate
         norm = self._optimizer_step.apply(totals[1], rows, step)
         return Update(totals, rate, norm, self._stop_vote.stops(stats[-1, 0]))
 
     def _stats(self, shards: int, wants_stop: bool) -> torch.Tensor:
-        """Each shard's sums and weights, still zero; the last row counts the workers that are to stop."""
+        """A row of sums and weights for each shard, still zero; the last row counts the workers that ask to stop."""
         columns = 2 + 2 * len(self.measure_names)
         stats = torch.zeros(shards + 1, columns, dtype=torch.float64, device=self._world.device)
         if wants_stop:
@@ -134,7 +139,7 @@ class Trainer:
         return stats
 
     def _reduced(self, shards: Sequence[Shard], batches: Sequence[Any]) -> Reduction:
-        """How gradients are summed; what the first shard uses tells whether DDP must look for unused parameters."""
+        """The reduction for the job; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
         parameters = list(self._parameters.values())
         sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
         if self._world.world_size == 1:
@@ -146,7 +151,7 @@ class Trainer:
         return DdpReduction(self._loss, sums, self._world, self._parameters, self._sparse, bool(unused))
 
     def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
-        """Whether any worker's first shard leaves a parameter without a gradient; nothing of it is kept."""
+        """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
         found = torch.zeros(1, device=self._world.device)
         self._buffers.begin(2)
         for shard, batch in zip(shards, batches, strict=True):
@@ -162,7 +167,7 @@ class Trainer:
     def _shard(
         self, shard: Shard, batch: Any, rows: int, stats: torch.Tensor, is_last: bool, on_shard: OnShard
     ) -> None:
-        """Forward and backward of a shard; with the last one's backward the reduction begins."""
+        """Forward and backward of a shard; the reduction begins in the last one's backward."""
         reduction = self._reduction
         assert reduction is not None
         with reduction.shard(is_last):
@@ -186,7 +191,7 @@ class Trainer:
         return loss
 
     def _last_backward(self, reduction: Reduction, loss: torch.Tensor, stats: torch.Tensor, where: str) -> None:
-        """The step's last backward; what else the workers exchange travels meanwhile."""
+        """The step's last backward; `stats` and buffers are sent at the same time."""
         work = reduction.exchange(stats)
         self._buffers.share()
         with reduction.backward():

@@ -1,4 +1,4 @@
-"""Calls of the user's code: what it raises says which of the job's keys raised it, and what that got."""
+"""Wrap errors of the user's code: the message names the job's key that raised, and what it got."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +15,9 @@ from dp_ray.replica.world import is_lost_peer
 def raising(
     what: str, hint: Callable[[BaseException], str] = lambda error: "", kind: type[Error] = ModelError
 ) -> Iterator[None]:
-    """Say that `what` raised what the block raises: `loss raised ValueError: ...`, and the hint after it.
+    """Turn an exception of the block into a `kind` of Error: `loss raised ValueError: ...`, then the hint.
 
-    What dp_ray itself raises passes as it is; so does the loss of another worker, in what runs with the others.
+    dp_ray's own errors pass unchanged. So does the loss of another worker, if `kind` is ModelError.
     """
     try:
         yield
@@ -31,7 +31,7 @@ def raising(
 
 @contextmanager
 def at(where: str) -> Iterator[None]:
-    """Say where the block raised, as in `step 3, shard 1`; what is wrong with the job itself is wrong everywhere."""
+    """Put the place, like `step 3, shard 1`, before the block's error; a JobError is about no place, and passes."""
     try:
         yield
     except JobError:
@@ -45,18 +45,18 @@ def at(where: str) -> Iterator[None]:
 
 
 def said(what: str, error: BaseException, hint: str = "") -> str:
-    """What raised, what it said, and what else there is to say."""
+    """The message of an error: what raised, the exception's type and text, and the hint."""
     text = str(error).rstrip("." if hint else None)
     return f"{what} raised {type(error).__name__}" + (f": {text}" if text else "") + hint
 
 
 def got(outputs: Any, target: Any) -> str:
-    """What a loss or a metric got."""
+    """A hint for a loss or a metric: the dtypes and sizes that it got."""
     return f"; it got outputs {dtypes_and_sizes(outputs)}, target {dtypes_and_sizes(target)}"
 
 
 def dtypes_and_sizes(value: Any) -> str:
-    """The dtypes and sizes of what is nested: `float32 [4, 3]`, `(int64 [4], {mask: bool [4, 9]})`."""
+    """The dtypes and sizes of nested tensors: `float32 [4, 3]`, `(int64 [4], {mask: bool [4, 9]})`."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Where a replica stands among the others: its rank, its node and its devices."""
+"""A worker's place among the others (rank, node, devices), and collectives that also work in one process."""
 
 import re
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place, in torch.distributed's and Ray Train's terms; alone in its process by default.
+    """One worker's place, in torch.distributed's and Ray Train's terms; by default a single worker.
 
-    `device` is where its inputs go; `all_devices`, where the model lies on several, are those.
+    Its inputs go to `device`. If its model is on several devices, `all_devices` lists them.
     """
 
     rank: int = 0
@@ -31,9 +31,11 @@ class World:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
+        """All devices of the worker's model, at least one."""
         return self.all_devices or (self.device,)
 
     def with_inputs_on(self, device: torch.device) -> "World":
+        """A copy whose inputs go to `device`."""
         return replace(self, device=device)
 
     def __str__(self) -> str:
@@ -44,19 +46,19 @@ _LOST = re.compile(r"gloo|NCCL|Connection (reset|closed) by peer")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed, which says that another worker, or the way to it, is gone."""
+    """Whether the error is a failed collective: another worker is lost, or the connection to it."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
 
 
 def is_rank_0() -> bool:
-    """Whether this is rank 0 of the process group; without one, everybody is."""
+    """Whether this is rank 0 of the process group; True without a process group."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def broadcast(text: str) -> str:
-    """Rank 0's text on every rank; the text itself where there is no process group."""
+    """Rank 0's text on every rank; without a process group, the text itself. Every rank calls this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
     texts = [text]
@@ -66,7 +68,7 @@ def broadcast(text: str) -> str:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Every rank's value on every rank, in the order of ranks; the value alone where there is no process group."""
+    """Every rank's value on every rank, in rank order; without a process group, one value. Every rank calls this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -78,7 +80,8 @@ def gathered(value: Any) -> list[Any]:
 def check_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
     """Raise DataError, on every rank, unless all ranks and the driver have a dataset of the same length.
 
-    Every rank calls this; `on_driver` has the lengths that the driver found, by the datasets' keys.
+    Every rank calls this. `rows` is this rank's length of the dataset `key`. `on_driver` maps keys to the lengths
+    that the driver found.
     """
     holders: dict[int, list[str]] = {on_driver[key]: ["the driver"]} if key in on_driver else {}
     for rank, found in enumerate(gathered(rows)):

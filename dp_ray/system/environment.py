@@ -1,6 +1,6 @@
-"""The job's `env`, in a process for as long as it is wanted there.
+"""Set the job's `env` in a process, for good or while a block runs.
 
-On a worker this runs before torch is imported, so it imports next to nothing.
+On a worker this runs before torch is imported, so the module imports as little as possible.
 """
 
 import os
@@ -12,23 +12,23 @@ SETTING = re.compile(r"(--set=)?env(\.[^=]*)?=")
 
 
 def set_environment(values: dict[str, str]) -> None:
-    """Set variables in a process that ends with the job."""
+    """Set environment variables and keep them: for a process that ends with the job."""
     os.environ.update(values)
 
 
 def is_env(setting: str) -> bool:
-    """Whether a `--set KEY=VALUE` is of `env`."""
+    """Whether a `--set KEY=VALUE` sets `env` or a variable in it."""
     return bool(SETTING.match(setting))
 
 
 def without_values(arguments: Sequence[str]) -> list[str]:
-    """A command line that may be shown: without the values of `--set env.X=VALUE`."""
+    """The arguments of a command line without the values of `--set env.X=VALUE`, which may be secrets."""
     return [f"{match[0]}(not shown)" if (match := SETTING.match(one)) else one for one in arguments]
 
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables in os.environ for as long as the block lasts; then they are what they were before."""
+    """Set environment variables while the block runs, then restore their former values."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:

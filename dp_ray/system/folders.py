@@ -1,4 +1,4 @@
-"""Temporary folders that a driver makes for itself; the next driver removes those whose owner was killed."""
+"""Temporary folders of a driver; if a driver is killed, the next one removes its folders."""
 
 import json
 import os
@@ -17,7 +17,7 @@ OWNER = "dp_ray-owner.json"
 
 @contextmanager
 def own_folder(parent: str | None = None) -> Iterator[str]:
-    """A temporary folder, gone when the block ends; those of drivers that are certainly dead go now."""
+    """A temporary folder, removed when the block ends; first remove those of drivers that are certainly dead."""
     remove_orphans(Path(parent or tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as folder:
         (Path(folder) / OWNER).write_text(json.dumps(asdict(this_process())))
@@ -27,7 +27,7 @@ def own_folder(parent: str | None = None) -> Iterator[str]:
 def remove_orphans(parent: Path) -> None:
     """Remove the folders in `parent` whose owner is certainly dead."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError, ValueError, TypeError):  # of another user, just being made, or not ours
+        with suppress(OSError, ValueError, TypeError):  # another user's, not complete yet, or not dp_ray's
             if not folder.is_symlink() and folder.stat().st_uid == os.getuid():
                 owner = Process(**json.loads((folder / OWNER).read_text()))
                 if is_dead(owner):

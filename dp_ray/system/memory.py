@@ -1,4 +1,4 @@
-"""How a worker's process deals with the memory that it frees."""
+"""Make a worker's process reuse the memory that it frees."""
 
 import ctypes
 
@@ -8,10 +8,10 @@ M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed up to 1 GiB for the next step, and say whether it does.
+    """Make glibc keep up to 1 GiB of freed memory for the next step; returns whether it does.
 
-    A step frees about what the next one needs. By default pages go back to the system and come anew, each filled
-    with zeros: a tenth of the time that a conv net trains on a CPU. Other C libraries are left as they are.
+    A step frees about as much as the next one needs. By default the pages go back to the system, which must fill
+    new ones with zeros: a tenth of a conv net's training time on a CPU. Other C libraries are not changed.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

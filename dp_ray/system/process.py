@@ -1,4 +1,4 @@
-"""Which process is meant, among all that ever were: so that a dead owner is told from a live one."""
+"""Identify a process uniquely over reboots and reused process numbers, to know if an owner is dead."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Process:
-    """A process among all that ever were: `machine` is one start of a host, and its space of process numbers."""
+    """A unique process: `machine` is one boot of a host and a PID namespace, `started` the process's start time."""
 
     host: str
     machine: str
@@ -23,17 +23,18 @@ class Process:
 
 
 def this_process() -> Process:
+    """The identity of the current process."""
     pid = os.getpid()
     return Process(platform.node(), machine(), pid, _started(pid) or "")
 
 
 def is_dead(process: Process) -> bool:
-    """Whether a process is certainly over; False where nobody here can know."""
+    """Whether a process has certainly ended; False if it ran on another machine, where this cannot be known."""
     return process.machine == machine() and _started(process.pid) != process.started
 
 
 def machine() -> str:
-    """This start of this host, and its space of process numbers: a container has its own."""
+    """This boot of this host and, on Linux, the PID namespace: a container has its own."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -41,7 +42,7 @@ def machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, by the kernel's own count, which no clock changes; None where it is over."""
+    """When a process started, by the kernel's tick count, which clock changes do not affect; None if it has ended."""
     try:
         if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return None

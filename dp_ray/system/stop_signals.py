@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C) and SIGTERM as planned stops: the first one asks the run to stop, the second one leaves at once."""
+"""SIGINT (Ctrl-C) and SIGTERM as planned stops: the first asks the run to stop, the second ends it at once."""
 
 import os
 import signal
@@ -12,10 +12,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def planned_stops(ask: Callable[[str], bool]) -> Iterator[None]:
-    """While the block runs, SIGINT and SIGTERM call `ask` with their name; KeyboardInterrupt where it refuses.
+    """While the block runs, SIGINT and SIGTERM call `ask` with their name.
 
-    `ask` runs inside a signal handler, so it must not wait for anything. Off the main thread Python takes no
-    handlers, and all stays as it was. So does a signal that is ignored, as a shell's background job ignores SIGINT.
+    If `ask` returns False, the handler raises KeyboardInterrupt.
+    `ask` runs inside a signal handler, so it must not wait for anything. Outside the main thread nothing changes,
+    since Python allows no handlers there. An ignored signal stays ignored, like SIGINT in a shell's background job.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,7 +42,7 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[None]:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Put back, after the block, the handlers of SIGINT and SIGTERM that were there before it."""
+    """After the block, restore the handlers that SIGINT and SIGTERM had before it."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -53,7 +54,7 @@ def handlers_kept() -> Iterator[None]:
 
 
 def _in_forked_process(number: int) -> None:
-    """A terminal's Ctrl-C reaches forked processes too, which the step needs; SIGTERM is meant for this one."""
+    """Ignore SIGINT, since a terminal's Ctrl-C reaches forked processes too and the step needs them; obey SIGTERM."""
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

@@ -1,6 +1,6 @@
-"""Whether this process's task waits for other workers: said by the task, read by its heartbeat.
+"""Whether this process's task waits for other workers: the task sets it, the heartbeat reports it.
 
-A worker that hangs keeps all others waiting. Only the one that does not wait is to blame.
+If one worker hangs, all others wait for it. The one that does not wait is the cause.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _waits: list[str] = []  # innermost last; the task's thread alone writes
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Say that the task waits for `what`, which other workers must bring about, while the block runs."""
+    """Mark the task as waiting for `what`, which depends on other workers, while the block runs."""
     _waits.append(what)
     try:
         yield
@@ -20,5 +20,5 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def waits_for() -> str:
-    """What the task waits for now; empty where it waits for nobody."""
+    """What the task waits for now; "" if it does not wait for other workers."""
     return _waits[-1] if _waits else ""

@@ -1,4 +1,4 @@
-"""A fingerprint of what a model gave, as a metric: for those who ask whether two runs gave the same."""
+"""A hash of a model's outputs, as a metric: it shows whether two runs gave the same outputs."""
 
 import hashlib
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from dp_ray.tensors.nested import flatten
 from dp_ray.tensors.raw import as_bytes
 
-DIGEST = "outputs_digest"  # the metric's name, which is no user's
+DIGEST = "outputs_digest"  # the metric's name, reserved for `verify`
 
 
 def is_inner(name: str) -> bool:
-    """Whether a metric is taken by `verify` for itself, and not for the user."""
+    """Whether a metric was added by `verify` for its own use, and not by the user."""
     return name.removeprefix("eval_") == DIGEST
 
 

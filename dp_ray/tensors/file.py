@@ -1,7 +1,7 @@
-"""Named tensors and a line of text in one file of the safetensors format: no code is run when one is read.
+"""Named tensors and a text in one safetensors file: reading it runs no code.
 
 The format (https://huggingface.co/docs/safetensors) is eight bytes with the header's length, the header as JSON, and
-the tensors' bytes. The file is streamed, so that gigabytes are written without a copy and beside a training.
+the tensors' bytes. The file is streamed, so gigabytes are written without a copy, in parallel with a training.
 """
 
 import hashlib
@@ -39,9 +39,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_tensors(storage: Storage, name: str, tensors: Mapping[str, torch.Tensor], text: str = "") -> None:
-    """Write CPU tensors, and a text that `read_tensors` gives back, to the file `name`, whole or not at all.
+    """Write CPU tensors, and a text that `read_tensors` returns, to the file `name`, whole or not at all.
 
-    Raises StorageError where it cannot be written, ModelError for a dtype or layout that the format does not know.
+    Raises StorageError if it cannot be written, and ModelError for a dtype or layout that the format does not have.
     """
     table: dict[str, Any] = {}
     end = 0
@@ -67,7 +67,7 @@ def write_tensors(storage: Storage, name: str, tensors: Mapping[str, torch.Tenso
 
 
 def check_dtype(key: str, tensor: torch.Tensor) -> None:
-    """Raise ModelError where a safetensors file cannot hold the tensor."""
+    """Raise ModelError if a safetensors file cannot hold the tensor; `key` names it in the message."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ModelError(f"{key} is a tensor of layout {tensor.layout}, {tensor.dtype}: only dense ones can be kept")
     if tensor.dtype not in _NAMES:
@@ -75,15 +75,15 @@ def check_dtype(key: str, tensor: torch.Tensor) -> None:
 
 
 def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors of a safetensors file, and the text with which it was written ("" where another program did).
+    """The tensors of a safetensors file, and its text ("" if another program wrote it).
 
-    Raises StorageError where it is none, is cut short, or is not what was written.
+    Raises StorageError if it is not safetensors, is truncated, or its checksum is wrong.
     """
     return parse_tensors(storage.read_bytes(name), f"{storage}/{name}")
 
 
 def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str]:
-    """What `read_tensors` gives, of a file's bytes; `where` names the file in errors."""
+    """`read_tensors` for a file's bytes; `where` names the file in errors."""
     try:
         size = int.from_bytes(data[:8], "little")
         table = json.loads(data[8 : 8 + size])
@@ -92,7 +92,7 @@ def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str
         tensors = {key: _tensor(body, **entry) for key, entry in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise StorageError(f"{where}: is damaged, or no safetensors file: {error}") from None
-    if TEXT in metadata or DIGEST in metadata:  # written here, so there are both
+    if TEXT in metadata or DIGEST in metadata:  # `write_tensors` writes both
         digest = hashlib.sha256(_frame(table, text))
         digest.update(body)
         if digest.hexdigest() != metadata.get(DIGEST):
@@ -101,7 +101,10 @@ def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str
 
 
 def read_text(storage: Storage, name: str) -> str:
-    """The text with which a safetensors file was written, "" where another program did; no tensor is read."""
+    """The text of a safetensors file, "" if another program wrote it; reads no tensor.
+
+    Raises StorageError if the file is not safetensors.
+    """
     with storage.open(name) as stream:
         try:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
@@ -111,7 +114,7 @@ def read_text(storage: Storage, name: str) -> str:
 
 
 def sha256_of(storage: Storage, name: str) -> str:
-    """The hash of the tensors' raw bytes, in the order of their names."""
+    """The hash of the tensors' raw bytes, in the order of their names; raises what `read_tensors` raises."""
     tensors, _ = read_tensors(storage, name)
     digest = hashlib.sha256()
     for key in sorted(tensors):
@@ -135,7 +138,7 @@ def _frame(table: Mapping[str, Any], text: str) -> bytes:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes, some megabytes at a time: both hashing and writing leave the interpreter to others."""
+    """The tensor's bytes in pieces of megabytes: hashing and writing a piece release Python's lock (GIL)."""
     if not tensor.nbytes:
         return
     raw = as_bytes(tensor).numpy().data

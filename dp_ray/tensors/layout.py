@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: its strides, kept where a copy would lose them."""
+"""A tensor's layout in memory: its strides, kept where a copy would lose them."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill their memory without gaps, in whatever order of the dimensions."""
+    """Whether the tensor's elements fill their memory without gaps, in any order of the dimensions."""
     outer_first = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(outer_first).is_contiguous()
 

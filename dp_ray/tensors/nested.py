@@ -1,8 +1,7 @@
 """Take any nesting of tensors apart into its leaves, and build it again.
 
-A LEAF is a tensor or a numpy array not of objects. Tuples, named tuples, lists, mappings, dataclasses and classes
-registered with torch's pytree hold leaves; whatever else stands in them (strings, numbers, None, objects) is a
-CONSTANT.
+A LEAF is a tensor, or a numpy array of any dtype but object. Tuples, named tuples, lists, mappings, dataclasses and
+classes registered with torch's pytree hold leaves. Anything else (string, number, None, object) is a CONSTANT.
 
 >>> leaves, spec = flatten({"x": torch.arange(2), "name": "odd"})
 >>> leaves
@@ -38,7 +37,7 @@ class TreeSpec:
     container: type[Any] | None = None
     keys: Keys = ()
     children: tuple["TreeSpec", ...] = ()
-    # The constant; what a defaultdict or a pytree is made with besides, which no comparison looks at.
+    # The constant; a defaultdict's factory or a pytree's context, which comparisons ignore.
     value: Any = None
 
     def __eq__(self, other: object) -> bool:
@@ -48,11 +47,11 @@ class TreeSpec:
 
     @property
     def paths(self) -> list[str]:
-        """One dotted path a leaf, in leaf order: {"h": (x, y)} has "h.0" and "h.1", a bare tensor ""."""
+        """One dotted path for each leaf, in leaf order: {"h": (x, y)} has "h.0" and "h.1", a bare tensor ""."""
         return [".".join(map(str, keys)) for keys in leaf_keys(self)]
 
     def to_json(self, above: Keys = ()) -> Any:
-        """Plain JSON values that `from_json` reads; ModelError for a key or constant that is none."""
+        """Plain JSON values that `from_json` reads; raises ModelError for a key or constant that JSON cannot hold."""
         if self.container is None:
             return {"kind": self.kind, "value": _plain(self.value, above)}
         below = zip(self.keys, self.children, strict=True)
@@ -67,10 +66,10 @@ class TreeSpec:
 
     @classmethod
     def from_json(cls, value: Any) -> "TreeSpec":
-        """Read what `to_json` gave, without importing or unpickling anything.
+        """Read what `to_json` returned, without importing or unpickling anything.
 
-        A class counts only if it is loaded already and fits the keys; without it a named tuple is made on the
-        fly, and a dataclass, mapping or pytree becomes a dict. Other tuples and lists become plain ones.
+        A class is used only if it is loaded already and fits the keys. Otherwise a named tuple gets a new class,
+        and a dataclass, mapping or pytree becomes a dict. Subclasses of tuple and list become plain ones.
         """
         if value["kind"] in ("leaf", "constant"):
             return cls(value["kind"], value=value["value"])
@@ -89,22 +88,25 @@ def flatten(tree: Any) -> tuple[list[Leaf], TreeSpec]:
 
 
 def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
-    """Rebuild what `flatten` took apart; Error if a class in it cannot be made again from what it held."""
+    """Rebuild what `flatten` took apart, with new leaves.
+
+    Raises ValueError for a wrong number of leaves, and Error if a class cannot be made from its contents.
+    """
     if len(leaves) != len(spec.paths):
         raise ValueError(f"got {len(leaves)} leaves for the {len(spec.paths)} places {spec.paths}")
     return _build(spec, iter(leaves))
 
 
 def map_leaves(fn: Callable[[Leaf], Any], tree: Any) -> Any:
-    """Apply `fn` to every leaf and keep the nesting."""
+    """Apply `fn` to every leaf and keep the nesting; raises what `unflatten` raises."""
     leaves, spec = flatten(tree)
     return unflatten(spec, [fn(leaf) for leaf in leaves])
 
 
 def sizes(tree: Any) -> Any:
-    """The torch.Size of every leaf, in lists, (named) tuples and dicts; 40 characters of a constant's repr.
+    """The torch.Size of every leaf, in lists, (named) tuples and dicts; for a constant, 40 characters of its repr.
 
-    An object is shown as its class alone: it may look different in every step.
+    An object is shown as its class alone, since its repr may differ in every step.
     """
     kind, keys, values = _children(tree)
     if kind == "leaf":
@@ -123,7 +125,7 @@ def sizes(tree: Any) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a constant is a number, text or nothing, so that it can be kept."""
+    """Whether a constant is a number, text or None, which JSON can hold."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -136,7 +138,7 @@ def _children(node: Any) -> tuple[Kind, Keys, tuple[Any, ...]]:
     if isinstance(node, tuple | list):
         return "list" if isinstance(node, list) else "tuple", tuple(range(len(node))), tuple(node)
     if isinstance(node, Mapping):
-        # A Hugging Face ModelOutput is both, and those of its fields that are None are no keys.
+        # A Hugging Face ModelOutput is both a mapping and a dataclass. Its fields that are None are not keys.
         kind: Kind = "dataclass" if dataclasses.is_dataclass(node) else "mapping"
         return kind, tuple(node.keys()), tuple(node.values())
     if dataclasses.is_dataclass(type(node)):
@@ -152,7 +154,7 @@ def _is_namedtuple(cls: type[Any]) -> bool:
 
 
 def _describe(node: Any, leaves: list[Leaf]) -> TreeSpec:
-    """Take a node apart: its leaves go to `leaves`, all else is the TreeSpec. `_build` is the inverse."""
+    """Take a node apart: append its leaves to `leaves`, return the rest as a TreeSpec. `_build` is the inverse."""
     kind, keys, values = _children(node)
     if kind == "leaf":
         leaves.append(node)
@@ -166,7 +168,7 @@ def _describe(node: Any, leaves: list[Leaf]) -> TreeSpec:
 
 
 def _build(spec: TreeSpec, leaves: Iterator[Any]) -> Any:
-    """Make a node from its spec and the leaves yet to come. `_describe` is the inverse."""
+    """Make a node from its spec and the next leaves. `_describe` is the inverse."""
     if spec.container is None:
         return next(leaves) if spec.kind == "leaf" else spec.value
     cls: Any = spec.container
@@ -187,7 +189,7 @@ def _make_dataclass(cls: type[Any], held: dict[str, Any]) -> Any:
     late = {field.name for field in dataclasses.fields(cls) if not field.init}
     made = cls(**{name: value for name, value in held.items() if name not in late})
     for name in late & held.keys():
-        object.__setattr__(made, name, held[name])  # also where the class is frozen
+        object.__setattr__(made, name, held[name])  # setattr would fail for a frozen class
     return made
 
 
@@ -198,15 +200,20 @@ def _nodes(spec: TreeSpec, above: Keys = ()) -> Iterator[tuple[Keys, TreeSpec]]:
 
 
 def leaf_keys(spec: TreeSpec) -> list[Keys]:
+    """The keys from the root to each leaf, in leaf order."""
     return [keys for keys, node in _nodes(spec) if node.kind == "leaf"]
 
 
 def quoted(keys: Keys) -> str:
+    """A leaf's path for messages, like ` 'h.0'` with a space before it; "" for the root."""
     return f" {'.'.join(map(str, keys))!r}" if keys else ""
 
 
 def difference(first: TreeSpec, other: TreeSpec) -> str | None:
-    """Where another shard's spec first differs from shard 0's; the order of keys does not count."""
+    """The first difference of another shard's spec from shard 0's, in words; None if they are equal.
+
+    The order of keys does not count.
+    """
     here, there = dict(_nodes(first)), dict(_nodes(other))
     for keys in here | there:
         one, two = here.get(keys), there.get(keys)
@@ -223,7 +230,7 @@ def _alike(one: TreeSpec, two: TreeSpec) -> bool:
 
 
 def _equal(one: Any, two: Any) -> bool:
-    """Whether two constants are equal; NaN equals NaN, and an == that gives no bool does not count."""
+    """Whether two constants are equal: NaN equals NaN, and an == that returns no bool means unequal."""
     try:
         equal = one is two or one == two or (one != one and two != two)
     except Exception:  # the == of a user's object may raise anything
@@ -240,7 +247,7 @@ def _noun(spec: TreeSpec | None) -> str:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a value is the same after it was written as JSON and read again."""
+    """Whether a value is unchanged after writing it as JSON and reading it again."""
     try:
         return repr(json.loads(json.dumps(value))) == repr(value)
     except (TypeError, ValueError):
@@ -255,7 +262,7 @@ def _plain(value: Any, keys: Keys) -> Any:
 
 
 def _container(kind: Kind, name: str, keys: Keys) -> tuple[Kind, type[Any]]:
-    """The kind and class that a description read from JSON gets here."""
+    """The kind and class to use in this process for a spec read from JSON."""
     if kind in ("tuple", "list"):
         return kind, tuple if kind == "tuple" else list
     cls = _loaded_class(name)
@@ -277,6 +284,6 @@ def _loaded_class(name: str) -> type[Any]:
     return found if isinstance(found, type) else object
 
 
-@functools.cache  # so that what is read twice has one type and compares equal
+@functools.cache  # one class for each (name, fields), so that two reads compare equal
 def _new_namedtuple(name: str, fields: tuple[str, ...]) -> type[Any]:
     return namedtuple(name, fields, rename=True)

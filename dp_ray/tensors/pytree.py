@@ -1,6 +1,6 @@
-"""Classes that are registered with torch's pytree, as nestings are.
+"""Take apart and rebuild objects of classes that are registered with torch's pytree.
 
-torch has no public interface to it (2.11 to 2.13), so its private one is used here, and nowhere else.
+torch 2.11 to 2.13 has no public interface to it, so this module, and no other, uses the private one.
 """
 
 from typing import Any
@@ -9,11 +9,12 @@ from torch.utils import _pytree
 
 
 def is_registered(cls: type[Any]) -> bool:
+    """Whether a class is registered with torch's pytree."""
     return cls in _pytree.SUPPORTED_NODES
 
 
 def take_apart(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-    """The keys and values that a node of a registered class holds, and what it is made again with besides."""
+    """The keys and values of a node of a registered class, and the context that `make` needs to rebuild it."""
     registered = _pytree.SUPPORTED_NODES[type(node)]
     if registered.flatten_with_keys_fn is None:
         values, context = registered.flatten_fn(node)
@@ -30,7 +31,7 @@ def make(cls: type[Any], values: list[Any], context: Any) -> Any:
 
 
 def _plain(key: Any) -> int | str:
-    """The key, index or name that a key of torch's stands for."""
+    """The plain key, index or name inside one of torch's key objects."""
     for name in ("key", "idx", "name"):
         if isinstance(found := getattr(key, name, None), int | str):
             return found

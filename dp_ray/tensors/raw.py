@@ -6,17 +6,17 @@ import torch
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in C order, uint8 [nbytes]: its own memory where that is contiguous, else a copy."""
+    """The tensor's bytes in C order, uint8 [nbytes]: a view if the tensor is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `as_bytes`: bytes, maybe more than are needed, as a tensor of like's dtype and size."""
+    """The inverse of `as_bytes`: a view of bytes as a tensor of like's dtype and size; surplus bytes are ignored."""
     return raw[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def moved(leaf: Any, device: torch.device | None) -> Any:
-    """A tensor on the device, without waiting for the copy; an array, or anything without a device, as it is."""
+    """A tensor on the device, without waiting for the copy; anything else, or with device None, unchanged."""
     if device is None or not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.to(device, non_blocking=True)

@@ -19,16 +19,19 @@ from dp_ray.tensors.nested import Leaf, difference, flatten, leaf_keys, quoted, 
 
 
 def rows_dim(leaf: Leaf, dim: int) -> int:
-    """Which dimension of a leaf holds its rows: `dim`, but a vector's only one; DataError if there is none."""
+    """Which dimension of a leaf holds its rows: `dim`, or a vector's only one; raises DataError if there is none."""
     if leaf.ndim == 1:
-        return 0  # labels [batch] stand beside an RNN's inputs [time, batch, feature] at dim=1
+        return 0  # an RNN's inputs are [time, batch, feature], dim=1, but its labels are [batch]
     if not -leaf.ndim <= dim < leaf.ndim:
         raise DataError(f"size {list(leaf.shape)} has no dimension {dim} that could hold rows")
     return dim % leaf.ndim
 
 
 def num_rows(tree: Any, dim: int = 0) -> int | None:
-    """The rows on which all leaves agree, None without leaves; DataError names the first two that do not."""
+    """The number of rows, the same for all leaves; None without leaves.
+
+    Raises DataError, naming two leaves, if they differ.
+    """
     leaves, spec = flatten(tree)
     names = [quoted(keys) for keys in leaf_keys(spec)]
     rows: list[int] = []
@@ -46,10 +49,10 @@ def num_rows(tree: Any, dim: int = 0) -> int | None:
 
 
 def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
-    """Cut a tree as torch.chunk(leaf, shards, rows_dim(leaf, dim)) cuts each leaf, into views of it.
+    """Cut a tree into shards: each leaf as torch.chunk(leaf, shards, rows_dim(leaf, dim)) cuts it, into views.
 
-    Gives at most `shards` trees, none without rows; one if the whole batch is without. Constants go to all as
-    the same object, and a tree without leaves goes `shards` times. DataError if leaves differ in rows.
+    Returns at most `shards` trees, each with rows; a batch without rows gives one tree. All trees share the same
+    constants, and a tree without leaves is returned `shards` times. Raises DataError if leaves differ in rows.
     """
     if shards < 1:
         raise ValueError(f"shards must be at least 1, got {shards}")
@@ -59,16 +62,16 @@ def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
         return [unflatten(spec, []) for _ in range(shards)]
     cuts = [slice(*chunk_bounds(rows, shards, shard)) for shard in range(shards)]
     cuts = [cut for cut in cuts if cut.start < cut.stop] or cuts[:1]
-    # By index: views of tensors and arrays alike, which autograd lets be written to, unlike torch.chunk's.
+    # Indexing works for tensors and arrays. Autograd allows in-place writes to its views, but not to torch.chunk's.
     at = [(slice(None),) * rows_dim(leaf, dim) for leaf in leaves]
     return [unflatten(spec, [leaf[(*to, cut)] for leaf, to in zip(leaves, at, strict=True)]) for cut in cuts]
 
 
 def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0) -> Any:
-    """Put the shards' trees together along their rows, in order: the inverse of `scatter`.
+    """Concatenate the shards' trees along their rows, in order: the inverse of `scatter`.
 
-    `rows` are the rows of each shard, to be checked where given. Scalars become a vector only if every shard
-    is one row. One tree gives its own tensors. ModelError if the shards differ in anything but rows.
+    If `rows` is given, each shard must have that many. Scalars become a vector only if `rows` is 1 for every shard.
+    A single tree keeps its own tensors. Raises ModelError if the shards differ in anything but rows.
     """
     if not trees:
         raise ModelError("no shard gave an output, so there is nothing to gather")
@@ -85,7 +88,7 @@ def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0
 
 
 def _join(name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int) -> Any:
-    """Concatenate one leaf of all shards; ModelError names the shard whose piece does not fit."""
+    """Concatenate one leaf of all shards; raises ModelError, naming the shard whose piece does not fit."""
     if all(piece.ndim == 0 for piece in pieces):
         if any(count != 1 for count in rows):
             advice = "return one value per row (of a loss: reduction='none')"
@@ -99,7 +102,7 @@ def _join(name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int
 
 
 def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
-    """What keeps a shard's piece from standing next to shard 0's, if anything."""
+    """Why a shard's piece cannot be concatenated with shard 0's; None if it can."""
     try:
         here, there = _form(piece, dim), _form(first, dim)
     except DataError as error:
@@ -112,7 +115,7 @@ def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
 
 
 def _form(leaf: Leaf, dim: int) -> str:
-    """What the pieces of all shards must share: all but the number of rows."""
+    """What the pieces of all shards must have in common: type, dtype and all lengths but the rows."""
     size = [str(length) for length in leaf.shape]
     size[rows_dim(leaf, dim)] = "rows"
     if isinstance(leaf, torch.Tensor):
