@@ -1,6 +1,7 @@
 """`workers: 0`: the whole task in the driver's own process, where a debugger can step into it."""
 
 import contextlib
+import copy
 import os
 import sys
 import threading
@@ -11,6 +12,7 @@ import torch
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
+from dp_ray.job_target import Target
 from dp_ray.monitor.messages import Started, WorkerReady, message_of
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.replica.world import World
@@ -23,6 +25,8 @@ from dp_ray.task.task import run_task
 
 def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
     """`workers: 0`: the whole task in this process, where a debugger can step into it."""
+    if not isinstance(job.model, Target):
+        job = job.model_copy(update={"model": copy.deepcopy(job.model)})  # as each worker on Ray has its own
     devices = _devices_here(job)
     world = World(device=devices[0], all_devices=devices)
     monitor.take(WorkerReady("here", world, os.getpid(), ()))

@@ -26,7 +26,9 @@ hypothesis.settings.load_profile("dp_ray")
 
 def environment() -> dict[str, str]:
     """os.environ, without what pytest and, at its first DDP, torch write there."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "TORCHINDUCTOR_"))}
+    return {
+        key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "TORCHINDUCTOR_", "KMP_"))
+    }
 
 
 @pytest.fixture(autouse=True)

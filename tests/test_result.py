@@ -146,7 +146,7 @@ def test_a_run_without_outputs_says_so(result: Result, read: Callable[[Result], 
     failed.save(Storage(failed.run_dir))
     found = load(result.run_dir)
     assert found.error == "ModelError: no"
-    with pytest.raises(StorageError, match=r"no merged outputs \(status failed\)"):
+    with pytest.raises(StorageError, match=r"no merged outputs \(task predict, status failed\)"):
         read(found)
 
 

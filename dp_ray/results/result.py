@@ -146,7 +146,9 @@ class Result:
 
     def _merged(self) -> Merged:
         if self.outputs_path is None:
-            raise StorageError(f"{self.run_dir}: the run has no merged outputs (status {self.status})")
+            told = f"the run has no merged outputs (task {self.task}, status {self.status})"
+            advice = f"; to predict with its weights: dp-ray predict {self.run_dir}" * (self.task == "train")
+            raise StorageError(f"{self.run_dir}: {told}{advice}")
         return Merged(self.storage())
 
 
