@@ -23,7 +23,7 @@ PENDING = "pending.parquet"
 class Journal:
     """Writes the reports since the last piece whenever steps are about to be committed.
 
-    Reports of workers that are ahead of the others cannot be ordered yet; they go to a file that is replaced each time.
+    Workers may be ahead of others: their reports cannot be ordered yet, and go to a file that is replaced each time.
     """
 
     def __init__(self, folder: Storage) -> None:
