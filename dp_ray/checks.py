@@ -1,4 +1,4 @@
-"""What is known of a job before anything starts: that its targets are there, and how its data is cut."""
+"""Checks a job before anything starts: that its targets exist, and how its data is cut."""
 
 import torch
 
@@ -15,7 +15,10 @@ from dp_ray.task.cut import split_of
 
 
 def check_targets(job: Job) -> tuple[Split, dict[str, int]]:
-    """Find the job's targets before anything is started: how its dataset is cut, and the rows of each dataset."""
+    """Check the job's targets; return how its dataset is cut, and the rows of each dataset by its key.
+
+    Raises an Error of dp_ray.errors, such as JobError or DataError, that names the key at fault.
+    """
     for key, target in job.targets.items():
         if key == "model":
             check_model(target)

@@ -118,8 +118,8 @@ def base_storage(job: Job) -> Storage:
 def located(location: str) -> Storage:
     """A folder of runs, or a path in one, where all workers find it.
 
-    In a submitted Ray job a relative path is below the home directory, since Ray removes the working directory, which
-    is a copy.
+    In a submitted Ray job, a relative path is below the home directory: Ray removes the copied working directory.
+    """
     if "://" in location or Path(location).is_absolute() or not _in_shipped_folder():
         return Storage(location)
     return Storage(str(Path.home() / location))

@@ -46,7 +46,7 @@ def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> 
 
 
 def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
-    """Cut `metrics.parquet` into pieces that end at the checkpoints, so that the training can resume from any of them.
+    """Cut `metrics.parquet` into pieces that end at the checkpoints, so that a training can resume from any of them.
 
     This undoes `merge_history`; the merged file stays.
     """

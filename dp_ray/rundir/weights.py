@@ -34,7 +34,8 @@ LINKS = "init_from"
 class Start:
     """The pinned file with which a run began: its name, its hash, and its folder relative to `init_from`.
 
-    `folder` is "" if the file is not in a folder below the one of `init_from`.
+    `folder` is "" if the file is directly in the folder of `init_from`.
+    """
 
     folder: str
     name: str
@@ -51,6 +52,7 @@ def find_start(location: str) -> tuple[Storage, str, str]:
     """The storage that `init_from` names, and the folder and name in it of the file to load.
 
     In a run directory that is the newest checkpoint, else the weights. Raises JobError if there is no such file.
+    """
     storage, name = _split(location)
     if name:
         if not storage.exists(name):
