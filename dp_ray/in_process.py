@@ -55,6 +55,7 @@ class DriverStepControl(StepControl):
         self._started = started
 
     def before(self, step: int) -> None:
+        """Report the step that begins to the monitor."""
         self._started(step)
 
 

@@ -47,7 +47,7 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
         return
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
-    short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path is limited to 107 characters
+    short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path is limited to 107 characters, TMPDIR is not
     with _environment_kept(), handlers_kept(), own_folder(short) as folder, raylets_hushed(verbose):
         _start(job, address_of(address), verbose, folder)
         try:

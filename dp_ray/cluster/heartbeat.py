@@ -59,6 +59,7 @@ class Heartbeat(StepControl):
         return self._step != self._first
 
     def before(self, step: int) -> None:
+        """Note the step that begins, report the first one, and inject the faults that are due."""
         self._step, self._since = step, time.monotonic()
         if self._first is None:
             self._first = step
@@ -70,20 +71,25 @@ class Heartbeat(StepControl):
                 bring_about(fault, self._driver_node)
 
     def touch(self) -> None:
+        """Restart the time in the current step, for instance during an evaluation."""
         self._since = time.monotonic()
 
     def through(self) -> None:
+        """Note that the last step is done, so that no time limit applies any more."""
         self._step = None
 
     def take_save(self) -> bool:
+        """Whether the driver has asked to keep the work so far; true once."""
         taken, self._save = self._save, False
         return taken
 
     def leave(self) -> None:
+        """Wait until the attempt's other workers have kept their work, then raise StopRequested."""
         self._end(wait=True)
         super().leave()
 
     def end(self) -> None:
+        """Report that this worker has nothing left to run."""
         self._end(wait=False)
 
     def _end(self, wait: bool) -> None:

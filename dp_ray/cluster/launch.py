@@ -48,9 +48,11 @@ class StartCallback(WorkersStart):
         self._channel = channel
 
     def on_placing(self, count: int) -> None:
+        """Report that workers are being started."""
         tell(self._channel, Starting(f"starting {counted(count, 'worker')}"))
 
     def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
+        """Report that the workers import torch, and set `env` in each process."""
         tell(self._channel, Starting(f"{counted(count, 'worker')} importing torch"))
         if self._env:
             call(set_environment, self._env)
@@ -170,14 +172,17 @@ class RayNodeControl(NodeControl):
         self._channel = channel
 
     def stop(self) -> None:
+        """Order all workers to stop for good, by way of the channel."""
         with contextlib.suppress(ray.exceptions.RayError):  # the run has ended already
             ray.get(self._channel.order.remote(END))
 
     def kill(self, worker: WorkerReady) -> None:
+        """Kill a worker's process, by a Ray task on its node; this does not wait for it."""
         there = NodeAffinitySchedulingStrategy(worker.node_id, soft=False)
         ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(worker.pid)
 
     def is_gone(self, node_id: str) -> bool:
+        """Whether a node is not alive by Ray's list, or does not take a connection."""
         return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
 
 

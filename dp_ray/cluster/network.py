@@ -44,4 +44,5 @@ class BoundTorchConfig(TorchConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[Any]:
+        """The backend that Ray Train uses."""
         return _BoundBackend

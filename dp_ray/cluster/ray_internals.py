@@ -130,7 +130,7 @@ def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
 
 @contextmanager
 def raylets_hushed(verbose: bool) -> Iterator[None]:
-    """Keep Ray from printing a page to stdout for each worker that dies. Public: none; log_to_driver does not help."""
+    """Keep Ray from printing a page to stdout for each dead worker. Public: none; log_to_driver does not help."""
     before = ray._private.worker._worker_logs_enabled
     ray._private.worker._worker_logs_enabled = verbose
     try:
@@ -283,9 +283,12 @@ class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
     """Called while workers start, before torch or user code is imported in their processes."""
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Called by Ray Train before it places workers."""
         self.on_placing(worker_group_context.num_workers)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Called by Ray Train when the workers' processes run; no context is added."""
+
         def call(do: Callable[..., Any], *args: Any) -> list[Any]:
             return list(ray.get([worker.execute_async(do, *args) for worker in workers]))
 
@@ -331,6 +334,7 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
         """Called when workers could not be started."""
 
     def make_decision_for_non_running_worker_group(self) -> Any:
+        """Called by Ray Train's controller while no workers run."""
         self._request_nodes()
         workers = self.workers_to_start()
         if workers is None:
@@ -339,16 +343,19 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
         return ResizeDecision(num_workers=workers, resources_per_worker=each)
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
+        """Called by Ray Train's controller while workers run; it never resizes them itself."""
         self._request_nodes()
         node_ids = tuple(worker.metadata.node_id for worker in worker_group_state.workers)
         self.while_running(RunningWorkers(node_ids, worker_group_state.start_time))
         return NoopDecision()
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Called by Ray Train's controller; rescheduling means that a start has failed."""
         if isinstance(current_state, ReschedulingState):
             self.start_failed()
 
     def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
+        """Called by Ray Train's controller before a start; returns the label selector of the usable nodes."""
         usable = self.usable_nodes()
         return None if usable is None else label_of(*usable)
 
@@ -358,6 +365,7 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
         return self.max_workers
 
     def after_controller_start(self, train_run_context: Any) -> None:
+        """Called by Ray Train's controller when it starts; asks an autoscaler for nodes only if there is one."""
         TrainController.worker_group_cls = CleanWorkerGroup  # in the controller's own process
         if autoscales():
             super().after_controller_start(train_run_context)
@@ -394,6 +402,7 @@ class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
         """What to do after a failure; after WAIT the controller calls again soon, with the failures known then."""
 
     def make_decision(self, training_failed_error: Exception) -> Any:
+        """Called by Ray Train's controller after a failure."""
         return _DECISIONS[self.on_failure(failure_of(training_failed_error))]
 
 

@@ -20,6 +20,7 @@ class RestartPolicy(WorkerRestarts):
         self._channel = channel
 
     def on_failure(self, failure: WorkersFailed | StartFailed) -> Do:
+        """Decide what to do after a failure, and report the decision to the driver."""
         order = ray.get(self._channel.ordered.remote())
         decision = decide(Snapshot(failure, order, self._memory), time.monotonic())
         self._memory = decision.memory

@@ -46,9 +46,8 @@ class ElasticScalingPolicy(WorkerScaling):
         self._ordered = Ask.NOTHING
         self._usable: list[str] | None = None
 
-    # While no workers run
-
     def workers_to_start(self) -> int | None:
+        """How many workers to start now; None: none yet. Raises ClusterError if it gives up waiting for room."""
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = now
@@ -93,11 +92,11 @@ class ElasticScalingPolicy(WorkerScaling):
         return self._usable
 
     def start_failed(self) -> None:
+        """Note that a start failed, so that no workers hold room."""
         self._may_hold = False  # no earlier workers are left
 
-    # While workers run
-
     def while_running(self, workers: RunningWorkers) -> None:
+        """Check the cluster once a second, and order the workers to save or stop if that is decided."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -119,8 +118,6 @@ class ElasticScalingPolicy(WorkerScaling):
     def _order(self, order: Order) -> None:
         self._ordered = order.ask
         ray.get(self._channel.order.remote(order))
-
-    # The cluster
 
     def _room(self, nodes: list[dict[str, Any]]) -> int:
         return self._wanted.room(_free(nodes, self._held, self._wanted.each))

@@ -54,7 +54,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Seen:
-    """The room for workers at the last check, and since when it is the same, in seconds."""
+    """The room for workers at the last count, and the time since which it counts as settled, in seconds."""
 
     room: int
     since: float

@@ -145,6 +145,7 @@ class Lines(io.TextIOBase):
         self._thread.start()
 
     def write(self, text: str) -> int:
+        """Send the complete lines of the text; hold the rest until its line ends."""
         if self._given.keep_prints:
             self._log.write(text)
         if self._pid != os.getpid():

@@ -113,7 +113,7 @@ class Monitor:
                 self._fault_injected(message)
             case Failed():
                 if self.failed is None or self.failed.kind == WorkerError.__name__:
-                    self.failed = message  # a WorkerError only follows from another worker's end
+                    self.failed = message  # replaces a WorkerError, which only follows from another worker's end
 
     def begin(self, what: str) -> None:
         """Show `what` as the current phase, before the first step."""
@@ -150,6 +150,7 @@ class Monitor:
         self._console.say("stops after this step, which is kept; once more leaves at once")
 
     def close(self) -> None:
+        """Finish the shape reports and TensorBoard's files; workers can no longer be asked to stop."""
         self.is_deaf = True
         self._reports.close()
         self._tensorboard.close()

@@ -62,6 +62,7 @@ class ShapeReports:
             self._journal.save(self._collector)
 
     def close(self) -> None:
+        """Pass on all reports, also those of unfinished steps, and finish the file."""
         self._collector.close()
         self._file.close()
 

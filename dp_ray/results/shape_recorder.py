@@ -41,7 +41,7 @@ class Recorder:
         self._world = world
         self._send: Callable[[Report], None] = send
         self._tell: Callable[[Keep], None] = send
-        # Thousands of workers share one driver, so the interval grows with their number.
+        # All workers share one driver, so the interval grows with their number.
         self._interval = interval if interval is not None else max(0.1, world.world_size / 2000)
         self._numbers: dict[Seen, int] = {}
         self._unsent: dict[int, Seen] = {}

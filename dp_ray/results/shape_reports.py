@@ -184,6 +184,7 @@ class ReportFile:
         return block
 
     def close(self) -> None:
+        """Write the remaining reports and finish the file."""
         if self._blocks:
             self._write_group()
         self._writer.close()

@@ -177,6 +177,7 @@ class CheckpointWriter:
             writing.result()
 
     def close(self) -> None:
+        """Wait for the write in progress and end the thread; the write's error is not raised here."""
         self._thread.shutdown()
 
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -94,6 +94,7 @@ class Checkpointer:
         self._writer.wait()
 
     def close(self) -> None:
+        """Send the remaining rows of the history, and end the writer."""
         self._history.flush()
         self._writer.close()
 
