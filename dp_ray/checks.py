@@ -1,4 +1,4 @@
-"""What is known of a job before anything starts: that its targets are there, and how its data is cut."""
+"""Checks a job before anything starts: that its targets exist, and how its data is cut."""
 
 import torch
 
@@ -9,16 +9,21 @@ from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.replica.data import seeded_dataset
 from dp_ray.replica.devices import with_devices
 from dp_ray.replica.model import check_model
-from dp_ray.replica.optimizer import check_optimizer
+from dp_ray.replica.optimizer import check_optimizer, check_unbuilt
 from dp_ray.replica.targets import bind, resolve
 from dp_ray.task.cut import split_of
 
 
 def check_targets(job: Job) -> tuple[Split, dict[str, int]]:
-    """Find the job's targets before anything is started: how its dataset is cut, and the rows of each dataset."""
+    """Check the job's targets; return how its dataset is cut, and the rows of each dataset by its key.
+
+    Raises an Error of dp_ray.errors, such as JobError or DataError, that names the key at fault.
+    """
     for key, target in job.targets.items():
         if key == "model":
             check_model(target)
+        elif key == "optimizer":
+            check_unbuilt(target)
         if isinstance(target, Target) and key in ("model", "eval.dataset"):
             bind(key, with_devices(target, ()) if key == "model" else target)
         elif isinstance(target, Target) and key in ("optimizer", "scheduler"):

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _show(error: Error, is_verbose: bool) -> None:
-    """The error, after the user's frames of what caused it, here or on a worker; verbose: after all frames."""
+    """Print the error below its traceback, here or on a worker: the frames of user code, or all frames if verbose."""
     shown = frames_of(error)
     if is_verbose and not notes_of(error) and error.__cause__ is not None:
         shown = "".join(traceback.format_exception(error.__cause__))
@@ -89,7 +89,7 @@ def run(
     env_from: str | None,
     **flags: Any,
 ) -> None:
-    """Run a job to its end."""
+    """Run a job to its end, or resume its unfinished run."""
     if env_from is not None:
         from dp_ray.cluster.submit import take_settings
 
@@ -109,7 +109,7 @@ def run(
 @SETTINGS
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
-    """Show how a job would be cut and dealt; starts no Ray."""
+    """Show how a job is cut into steps and shards, and which worker gets which; starts no Ray."""
     job = _load(job_file, workers, settings).for_task()
     from dp_ray.plan.plan import plan as plan_of
     from dp_ray.plan.plan import table
@@ -151,7 +151,7 @@ def verify(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Run a job on several numbers of workers: is all of it the same?"""
+    """Run a job on several numbers of workers and check that the results are the same."""
     counts = parse_counts(workers)
     job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
     _say_import(job.run_name, quiet)
@@ -269,7 +269,7 @@ def _follow_up(
 @click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
 def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
-    """Show what a run left behind, or an unfinished one holds; of several, compare them side by side."""
+    """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
     from dp_ray.results.report import compared, compared_values, lines
     from dp_ray.results.result import load
     from dp_ray.rundir.unfinished import unfinished
@@ -309,7 +309,7 @@ def schema(out: TextIO) -> None:
 
 
 def _say_import(name: str, is_quiet: bool) -> None:
-    """Say what the first seconds of a run go into."""
+    """Say that torch and Ray are being imported, which takes the first seconds of a run."""
     if not is_quiet:
         click.echo(f"{name}: importing torch and Ray", err=True)
 

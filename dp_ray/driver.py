@@ -1,4 +1,4 @@
-"""Run a job: claim its run directory, start its workers, follow them, merge what they leave."""
+"""Runs a job: claims its run directory, starts its workers, follows them, and merges their files."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ from dp_ray.tracebacks import shorten
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to run a job, beside what it is."""
+    """How to run a job, as opposed to what the job is: the flags of the command line."""
 
     address: str | None = None
     overwrite: bool = False
@@ -50,28 +50,28 @@ class Options:
     inject: str = ""
     quiet: bool = False
     verbose: bool = False
-    resume: bool = False  # the Python objects are those of the run to resume
+    resume: bool = False  # the caller says that the Python objects are those of the run
 
 
 def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
     """Run a job to its end and return its result.
 
-    `job` is a Job, the path of a job file, or None; the job's keys may be given, or overridden, as keywords,
-    with objects in place of targets. So may `address`, `overwrite`, `shapes`, `inject`, `quiet` and `verbose`, which
-    are the command line's flags of the same name. A run of Python objects, which cannot be compared, is resumed
-    with `resume=True`: the caller says that they are the same. Without a `name`, a run from Python is named by its
-    time. Raises an Error of dp_ray.errors, and RunInterrupted where SIGINT or SIGTERM stopped the run.
+    `job` is a Job, the path of a job file, or None. Keywords set or override the job's keys, with Python objects in
+    place of targets. `address`, `overwrite`, `shapes`, `inject`, `quiet` and `verbose` are the command line's flags
+    of the same name. A run of Python objects needs `resume=True` to be resumed: objects cannot be compared, so the
+    caller says that they are the same. Without a `name`, a run from Python is named by its time.
+    Raises an Error of dp_ray.errors, and RunInterrupted if SIGINT or SIGTERM stopped the run.
     """
     names = {field.name for field in dataclasses.fields(Options)}
     if not isinstance(keys.get("resume", False), bool):
-        names.remove("resume")  # a file, as in other libraries: the job answers it as a key that it has not
+        names.remove("resume")  # a path, as in other libraries: the job rejects that key with a hint
     options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
     try:
         return execute(job_from(job, keys), options)
     except Error as error:
         if not options.verbose:
             shorten(error)
-        raise error  # from here, so that Python shows no frames of dp_ray
+        raise error  # raised again here, so that Python shows no inner frames of dp_ray
     except RunInterrupted as stopped:
         if options.verbose:
             raise
@@ -80,9 +80,9 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A job as it will run: on its own dataset, with the shards of the run that it carries on, if any.
+    """A job as it will run: with its dataset's split, and the shards of the run that it resumes, if any.
 
-    `asked` is the job as it was given; `rows` are the lengths of its datasets, by their keys.
+    `asked` is the job as the user gave it; `rows` are the lengths of its datasets, by their keys.
     """
 
     job: Job
@@ -93,7 +93,7 @@ class Prepared:
 
 
 def execute(job: Job, options: Options) -> Result:
-    """Run a job to its end; its result, also of a failure, is in the run directory."""
+    """Run a job to its end and return its result; the run directory keeps the result, also after a failure."""
     started = time.monotonic()
     console = Console(job.run_name, options.quiet)
     prepared = prepare(job, options, console)
@@ -108,7 +108,7 @@ def execute(job: Job, options: Options) -> Result:
 
 
 def prepare(job: Job, options: Options, console: Console) -> Prepared:
-    """Find out what will run, before anything is started or written; an Error where it cannot."""
+    """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
     job = job.for_task()
     faults = parse_faults(options.inject)
     if faults and job.max_workers == 0:
@@ -122,12 +122,12 @@ def prepare(job: Job, options: Options, console: Console) -> Prepared:
         job = with_shards_of_run(asked, base_storage(job))
     building = console.if_slow("building the dataset")
     with contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
-        split, rows = check_targets(job)  # what user code prints was not asked for
+        split, rows = check_targets(job)  # stdout is kept free of what user code prints
     return Prepared(job, asked, split, rows, faults)
 
 
 def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> Iterator[str]:
-    """What the user of a resumed run should know; `killed` is the lease that its last driver left."""
+    """Lines for the user of a resumed run; `killed` is the lease of its last driver, if that was killed."""
     if not claimed.is_resumed:
         return
     if prepared.job is not prepared.asked:
@@ -139,14 +139,14 @@ def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> It
 
 
 def _taken_over(asked: Job, job: Job) -> str:
-    """What a resumed run keeps, though the given job would have it otherwise."""
+    """A line on what a resumed run keeps, although the given job would change it."""
     fewer = f"; at most so many workers share them, {asked.max_workers} were asked for"
     kept = f"shards: {job.num_shards}, with which this run began"
     return kept + fewer * (asked.max_workers > job.num_shards)
 
 
 class Execution:
-    """A prepared job in the directory that this driver holds."""
+    """The run of a prepared job in a run directory that this driver has claimed."""
 
     def __init__(
         self, prepared: Prepared, claimed: RunDir, options: Options, console: Console, started: float
@@ -163,11 +163,11 @@ class Execution:
 
     @property
     def steps_done(self) -> int:
-        """How many steps are done, by what the workers have told."""
+        """How many steps all workers have reported as done."""
         return self._monitor.steps_done if self._monitor else 0
 
     def run(self) -> Result:
-        """Run the job to its end; its result is kept, also where it is interrupted or fails."""
+        """Run the job to its end; its result is kept, also if the run is interrupted or fails."""
         self._say_what_runs()
         self._storage.remove_unfinished(recursive=True)
         try:
@@ -201,13 +201,13 @@ class Execution:
             if job.max_workers == 0:
                 run_in_process(job, self._claimed, monitor, rows)
             else:
-                from dp_ray.cluster.launch import run_on_ray  # with Ray, which `workers: 0` does without
+                from dp_ray.cluster.launch import run_on_ray  # imports Ray, which `workers: 0` does not need
 
                 faults = self._prepared.faults
                 run_on_ray(job, self._claimed, rows, monitor, self._console, options.address, options.verbose, faults)
 
     def _merge(self) -> None:
-        """What the workers left in pieces becomes whole, and is proven to be."""
+        """Merge the workers' parts or pieces of history, and verify that they are complete."""
         job, split, run = self._job, self._split, self._storage
         if job.task == "predict":
             self._console.say("merging the outputs")
@@ -224,7 +224,7 @@ class Execution:
         save_unfinished(self._result(status, error), self._storage, self._split, self._monitor)
 
     def _finish(self) -> Result:
-        """The run is done: keep its result, and remove what only an unfinished run needs."""
+        """Save the result of a finished run, and remove the files that only an unfinished run needs."""
         result = self._result("done")
         result.save(self._storage)
         for folder in (PARTS, HISTORY, LINKS):

@@ -1,4 +1,4 @@
-"""Evaluate a training, or predict with it: its job and its weights, in a run directory beside its own."""
+"""Builds the job that evaluates a training or predicts with it, in a run directory beside the training's."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
 
 Weights = Literal["best", "last"]
-# What only a training has a use for, and what the run beside it has of its own.
+# Keys that only a training uses, and keys that the new run sets for itself.
 LEFT_OUT = (
     *("optimizer", "scheduler", "checkpoint", "grad_clip", "epochs", "max_steps", "shuffle", "drop_last"),
     *("init_from", "storage", "env"),
@@ -23,7 +23,7 @@ LEFT_OUT = (
 
 
 class FollowUp(NamedTuple):
-    """The job to run, and what the user should know of it."""
+    """The job to run, and lines about it for the user."""
 
     job: Job
     lines: tuple[str, ...]
@@ -32,10 +32,10 @@ class FollowUp(NamedTuple):
 def follow_up(
     task: Literal["evaluate", "predict"], run_dir: str, weights: Weights | None, overrides: Mapping[str, Any]
 ) -> FollowUp:
-    """The job that evaluates the training in `run_dir`, or predicts with it.
+    """Build the job that evaluates the training in `run_dir`, or predicts with it.
 
-    `overrides` are keys of the job; `dataset` takes the place of eval's, too. Raises JobError where `run_dir` holds
-    no training, none of these weights, or one of Python objects.
+    `overrides` are keys of the job; `dataset` replaces eval's dataset too. Raises JobError if `run_dir` holds no
+    training, lacks these weights, or if a key that the task needs was a Python object.
     """
     run = located(run_dir)
     kept = _job_kept(run)
@@ -63,13 +63,13 @@ def _job_kept(run: Storage) -> dict[str, Any]:
 
 
 def _without_eval(values: dict[str, Any]) -> dict[str, Any]:
-    """The job without its dataset of evaluations, whose batch size stays."""
+    """The job without `eval`, whose batch size becomes the job's."""
     size = (values["eval"] or {}).get("batch_size") or values["batch_size"]
     return {**values, "eval": None, "batch_size": size}
 
 
 def _check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raise JobError where a key that the task needs was a Python object, of which only the type was kept."""
+    """Raise JobError if a key that the task needs was a Python object: run.json keeps only its type."""
     needed = {"model": values["model"], "dataset": values["dataset"], "collate": values["collate"]}
     if task == "evaluate":
         inner = {f"metrics.{name}": one for name, one in values.get("metrics", {}).items()}
@@ -96,7 +96,7 @@ def _start(run: Storage, which: Weights) -> str:
     name = BEST if which == "best" else WEIGHTS
     return (
         run.child(name).location if run.exists(name) else run.location
-    )  # of an unfinished run, its newest checkpoint
+    )  # an unfinished run has no weights file: use its newest checkpoint
 
 
 def _parent(run: Storage) -> str:
@@ -105,7 +105,7 @@ def _parent(run: Storage) -> str:
 
 
 def _free_name(job: Job, default: str) -> str:
-    """The first name under which there is no run, or this one unfinished: NAME, NAME-2, NAME-3 ..."""
+    """The first of NAME, NAME-2, NAME-3 ... that is unused, or that holds this job's unfinished run."""
     names = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
     base, asked = Storage(job.storage), job.for_task()
     return next(name for name in names if _is_free(base.child(name), asked))
@@ -123,6 +123,9 @@ def _lines(job: Job, run: Storage, which: Weights, kept: dict[str, Any], overrid
     ran = job.for_task()
     whose = "" if "dataset" in overrides else f"its {ran.dataset_key} "
     lines = [f"{job.run_name}: {does} the {which} weights of {run} on {whose}{ran.dataset.target}"]
+    if job.task == "evaluate" and ran.dataset_key != "dataset":
+        unused = [key for key in overrides if key.startswith("dataset.")]
+        lines += [f"{job.run_name}: {key} is not used: evaluate takes eval.dataset" for key in unused]
     if lost := [key for key in kept["env"] if f"env.{key}" not in overrides]:
         again = ", ".join(f"--set env.{key}=..." for key in lost)
         lines.append(f"{job.run_name}: its env is not kept: set it again where it is needed ({again})")

@@ -1,4 +1,4 @@
-"""A monitor over a run directory: it goes on with what earlier drivers of the run were told."""
+"""Sets up the monitor of a run directory; it continues the reports and incidents of the run's earlier drivers."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ from dp_ray.storage import Storage
 
 @contextmanager
 def monitoring(job: Job, split: Split, claimed: RunDir, console: Console, shapes: bool) -> Iterator[Monitor]:
-    """A monitor whose shape reports are a whole file when the block ends, also by an error."""
+    """A monitor for the block; when the block ends, also by an error, the file of shape reports is complete."""
     error: BaseException | None = None
 
     def save_incidents(incidents: IncidentLog) -> None:
-        with contextlib.suppress(StorageError):  # a full disk is for those to tell who keep what counts
+        with contextlib.suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
             incidents.save(claimed.storage)
 
     reported = _reported(job, claimed.storage)
@@ -63,7 +63,7 @@ def monitoring(job: Job, split: Split, claimed: RunDir, console: Console, shapes
 
 
 def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, Run]]:
-    """What an earlier run reported of the parts that it left."""
+    """The shape reports of earlier attempts, only of steps and shards whose work is kept."""
     done = Done([*ledger.done_ranges(ledger.committed(run)), *_trained(job, run)])
     runs = read_journal(run.child(REPORTS), done)
     if run.exists(SHAPES):
@@ -73,6 +73,6 @@ def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, Run]]:
 
 
 def _trained(job: Job, run: Storage) -> list[Range]:
-    """The steps before the last checkpoint, from which a training is resumed."""
+    """The steps before the newest checkpoint, from which a training resumes."""
     steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
     return [Range(0, steps[-1], 0, job.num_shards)] if steps else []

@@ -1,4 +1,4 @@
-"""`workers: 0`: the whole task in the driver's own process, where a debugger can step into it."""
+"""`workers: 0`: the task runs in the driver's own process, where a debugger can step into it."""
 
 import contextlib
 import copy
@@ -24,14 +24,14 @@ from dp_ray.task.task import run_task
 
 
 def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
-    """`workers: 0`: the whole task in this process, where a debugger can step into it."""
+    """Run the task in this process, as one worker; `rows` are the lengths of the datasets, by their keys."""
     if not isinstance(job.model, Target):
         job = job.model_copy(update={"model": copy.deepcopy(job.model)})  # as each worker on Ray has its own
     devices = _devices_here(job)
     world = World(device=devices[0], all_devices=devices)
     monitor.take(WorkerReady("here", world, os.getpid(), ()))
 
-    one_at_a_time = threading.Lock()  # reports come from a thread of their own, the rest from the task's
+    one_at_a_time = threading.Lock()  # a recorder's thread sends reports, the task's thread the rest
 
     def send(what: Any) -> None:
         with one_at_a_time:
@@ -53,17 +53,21 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
 
 
 class DriverStepControl(StepControl):
-    """Step control in the driver's own process: the monitor hears of each step that begins."""
+    """Step control in the driver's own process: it reports each step that begins to the monitor."""
 
     def __init__(self, started: Callable[[int], None]) -> None:
         self._started = started
 
     def before(self, step: int) -> None:
+        """Report the step that begins to the monitor."""
         self._started(step)
 
 
 def _devices_here(job: Job) -> tuple[torch.device, ...]:
-    """The devices that the job names, or as many GPUs of this machine as a worker takes."""
+    """The devices that the job names, else as many GPUs as a worker takes, else the CPU.
+
+    Raises JobError if this machine has too few GPUs.
+    """
     if job.devices:
         return tuple(torch.device(name) for name in job.devices)
     if not torch.cuda.is_available() or job.gpus_per_worker == 0:

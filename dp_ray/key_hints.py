@@ -1,9 +1,9 @@
-"""Keys as other libraries and earlier versions name them, with the key that does the same here."""
+"""Keys of other libraries and earlier versions, each with the key that does the same here."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# The answer, which begins with the key here, and the names that people write elsewhere.
+# Each entry: the answer, which begins with dp_ray's key, and the names for it elsewhere.
 _TOP = (
     (
         "shards: a worker runs its shards of a batch one after another and adds up their gradients, so shards: 8 on "
@@ -127,7 +127,7 @@ _NESTED = (
     ("loader", "eval.loader"),
     ("timeouts.capacity: the new name of timeouts.room", "timeouts.room"),
 )
-# Inside a target: what else names it or its args; any other key is meant as one of its args.
+# Inside a target: other names of `target` and `args`; any other key is taken for one of its args.
 TARGET = {
     **dict.fromkeys(("class", "cls", "class_path", "type", "path", "function"), "target"),
     **dict.fromkeys(("params", "parameters", "init_args", "config", "options"), "args"),
@@ -137,7 +137,7 @@ NESTED = {name: answer for answer, names in _NESTED for name in names.split()}
 
 
 def renamed(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The job of a run's run.json, with the keys of earlier versions under their new names."""
+    """The job in a run's run.json, with the keys of earlier versions renamed to the current ones."""
     timeouts = job.get("timeouts")
     if isinstance(timeouts, Mapping):
         timeouts = {"capacity" if key == "room" else key: value for key, value in timeouts.items()}
@@ -146,7 +146,7 @@ def renamed(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_to(path: str, is_of_target: bool) -> str | None:
-    """The key that does here what an unknown key does in other libraries; None if there is none.
+    """The dp_ray key that does what an unknown key does in other libraries; None if there is none.
 
     `path` is the dotted key. Inside a target, any other key is taken for one of its args.
     """

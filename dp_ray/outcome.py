@@ -1,4 +1,4 @@
-"""What a run came to: its result, kept whether it ended well or not."""
+"""The result of a run, kept whether the run is done, failed or was interrupted."""
 
 import contextlib
 import time
@@ -23,8 +23,8 @@ from dp_ray.tensors.file import sha256_of
 
 
 def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor | None) -> None:
-    """Keep the result of a run that did not come to its end and, if it had workers, how its driver ended."""
-    with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to tell
+    """Save the result of an unfinished run and, if it had workers, how its driver ended."""
+    with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to raise
         result.save(run)
         if monitor is not None and monitor.attempts:
             monitor.incidents.interrupted(_driver_end(result, monitor, kept_steps(run, result.task, split))).save(run)
@@ -32,11 +32,11 @@ def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor
 
 
 def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
-    """How a driver ended that could still tell it."""
+    """How this driver ends, by an error or a stop; a killed driver cannot record its end."""
     step = max(monitor.steps_done, kept)
     if result.status == "failed":
         return Interruption("driver", f"ended after step {step} by {str(result.error).splitlines()[0]}", step)
-    step = kept if monitor.is_stopping else step  # a planned stop is after the step that it keeps
+    step = kept if monitor.is_stopping else step  # a planned stop keeps the step after which it stops
     return Interruption("driver", f"stopped by {monitor.stopped_by or 'an interrupt'} after step {step}", step)
 
 
@@ -45,7 +45,9 @@ def summary_of(result: Result) -> str:
     told = "".join(f", {name} {value}" for name, value in measured(result.metrics).items())
     rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
     where = result.outputs_path or result.weights_path
-    return f"done, {rows} in {result.seconds:.1f} s{told}" + (f": {relative(where)}" if where else "")
+    is_resumed = any(one["kind"] == "driver" for one in result.interruptions)
+    seconds = f"{result.seconds:.1f} s" + " since it was resumed" * is_resumed
+    return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
 
 
 def result_of(
@@ -57,7 +59,7 @@ def result_of(
     status: str,
     error: BaseException | None = None,
 ) -> Result:
-    """The result of a run, as its directory and its monitor tell it; `started` is a time.monotonic()."""
+    """Build the result of a run from its directory and its monitor; `started` is a time.monotonic()."""
     attempts = monitor.attempts if monitor else []
     incidents = monitor.incidents if monitor else IncidentLog()
     storage = claimed.storage

@@ -1,4 +1,4 @@
-"""The same job on several numbers of workers: is everything the same, and if not, where does it first differ?"""
+"""Runs the same job on several numbers of workers, compares the results, and finds where they first differ."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ NOT_COMPARED = {"rows_per_second"}
 
 @dataclass(frozen=True)
 class Row:
-    """One number of workers: the losses of the first and the last step, hashes, and how it compares to the first."""
+    """The run on one number of workers: first and last loss, hashes, and the comparison with the first run."""
 
     workers: int
     first_loss: float | None
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `dp-ray verify` found; `first` tells where two runs that should have been the same part."""
+    """The result of `dp-ray verify`; `first` says where a bitwise job's runs first differ."""
 
     rows: list[Row]
     bitwise: bool
@@ -48,9 +48,11 @@ class Verdict:
 
     @property
     def same(self) -> bool:
+        """Whether all runs are the same as the first."""
         return all(row.same for row in self.rows)
 
     def to_json(self) -> str:
+        """The verdict as JSON text."""
         return json.dumps({**asdict(self), "same": self.same})
 
     def __str__(self) -> str:
@@ -75,8 +77,9 @@ class Verdict:
 def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float | None = None) -> Verdict:
     """Run the job on each number of workers and compare every run with the first.
 
-    Trainings that are not `bitwise` are compared by the largest relative difference of weights (of outputs, in
-    predict), against `tolerance`. Raises JobError where a count cannot be; Errors of the runs pass through.
+    Bitwise jobs and predictions must give the same bits. Other jobs are compared by the largest relative difference,
+    of a training's weights or an evaluation's metrics, against `tolerance`. Raises JobError for an impossible count,
+    and the Errors of the runs.
     """
     _check(job, counts)
     shards = job.shards or max(1, *counts)
@@ -145,14 +148,14 @@ def _row(count: int, first: Result, one: Result, bitwise: bool, tolerance: float
 
 
 def _history(result: Result) -> list[dict[str, Any]]:
-    """The rows of a training, without what only tells how fast it was."""
+    """The rows of a training's history, without its speed."""
     if result.task != "train":
         return []
     return [{name: value for name, value in row.items() if name not in NOT_COMPARED} for row in result.history]
 
 
 def _hashes(result: Result) -> tuple[Any, ...]:
-    """All that must be the same, with NaN equal to itself."""
+    """All values that must be the same, with NaN equal to NaN."""
     return result.weights_sha256, result.outputs_sha256, repr(result.metrics), repr(_history(result))
 
 
@@ -163,7 +166,7 @@ def _digest(values: list[Any]) -> str | None:
 
 
 def _difference(first: Result, other: Result) -> float:
-    """The largest relative difference of a tensor: of the weights, or of the outputs, or of what was measured."""
+    """The largest relative difference of a tensor: of the weights, the metrics, or the outputs, by task."""
     if first.task == "train":
         return max((apart(first.weights[name], other.weights[name])[0] for name in first.weights), default=0.0)
     if first.task == "evaluate":
@@ -178,7 +181,10 @@ def _leaves(batch: Any) -> list[torch.Tensor]:
 
 
 def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors, relative to the largest number of the first, and as it is."""
+    """The largest difference of two tensors: relative to the first one's largest magnitude, and absolute.
+
+    Both are infinite if the shapes differ.
+    """
     if one.shape != two.shape:
         return float("inf"), float("inf")
     a, b = one.double(), two.double()
@@ -189,7 +195,7 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
 
 
 def _first_difference(run: Callable[..., Result], first: tuple[int, Result], other: tuple[int, Result]) -> str:
-    """Where the runs on two numbers of workers part: the step, and the first parameter after it."""
+    """Where the runs on two numbers of workers first differ: the step, and the first parameter after it."""
     who = f"on {other[0]} workers against {first[0]}"
     if first[1].task != "train":
         return f"{who}, the outputs differ by up to {_difference(first[1], other[1]):.3g} of the largest"
@@ -198,7 +204,7 @@ def _first_difference(run: Callable[..., Result], first: tuple[int, Result], oth
     step = rows[0] if rows else len(ours) - 1
     seen = [name for name in ours[step] if repr(ours[step][name]) != repr(theirs[step][name])]
     told = dict.fromkeys("the outputs" if is_inner(name) else name for name in seen)
-    # What a step tells is computed before its update: the weights may have parted in the step before.
+    # A step's values are computed before its update, so the weights may differ since the step before.
     for until in (step, step + 1):
         if until and (found := _first_parameter(run, first[0], other[0], until)):
             return f"{who}, first after step {until - 1}: {found}"
@@ -206,7 +212,7 @@ def _first_difference(run: Callable[..., Result], first: tuple[int, Result], oth
 
 
 def _first_parameter(run: Callable[..., Result], first: int, other: int, steps: int) -> str | None:
-    """The first tensor of the state that differs after `steps` steps, and by how much."""
+    """The first tensor of the state that differs after `steps` steps, and by how much; None if none differs."""
     ends = [run(count, max_steps=steps, name=f"verify-{count}-until-{steps}") for count in (first, other)]
     states = [load(one.storage().child(CHECKPOINTS), name_of(steps))[1]["model"] for one in ends]
     for one in ends:

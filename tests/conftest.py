@@ -26,9 +26,8 @@ hypothesis.settings.load_profile("dp_ray")
 
 def environment() -> dict[str, str]:
     """os.environ, without what pytest and, at its first DDP, torch write there."""
-    return {
-        key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "TORCHINDUCTOR_", "KMP_"))
-    }
+    theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
 
 
 @pytest.fixture(autouse=True)

@@ -123,6 +123,7 @@ def test_a_run_of_a_version_that_hashed_the_lengths_goes_on(
     dp_ray.run(job(tmp_path))
     said = capsys.readouterr().err
     assert "epoch 1, step 29" in said and "epoch 0, step 14" not in said
+    assert "since it was resumed" in said
 
 
 def test_a_training_is_never_cut_below_what_is_done(tmp_path: Path) -> None:

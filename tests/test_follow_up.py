@@ -72,6 +72,14 @@ def test_each_has_a_name_of_its_own_and_the_last_weights_are_to_be_had(
         assert dp_ray.load(run_dir.parent / place).rows == 101
 
 
+def test_a_key_of_a_dataset_that_is_not_used_is_said(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert follow(monkeypatch, "evaluate", run_dir, "--set", "dataset.args.length=3", "--name", "unused") == 0
+    assert "dataset.args.length is not used: evaluate takes eval.dataset" in capsys.readouterr().err
+    assert dp_ray.load(run_dir.parent / "unused").rows == 20
+
+
 def test_another_dataset(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert follow(monkeypatch, "evaluate", run_dir, "--dataset", PAIRS, "--name", "other") == 0
     model, data = training.mlp().eval(), training.Pairs(30)

@@ -103,6 +103,29 @@ def test_a_class_is_built_anew_from_the_seed_and_an_object_keeps_its_weights(tmp
         assert torch.allclose(run(tmp_path, "class", model=Net, **given).outputs, Net()(data.inputs), atol=1e-6)
 
 
+def test_an_object_is_trained_as_a_copy_so_that_the_next_run_starts_from_the_same_weights(tmp_path: Path) -> None:
+    net = Net()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    given = {
+        "task": "train",
+        "dataset": training.Pairs(),
+        "optimizer": {"target": torch.optim.SGD, "args": {"lr": 1.0}},
+    }
+    first, second = (run(tmp_path, name, model=net, **given) for name in ("first", "second"))
+    assert net.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert first.weights_sha256 == second.weights_sha256
+
+
+def test_an_optimizer_that_is_made_already_is_refused_before_there_is_a_run_directory(tmp_path: Path) -> None:
+    net = Net()
+    made = torch.optim.SGD(net.parameters(), lr=1.0)
+    given = {"dataset": training.Pairs(), "loss": nn.CrossEntropyLoss, "optimizer": made}
+    with pytest.raises(JobError, match="optimizer: belongs to the parameters it was made with"):
+        run(tmp_path, "run", model=net, **given)
+    assert not (tmp_path / "run").exists()
+
+
 def test_weights_of_a_class_that_nobody_trained_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, "run", model=Net, dataset=training.Pairs, task="predict", quiet=False)
     assert f"{UNTRAINED} (unless tests.test_from_python:Net loads trained ones itself)" in " ".join(

@@ -1,4 +1,4 @@
 import logging
 
-# In a notebook without ipywidgets, Ray would otherwise name those at its import, three times.
+# In a notebook without ipywidgets, Ray's import would otherwise print three hints to install them.
 logging.getLogger("ray.widgets").setLevel(logging.WARNING)

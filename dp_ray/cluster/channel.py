@@ -1,6 +1,6 @@
-"""The channel between workers and driver: an actor beside the driver that holds messages until it reads them.
+"""The channel between workers and driver: an actor on the driver's node that holds messages until the driver reads.
 
-Messages pass through as bytes, so the actor's process imports neither torch nor a user's modules.
+Messages are bytes to the actor, so its process imports neither torch nor the user's modules.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ HOLD_SECONDS = 0.25
 
 
 class Channel:
-    """The actor's body."""
+    """The actor: it holds the workers' messages, the current order, and who has ended."""
 
     def __init__(self) -> None:
         self._messages: list[bytes] = []
@@ -27,13 +27,13 @@ class Channel:
         self._all_ended = asyncio.Condition()
 
     async def put(self, message: bytes) -> Ask:
-        """Take a message in; what the workers are asked to do now is the answer."""
+        """Take in a message; the answer is what the workers are asked to do now."""
         self._messages.append(message)
         self._arrived.set()
         return self._order.ask
 
     async def drain(self) -> list[bytes]:
-        """All messages since the last call; waits a moment for the first one."""
+        """All messages since the last call; waits up to HOLD_SECONDS for the first one."""
         if not self._messages:
             self._arrived.clear()
             try:
@@ -44,22 +44,22 @@ class Channel:
         return messages
 
     async def order(self, order: Order) -> None:
-        """Ask the workers for something from now on; once they are asked to end, nothing else is asked."""
+        """Replace the current order; Ask.END is final, and no later order replaces it."""
         if self._order.ask is not Ask.END:
             self._order = order
 
     async def ordered(self) -> Order:
-        """What the workers are asked to do, and why."""
+        """The current order: what the workers are asked to do, and why."""
         return self._order
 
     async def fire(self, fault: int) -> bool:
-        """Whether a fault is still to be brought about: true once."""
+        """Whether a fault is still to be injected: true on the first call only."""
         is_first = fault not in self._fired
         self._fired.add(fault)
         return is_first
 
     async def end(self, attempt: str, rank: int, world_size: int, wait: bool) -> None:
-        """A worker has nothing left to run or to keep; with `wait`, until this holds for all."""
+        """Note that a worker has nothing left to run or keep; with `wait`, wait for the attempt's other workers."""
         async with self._all_ended:
             self._ended.setdefault(attempt, set()).add(rank)
             self._all_ended.notify_all()
@@ -68,18 +68,19 @@ class Channel:
 
 
 def open_channel(workers: int = 1) -> Any:
-    """A Channel on the driver's node, which may be called by all `workers` at once; it ends with the driver."""
+    """Start a Channel on the driver's node, which all `workers` may call at once; it ends with the driver."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Channel).options(num_cpus=0, scheduling_strategy=here, max_concurrency=1000 + 2 * workers)
     return actor.remote()
 
 
 def encoded(message: Any) -> bytes:
+    """A message as the bytes that `Channel.put` takes."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def tell(channel: Any, message: Any, wait: bool = True) -> None:
-    """Send a message; with `wait` it has arrived when this returns."""
+    """Send a message; with `wait`, return only once it has arrived."""
     sent = channel.put.remote(encoded(message))
     if wait:
         ray.get(sent)

@@ -1,4 +1,4 @@
-"""Find the cluster, or start one; ship the code to it; say at once what can never fit into it."""
+"""Finds or starts the cluster, ships the code to it, and rejects a job that can never fit."""
 
 import logging
 import math
@@ -38,17 +38,16 @@ from dp_ray.system.stop_signals import handlers_kept
 
 @contextmanager
 def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
-    """Ray, for as long as the block lasts: the caller's own, the one at an address, or an embedded one.
+    """Connect to Ray while the block runs: the caller's own, the one at an address, or an embedded one.
 
-    An address comes from `address`, or from RAY_ADDRESS, which Ray sets in its jobs.
-    Raises ClusterError where no Ray answers there.
+    The address is `address`, else RAY_ADDRESS, which Ray sets in its jobs. Raises ClusterError if no Ray answers.
     """
     if ray.is_initialized():
         yield
         return
-    # An embedded Ray gets a folder of its own: the usual one holds the address of the Ray that was started last, and
-    # some of Ray Train's actors would wait for one that died, or ask the wrong one.
-    short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path may have 107 characters, TMPDIR many
+    # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
+    # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
+    short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path is limited to 107 characters, TMPDIR is not
     with _environment_kept(), handlers_kept(), own_folder(short) as folder, raylets_hushed(verbose):
         _start(job, address_of(address), verbose, folder)
         try:
@@ -58,7 +57,7 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
 
 
 def address_of(given: str | None) -> str | None:
-    """Where the Ray is that the user means; None for one of our own."""
+    """The address of the Ray to use; None for an embedded one."""
     return given or os.environ.get(ADDRESS)
 
 
@@ -78,12 +77,15 @@ def _start(job: Job, address: str | None, verbose: bool, folder: str) -> None:
 
 
 def _shown_command_line() -> list[str] | None:
-    """The command line that Ray may keep for this driver, where it must not be the whole one: its values of `env`."""
+    """The command line that Ray may show for this driver: without its values of `env`; None if it has none."""
     return without_values(sys.orig_argv) if any(map(is_env, sys.orig_argv)) else None
 
 
 def authenticate(address: str) -> None:
-    """Show the user's token to a Ray that wants it: Ray does so by itself only at an address that it found."""
+    """Show the user's token to a Ray that wants it; Ray itself does so only at an address that it found.
+
+    Raises ConnectionError if the Ray wants a token and the user has none, or if no Ray answers.
+    """
     is_host_and_port = re.fullmatch(r"\S+:\d+", address) and "://" not in address
     if not is_host_and_port or AUTH_MODE in os.environ or USE_TLS in os.environ:
         return
@@ -103,7 +105,7 @@ def _environment_kept() -> Iterator[None]:
 
 @contextmanager
 def train_environment() -> Iterator[None]:
-    """What Ray Train shall know, in os.environ where the user has not set it, for as long as the block lasts."""
+    """Set Ray Train's variables in os.environ while the block runs; those that the user has set stay."""
     added = {key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}
     os.environ.update(added)
     try:
@@ -114,7 +116,7 @@ def train_environment() -> Iterator[None]:
 
 
 def worker_resources(job: Job) -> dict[str, float]:
-    """What one worker takes; `gpus_per_worker: auto` is 1 where the cluster has GPUs."""
+    """The resources of one worker; `gpus_per_worker: auto` is 1 if the cluster has GPUs and the job no `devices`."""
     gpus = job.gpus_per_worker
     if gpus == "auto":
         gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 and job.devices is None else 0
@@ -123,7 +125,7 @@ def worker_resources(job: Job) -> dict[str, float]:
 
 
 def check_fits(job: Job, each: Resources) -> str | None:
-    """What the job must wait for, if anything; ClusterError where it can never fit."""
+    """What the job must wait for, None if nothing; raises ClusterError if it can never fit."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(each, nodes, job.placement, job.accelerator_type)
     if room < job.min_workers:
@@ -146,7 +148,7 @@ def check_fits(job: Job, each: Resources) -> str | None:
 
 
 def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:
-    """What one worker takes that no node has: all of it must be on one."""
+    """Name the resources of which one worker needs more than any node has; "" if there are none."""
     most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in each}
     lacking = {name: amount for name, amount in each.items() if amount > most[name]}
     if not lacking:
@@ -156,17 +158,17 @@ def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:
 
 
 def _logical_cpus(job: Job) -> int:
-    """Enough for the workers, whatever the machine has: a laptop runs 8 workers on 2 cores, slowly."""
+    """Enough CPUs for all workers, even if the machine has fewer: a laptop runs 8 workers on 2 cores, slowly."""
     return max(os.cpu_count() or 1, math.ceil(job.max_workers * job.cpus_per_worker))
 
 
 def in_ray_job() -> bool:
-    """Whether this process was started by `ray job submit`, which has shipped the code already."""
+    """Whether this process belongs to a submitted Ray job, whose code is shipped already."""
     return JOB_CONFIG in os.environ
 
 
 def code_to_ship() -> dict[str, Any]:
-    """The working directory and dp_ray itself, for every node; Ray leaves out what .gitignore names."""
+    """The runtime_env that ships the working directory and dp_ray to every node, without what .gitignore excludes."""
     here = Path.cwd()
     excludes = [f"/{name}/" for name in (".git", ".venv", "runs") if (here / name).is_dir()]
     return {

@@ -13,7 +13,10 @@ from dp_ray.monitor.faults import Fault
 
 
 def bring_about(fault: Fault, driver_node: str) -> None:
-    """Do it, here: on the worker that is hit, or on its node. The driver ends itself."""
+    """Inject a fault into this worker or its node; a fault of the driver does nothing here, the driver ends itself.
+
+    Raises JobError if the driver runs on the node, and ClusterError if Ray refuses to drain it.
+    """
     if fault.what == "worker" and fault.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.what == "worker":
@@ -33,7 +36,7 @@ def _pause(seconds: float | None) -> None:
 
 
 def _kill_node() -> None:
-    """Every process of the node's Ray dies at once."""
+    """Kill every process of the node's Ray at once, this one last."""
     raylet, here = raylet_of_this_worker(), psutil.Process()
     family = [*raylet.children(recursive=True), raylet]
     for process in sorted(family, key=lambda one: one == here):
@@ -41,6 +44,6 @@ def _kill_node() -> None:
 
 
 def _drain_node(seconds: float | None) -> None:
-    """What a cloud's notice comes to: Ray is told that the node will be taken away."""
+    """Tell Ray that the node will be taken away, as a cloud's notice does."""
     if refusal := drain_this_node(seconds):
         raise ClusterError(f"--inject: Ray does not drain the node: {refusal}")

@@ -1,4 +1,4 @@
-"""What a worker tells of itself while it runs, whatever its loop does; and what it is told between two steps."""
+"""A worker's heartbeat: it reports that the worker is alive, whatever its loop does, and receives orders."""
 
 import sys
 import threading
@@ -24,9 +24,9 @@ SHOWN_FRAMES = 12
 
 
 class Heartbeat(StepControl):
-    """Step control of a worker on Ray: a thread sends beats, and their answers say what is asked of the worker.
+    """Step control of a worker on Ray: a thread sends beats, and the answers carry the driver's orders.
 
-    Once the loop has been in one step for `limit` seconds, a beat tells where it stands.
+    Once the loop has been in one step for `limit` seconds, each beat carries its stack.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class Heartbeat(StepControl):
 
     @property
     def has_progressed(self) -> bool:
-        """Whether a step has been done since the worker began."""
+        """Whether the worker has finished a step since it began."""
         return self._step != self._first
 
     def before(self, step: int) -> None:
+        """Note the step that begins, report the first one, and inject the faults that are due."""
         self._step, self._since = step, time.monotonic()
         if self._first is None:
             self._first = step
@@ -70,20 +71,25 @@ class Heartbeat(StepControl):
                 bring_about(fault, self._driver_node)
 
     def touch(self) -> None:
+        """Restart the time in the current step, for instance during an evaluation."""
         self._since = time.monotonic()
 
     def through(self) -> None:
+        """Note that the last step is done, so that no time limit applies any more."""
         self._step = None
 
     def take_save(self) -> bool:
+        """Whether the driver has asked to keep the work so far; true once."""
         taken, self._save = self._save, False
         return taken
 
     def leave(self) -> None:
+        """Wait until the attempt's other workers have kept their work, then raise StopRequested."""
         self._end(wait=True)
         super().leave()
 
     def end(self) -> None:
+        """Report that this worker has nothing left to run."""
         self._end(wait=False)
 
     def _end(self, wait: bool) -> None:
@@ -108,13 +114,13 @@ class Heartbeat(StepControl):
             try:
                 order: Ask = ray.get(self._channel.put.remote(encoded(beat)))
             except ray.exceptions.RayError:
-                return  # the driver is gone, and this worker soon will be
+                return  # the driver is gone, and Ray will end this worker soon
             self.wants_stop = order in (Ask.STOP, Ask.END)
             if order is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True
 
     def _stack(self) -> tuple[str, str]:
-        """Where the worker's loop stands, innermost last; and what of other workers it waits for."""
+        """The stack of the worker's loop, innermost frame last; and the collective in which it waits, if any."""
         frame = sys._current_frames().get(self._loop)
         if frame is None:
             return "", ""
@@ -123,7 +129,7 @@ class Heartbeat(StepControl):
 
 
 def is_in_collective(frame: FrameType | None) -> bool:
-    """Whether a function of torch.distributed runs, called by the user's code for instance."""
+    """Whether a function of torch.distributed is on the stack, for instance called by user code."""
     while frame is not None and frame.f_globals is not vars(distributed_c10d):
         frame = frame.f_back
     return frame is not None

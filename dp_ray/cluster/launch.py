@@ -1,4 +1,4 @@
-"""A job's workers on Ray: a trainer with dp_ray's policies, followed to its end."""
+"""Runs a job's workers on Ray: a TorchTrainer with dp_ray's policies, followed to its end."""
 
 import contextlib
 import os
@@ -37,10 +37,10 @@ from dp_ray.text import counted
 
 
 class StartCallback(WorkersStart):
-    """Tells the driver how far the workers' start is, and sets the job's `env` in each worker's process.
+    """Reports the progress of the workers' start to the driver, and sets the job's `env` in each worker's process.
 
-    This is before anything of torch or of the user is imported there. The values do not go into Ray's runtime_env,
-    which its agent logs.
+    It sets `env` before torch or user code is imported there. Ray's runtime_env must not hold the values, since Ray's
+    agent logs it.
     """
 
     def __init__(self, env: dict[str, str], channel: Any) -> None:
@@ -48,9 +48,11 @@ class StartCallback(WorkersStart):
         self._channel = channel
 
     def on_placing(self, count: int) -> None:
+        """Report that workers are being started."""
         tell(self._channel, Starting(f"starting {counted(count, 'worker')}"))
 
     def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
+        """Report that the workers import torch, and set `env` in each process."""
         tell(self._channel, Starting(f"{counted(count, 'worker')} importing torch"))
         if self._env:
             call(set_environment, self._env)
@@ -66,6 +68,10 @@ def run_on_ray(
     verbose: bool,
     faults: tuple[Fault, ...],
 ) -> None:
+    """Run the job's workers on Ray to their end.
+
+    Raises StopRequested if the user stopped the run, else the error that ended it.
+    """
     is_own = not ray.is_initialized()
     keep_prints = is_own and not verbose
     monitor.begin(what_begins(address))
@@ -77,7 +83,7 @@ def run_on_ray(
         channel = open_channel(job.max_workers)
         monitor.node_control = RayNodeControl(channel)
         here = ray.get_runtime_context().get_node_id()
-        shipped = job.model_copy(update={"env": {}})  # which travels by itself, and sooner
+        shipped = job.model_copy(update={"env": {}})  # StartCallback sets it earlier
         config = WorkerConfig(
             shipped, claimed.storage.location, claimed.token, channel, keep_prints, faults, here, rows
         )
@@ -94,7 +100,7 @@ def run_on_ray(
         )
         monitor.begin("starting Ray Train")
         try:
-            # Ray has put a handler of SIGTERM of its own in the place of ours.
+            # Ray has replaced our SIGTERM handler by its own, so install ours again.
             with planned_stops(monitor.ask_to_stop), listening(monitor, lambda: drain(channel), trainer.abort):
                 trainer.fit()
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
@@ -104,7 +110,7 @@ def run_on_ray(
 
 
 def what_begins(address: str | None) -> str:
-    """What the user waits for before there is a Ray."""
+    """The first phase to show: what the user waits for until Ray is there."""
     if ray.is_initialized():
         return "looking at the cluster"
     found = address_of(address)
@@ -112,10 +118,10 @@ def what_begins(address: str | None) -> str:
 
 
 def backend_of(job: Job, gpus_per_worker: float) -> str | None:
-    """The backend of the process group; None is Ray Train's own choice: NCCL on GPUs, else gloo.
+    """The backend of the process group; None leaves the choice to Ray Train: NCCL on GPUs, else gloo.
 
-    Workers with a part of a GPU may share one, which NCCL refuses ("Duplicate GPU"). gloo takes CUDA tensors in all
-    that is exchanged here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory.
+    Workers with a fraction of a GPU may share one, which NCCL refuses ("Duplicate GPU"). gloo takes CUDA tensors in
+    all collectives used here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory.
     """
     types = {name.partition(":")[0] for name in job.devices or ()}
     if types == {"cpu", "cuda"}:
@@ -125,7 +131,7 @@ def backend_of(job: Job, gpus_per_worker: float) -> str | None:
 
 
 def check_can_be_shipped(job: Job) -> None:
-    """Objects from Python travel to the workers by pickle; say which one cannot."""
+    """Raise JobError, which names the key, if a Python object of the job cannot be pickled for the workers."""
     for key, given in job.targets.items():
         try:
             with open(os.devnull, "wb") as nowhere:
@@ -154,37 +160,40 @@ def _wanted(job: Job, each: dict[str, float]) -> Wanted:
         each=each,
         placement=job.placement,
         accelerator_type=job.accelerator_type,
-        can_stop=job.task != "evaluate",  # an evaluation keeps nothing from which it could go on
+        can_stop=job.task != "evaluate",  # an evaluation keeps nothing to resume from
         room_seconds=job.timeouts.capacity,
     )
 
 
 class RayNodeControl(NodeControl):
-    """Other nodes, by way of Ray."""
+    """Node control by way of Ray."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
 
     def stop(self) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # it ended by itself
+        """Order all workers to stop for good, by way of the channel."""
+        with contextlib.suppress(ray.exceptions.RayError):  # the run has ended already
             ray.get(self._channel.order.remote(END))
 
     def kill(self, worker: WorkerReady) -> None:
+        """Kill a worker's process, by a Ray task on its node; this does not wait for it."""
         there = NodeAffinitySchedulingStrategy(worker.node_id, soft=False)
         ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(worker.pid)
 
     def is_gone(self, node_id: str) -> bool:
+        """Whether a node is not alive by Ray's list, or does not take a connection."""
         return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
 
 
 def end_process(pid: int) -> None:
-    """Kill a worker on the node on which this runs."""
+    """Kill a worker's process on this node."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def _run_config(job: Job, folder: str, verbose: bool) -> RunConfig:
-    """What Ray Train keeps for itself goes to a folder of the driver's; outputs and reports are ours to keep."""
+    """Ray Train's own files go to a temporary folder of the driver; dp_ray writes the run directory itself."""
     return RunConfig(
         name=job.run_name,
         storage_path=folder,
@@ -193,7 +202,7 @@ def _run_config(job: Job, folder: str, verbose: bool) -> RunConfig:
 
 
 def _cause(error: Exception, monitor: Monitor, verbose: bool) -> Error:
-    """What ended the run: the first error that a worker told, or else the death of one."""
+    """The error that ended the run: the controller's own, else lost workers, else the first that workers reported."""
     cause = getattr(error, "controller_failure", None)
     if isinstance(cause, Error):
         return cause

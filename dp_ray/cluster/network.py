@@ -1,4 +1,4 @@
-"""Bind the process group to the network interface that holds the node's Ray address."""
+"""Binds the process group to the network interface with the node's Ray address."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that holds an IP address, None where none does."""
+    """The name of the network interface with an IP address; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.split("%")[0] == address for one in addresses):
             return name
@@ -20,7 +20,7 @@ def interface_of(address: str) -> str | None:
 
 
 def bind_to_ray_address() -> None:
-    """Name that interface to gloo and NCCL, unless the user named one."""
+    """Have gloo and NCCL use the interface with the node's Ray address, unless the user set one."""
     interface = interface_of(ray.util.get_node_ip_address())
     for variable in INTERFACE_VARIABLES:
         if interface and variable not in os.environ:
@@ -28,9 +28,9 @@ def bind_to_ray_address() -> None:
 
 
 class _BoundBackend(TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray Train's torch backend, whose workers choose their interface before they form the group.
+    """Ray Train's torch backend, whose workers choose their interface before they form the process group.
 
-    A host with several addresses resolves its own name to any of them, and gloo would listen there.
+    A host with several addresses may resolve its own name to any of them, and gloo would listen there.
     """
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
@@ -44,4 +44,5 @@ class BoundTorchConfig(TorchConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[Any]:
+        """The backend that Ray Train uses."""
         return _BoundBackend

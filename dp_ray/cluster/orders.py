@@ -1,6 +1,6 @@
 """What workers are asked to do between two steps, and why.
 
-It imports nothing of dp_ray: the channel's process, which holds the order, stays small.
+It imports nothing of dp_ray, so that the channel's process, which holds the order, stays small.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ class Ask(StrEnum):
 
     NOTHING = ""
     SAVE = "save"
-    STOP = "stop"  # and to be started again, fewer or more of them
-    END = "end"  # for good: no later order takes its place
+    STOP = "stop"  # to be started again, with more or fewer workers
+    END = "end"  # for good: no later order replaces it
 
 
 class Why(Enum):
@@ -27,7 +27,7 @@ class Why(Enum):
 
 @dataclass(frozen=True)
 class Order:
-    """What workers are asked to do; `text` says the reason with its numbers, for people."""
+    """What workers are asked to do; `text` gives the reason with its numbers, for people."""
 
     ask: Ask
     why: Why

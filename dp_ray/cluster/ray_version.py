@@ -1,6 +1,6 @@
-"""Whether the installed Ray is one that dp_ray can work with; asked before Ray is imported.
+"""Checks, before Ray is imported, that the installed Ray is a version that dp_ray works with.
 
-dp_ray uses interfaces of Ray that change between versions (`ray_internals.py`), so it takes one series at a time.
+dp_ray uses interfaces of Ray that change between versions (`ray_internals.py`), so it supports one series at a time.
 CONTRIBUTING.md says how to try another one.
 """
 
@@ -12,11 +12,11 @@ from dp_ray.errors import ClusterError
 
 AT_LEAST, BELOW = (2, 60), (2, 61)
 RANGE = ">={}.{},<{}.{}".format(*AT_LEAST, *BELOW)
-TRIED = "DP_RAY_TRY_RAY"  # a version outside of the range that is let in, to try it
+TRIED = "DP_RAY_TRY_RAY"  # allows one version outside the range, to try it
 
 
 def installed() -> str | None:
-    """The version of the Ray that would be imported; None where there is none."""
+    """The version of the installed Ray; None if there is none."""
     try:
         return metadata.version("ray")
     except metadata.PackageNotFoundError:
@@ -24,7 +24,7 @@ def installed() -> str | None:
 
 
 def check_ray() -> None:
-    """Raise ClusterError where Ray is not of the range that dp_ray works with."""
+    """Raise ClusterError if Ray is not installed, or not of the range that dp_ray works with."""
     found = installed()
     if found is not None and (_is_in_range(found) or found == os.environ.get(TRIED)):
         return

@@ -1,4 +1,4 @@
-"""What workers take and nodes have: how many workers fit, node by node. It knows no Ray."""
+"""The resources of workers and nodes: how many workers fit, node by node. It knows no Ray."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ Resources = Mapping[str, float]
 def room_for(
     each: Resources, nodes: list[dict[str, float]], placement: str = "PACK", accelerator_type: str | None = None
 ) -> int:
-    """How many workers that take `each` the nodes hold, if they were idle."""
+    """How many workers with the resources `each` fit on the nodes; `nodes` are what each node offers."""
     if accelerator_type:
         nodes = [node for node in nodes if f"accelerator_type:{accelerator_type}" in node]
     if not each:
@@ -20,7 +20,7 @@ def room_for(
 
 
 def _fit(name: str, there: float, amount: float) -> int:
-    """How many times `amount` is there; a part of a GPU is a part of one."""
+    """How many times `amount` fits; a fraction of a GPU must be on one GPU."""
     if name == "GPU" and amount < 1:
         whole, rest = divmod(there, 1)
         return int(whole) * int(1 / amount + 1e-9) + int(rest / amount + 1e-9)
@@ -28,8 +28,10 @@ def _fit(name: str, there: float, amount: float) -> int:
 
 
 def times(each: Resources, count: int) -> str:
+    """The resources of `count` workers, as text."""
     return text_of({name: amount * count for name, amount in each.items()})
 
 
 def text_of(resources: Resources) -> str:
+    """Resources as text: `4 CPU, 1 GPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"

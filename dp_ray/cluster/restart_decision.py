@@ -1,7 +1,7 @@
-"""Whether workers that failed are started anew: a pure decision, which knows no Ray.
+"""Whether to restart failed workers: a pure decision, which knows no Ray.
 
-`decide` takes all that counts as one value and gives what to do, the reason, what to tell the driver, and what to
-remember. `restarts.py` asks it on behalf of Ray Train's controller.
+`decide` takes all facts as one value, a Snapshot. It returns what to do, the reason, what to report to the driver,
+and what to remember. `restarts.py` calls it for Ray Train's controller.
 """
 
 import re
@@ -12,7 +12,7 @@ from enum import Enum, auto
 from dp_ray.cluster.orders import Ask, Order, Why
 from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
 
-DEATH_SECONDS = 3.0  # in which Ray sees a death of which a peer already has
+DEATH_SECONDS = 3.0  # Ray sees a worker's death at most this much later than its peers
 
 
 class StartTrouble(Enum):
@@ -33,18 +33,19 @@ class StartFailed:
 
 @dataclass(frozen=True)
 class WorkersFailed:
-    """Workers that failed, by rank: those that said how they ended, and those that died, with the cause in a line."""
+    """Failed workers by rank: those that reported how they ended, and those that died, with the cause in a line."""
 
     ended: Mapping[int, WorkerExit]
     died: Mapping[int, str]
 
     def of(self, ending: Ending) -> dict[int, WorkerExit]:
+        """The workers that ended in this way, by rank."""
         return {rank: one for rank, one in self.ended.items() if one.kind is ending}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What earlier failures left: retries, the errors that were seen, since when a lost peer lacks its death."""
+    """What is remembered of failures: retries left, errors seen, and since when a lost peer's death is awaited."""
 
     retries: int
     seen: frozenset[str] = frozenset()
@@ -53,7 +54,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that counts: what failed, what the workers had been asked for, and what is remembered."""
+    """All facts of a decision: what failed, what the workers were asked to do, and what is remembered."""
 
     failure: StartFailed | WorkersFailed
     order: Order
@@ -61,7 +62,7 @@ class Snapshot:
 
 
 class Do(Enum):
-    """What becomes of the workers."""
+    """What to do about the failed workers."""
 
     RESTART = auto()
     GIVE_UP = auto()
@@ -69,7 +70,7 @@ class Do(Enum):
 
 
 class Reason(Enum):
-    """Why the workers are started anew, or are not."""
+    """Why the workers are restarted, or are not."""
 
     USER_STOPS = "the user stops the run"
     DEATH_TO_COME = "workers lost a peer, whose death Ray may see in a moment"
@@ -89,7 +90,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, why, what to tell the driver, and what to remember."""
+    """What to do, why, what to report to the driver, and what to remember."""
 
     do: Do
     reason: Reason
@@ -98,9 +99,9 @@ class Decision:
 
 
 def decide(snapshot: Snapshot, now: float) -> Decision:
-    """Whether to start workers anew: `retries` times after a loss, or after an error that may pass and is not back.
+    """Whether to restart the workers: up to `retries` times after a loss, or after a new error that may be transient.
 
-    Workers that stopped because they were asked to cost no retry. `now` is in seconds, of any clock.
+    Workers that stopped because they were asked to cost no retry. `now` is in seconds, on any clock.
     """
     failure, memory = snapshot.failure, snapshot.memory
     if snapshot.order.ask is Ask.END:
@@ -109,13 +110,13 @@ def decide(snapshot: Snapshot, now: float) -> Decision:
         return _after_start(failure, memory)
     if not failure.died and len(failure.of(Ending.LOST_PEER)) == len(failure.ended):
         since = now if memory.lost_peer_since is None else memory.lost_peer_since
-        if now - since < DEATH_SECONDS:  # a worker that lost its peer is often sooner to tell than Ray is
+        if now - since < DEATH_SECONDS:  # a worker often reports a lost peer before Ray does
             return Decision(Do.WAIT, Reason.DEATH_TO_COME, replace(memory, lost_peer_since=since))
     return _after_run(failure, snapshot.order, replace(memory, lost_peer_since=None))
 
 
 def _after_run(failure: WorkersFailed, order: Order, memory: Memory) -> Decision:
-    """A death explains what its peers raise; an error of user code, that others were asked to stop or lost it."""
+    """Decide by the first cause: a death explains its peers' errors; an error of user code explains lost peers."""
     if failure.died:
         return _retry(memory, Reason.DIED, Interrupted("worker", _each(failure.died.values()), tuple(failure.died)))
     for ending in (Ending.MISTAKEN, Ending.RAISED):
@@ -141,9 +142,9 @@ def _after_error(rank: int, error: WorkerExit, memory: Memory) -> Decision:
 
 
 def _after_start(failure: StartFailed, memory: Memory) -> Decision:
-    """Workers died, or found no place, while they were started."""
+    """Decide after a failed start: no room, workers that died meanwhile, or an error."""
     match failure.trouble:
-        case StartTrouble.NO_ROOM:  # somebody else was sooner: the next start waits for room
+        case StartTrouble.NO_ROOM:  # another job took the room: the next start waits for room
             told = Waits("the room that there was is taken, or lies in pieces too small: waiting")
             return Decision(Do.RESTART, Reason.NO_ROOM, memory, told)
         case StartTrouble.LOST:
@@ -160,7 +161,7 @@ def _retry(memory: Memory, reason: Reason, told: Interrupted) -> Decision:
 
 
 def _identity(error: WorkerExit) -> str:
-    """By what an error is known when it comes back: all that it says, without ids that differ each time."""
+    """What identifies an error that comes back: its kind and text, without ids that differ each time."""
     return re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")
 
 

@@ -1,4 +1,4 @@
-"""Whether Ray Train's controller starts workers anew when some were lost, or raised: asks `restart_decision`."""
+"""Whether Ray Train's controller restarts workers after some were lost or raised; `restart_decision` decides."""
 
 import time
 from typing import Any
@@ -12,7 +12,7 @@ from dp_ray.cluster.restart_decision import Do, Memory, Snapshot, StartFailed, W
 
 
 class RestartPolicy(WorkerRestarts):
-    """Holds what earlier failures left behind, and tells the driver what is decided."""
+    """Remembers earlier failures, and reports each decision to the driver."""
 
     def __init__(self, config: FailureConfig, retries: int, channel: Any) -> None:
         super().__init__(config)
@@ -20,6 +20,7 @@ class RestartPolicy(WorkerRestarts):
         self._channel = channel
 
     def on_failure(self, failure: WorkersFailed | StartFailed) -> Do:
+        """Decide what to do after a failure, and report the decision to the driver."""
         order = ray.get(self._channel.ordered.remote())
         decision = decide(Snapshot(failure, order, self._memory), time.monotonic())
         self._memory = decision.memory

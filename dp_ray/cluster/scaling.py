@@ -1,8 +1,8 @@
-"""With how many workers Ray Train's controller starts, and when they are to stop for there to be more or fewer.
+"""How many workers to start, and when to stop them to resize.
 
-Ray's own elastic policy believes in a lost node until a placement has timed out (60 s), and resizes without a word to
-the workers. This one looks at the nodes that answer, asks `scaling_decision`, and has the workers stop between two
-steps first.
+Ray's own elastic policy counts a lost node until a placement times out (60 s), and resizes without telling the
+workers. This one counts only nodes that answer, asks `scaling_decision`, and first stops the workers between two
+steps.
 """
 
 import socket
@@ -24,21 +24,21 @@ from dp_ray.cluster.scaling_decision import Do, Idle, Running, Seen, Wanted, dec
 from dp_ray.errors import ClusterError
 from dp_ray.monitor.messages import Waits
 
-ANSWER_SECONDS = 2.0  # in which a node that is there takes a connection
-LOOK_SECONDS = 1.0  # between two looks at the cluster
+ANSWER_SECONDS = 2.0  # a node that does not take a connection in this time counts as lost
+LOOK_SECONDS = 1.0  # between two checks of the cluster
 
 
 class ElasticScalingPolicy(WorkerScaling):
-    """How many workers: as many as the nodes that answer have room for, between the job's least and most."""
+    """Runs as many workers as the nodes that answer have room for, between the job's minimum and maximum."""
 
     def __init__(self, config: ScalingConfig, wanted: Wanted, channel: Any) -> None:
         super().__init__(config)
         self.max_workers = wanted.max_workers
         self._wanted = wanted
         self._channel = channel
-        self._held: Mapping[str, int] = {}  # workers of ours, by the id of the node that they hold room on
-        self._has_started = False  # then a node may have gone that the cluster still believes in
-        self._may_hold = False  # the last workers keep their room until they are told to make way for new ones
+        self._held: Mapping[str, int] = {}  # the number of our workers on each node, by its id
+        self._has_started = False  # if so, a node may be lost that the cluster still lists
+        self._may_hold = False  # the last workers keep their room until new ones start
         self._waiting_since: float | None = None
         self._said = float("-inf")
         self._looked = float("-inf")
@@ -46,9 +46,8 @@ class ElasticScalingPolicy(WorkerScaling):
         self._ordered = Ask.NOTHING
         self._usable: list[str] | None = None
 
-    # While no workers run
-
     def workers_to_start(self) -> int | None:
+        """How many workers to start now; None: none yet. Raises ClusterError if it gives up waiting for room."""
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = now
@@ -83,21 +82,21 @@ class ElasticScalingPolicy(WorkerScaling):
         usable = [node["NodeID"] for node in nodes]
         self._usable = usable if len(usable) < len(alive) else None
         self._waiting_since = None
-        self._held = {}  # they go before the new ones come
+        self._held = {}  # the last workers are gone before the new ones start
         self._may_hold = self._has_started = True
         self._seen = Seen(workers, time.monotonic())
         self._order(NOTHING)
 
     def usable_nodes(self) -> Sequence[str] | None:
-        """Only nodes that answer, where the cluster still believes in others."""
+        """The nodes that answer, if the cluster lists others too; None: all nodes."""
         return self._usable
 
     def start_failed(self) -> None:
-        self._may_hold = False  # there are no last workers
-
-    # While workers run
+        """Note that a start failed, so that no workers hold room."""
+        self._may_hold = False  # no earlier workers are left
 
     def while_running(self, workers: RunningWorkers) -> None:
+        """Check the cluster once a second, and order the workers to save or stop if that is decided."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -120,13 +119,11 @@ class ElasticScalingPolicy(WorkerScaling):
         self._ordered = order.ask
         ray.get(self._channel.order.remote(order))
 
-    # The cluster
-
     def _room(self, nodes: list[dict[str, Any]]) -> int:
         return self._wanted.room(_free(nodes, self._held, self._wanted.each))
 
     def _nodes(self, must_answer: bool) -> list[dict[str, Any]]:
-        """The nodes that are there to stay."""
+        """The nodes that are alive and not draining; with `must_answer`, only those that take a connection."""
         going = draining_nodes()
         nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in going]
         if not must_answer or len(nodes) == 1:
@@ -137,13 +134,13 @@ class ElasticScalingPolicy(WorkerScaling):
 
 
 def _addresses(node_ids: Set[str]) -> tuple[str, ...]:
-    """The addresses of nodes, in order."""
+    """The addresses of nodes, sorted."""
     nodes = ray.nodes() if node_ids else []
     return tuple(sorted(node["NodeManagerAddress"] for node in nodes if node["NodeID"] in node_ids))
 
 
 def answers_at(node: dict[str, Any]) -> bool:
-    """Whether a node's raylet takes a connection: Ray itself believes in a lost one for up to a minute."""
+    """Whether a node's raylet takes a connection; Ray itself lists a lost node as alive for up to a minute."""
     try:
         with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_SECONDS):
             return True
@@ -152,7 +149,7 @@ def answers_at(node: dict[str, Any]) -> bool:
 
 
 def _free(nodes: list[dict[str, Any]], held: Mapping[str, int], each: Resources) -> list[dict[str, float]]:
-    """What is free on each node, with what workers of ours hold there."""
+    """The free resources of each node, plus those that our own workers hold there."""
     free = free_resources()
     found = []
     for node in nodes:

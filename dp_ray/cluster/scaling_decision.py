@@ -1,7 +1,7 @@
-"""How many workers to start, and when to ask them to stop for more or fewer: a pure decision, which knows no Ray.
+"""How many workers to start, and when to stop them to resize: a pure decision, which knows no Ray.
 
-`decide` takes all that counts as one value and gives what to do and the reason. `scaling.py` looks at the cluster and
-asks it on behalf of Ray Train's controller.
+`decide` takes all facts as one value and returns what to do and the reason. `scaling.py` looks at the cluster and
+calls it for Ray Train's controller.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from enum import Enum, auto
 from dp_ray.cluster.orders import Ask, Order, Why
 from dp_ray.cluster.resources import Resources, room_for, text_of, times
 
-SETTLE_SECONDS = 3.0  # for which the cluster must look the same before workers are started or asked to stop
-GROW_AFTER_SECONDS = 10.0  # of running: what a start costs should be worth it
-SAY_SECONDS = 30.0  # between two lines that say what is waited for
+SETTLE_SECONDS = 3.0  # the room must stay the same for this long before workers start, or stop to grow
+GROW_AFTER_SECONDS = 10.0  # of running, before workers stop to grow: a restart costs time
+SAY_SECONDS = 30.0  # between two lines that say what the run waits for
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the job asks of the cluster: `each` are one worker's resources; `room_seconds` as in its `timeouts`."""
+    """What the job asks of the cluster: `each` are one worker's resources; `room_seconds` is `timeouts.capacity`."""
 
     min_workers: int
     max_workers: int
@@ -28,16 +28,17 @@ class Wanted:
     room_seconds: float | None
 
     def room(self, nodes: list[dict[str, float]]) -> int:
+        """How many workers fit on nodes with these resources, at most `max_workers`."""
         return min(self.max_workers, room_for(self.each, nodes, self.placement, self.accelerator_type))
 
 
 @dataclass(frozen=True)
 class Idle:
-    """All that counts while no workers run.
+    """All facts of a decision while no workers run.
 
-    `room` are the workers for which there is room now, with what the last workers held; `idle_room` those for which
-    there would be if the `num_nodes` nodes were idle. `has_started`: the job had workers before. `may_hold`: the last
-    workers may hold their room still. `autoscales`: somebody may add nodes.
+    `room` is the number of workers that fit now, including the room that the last workers held. `idle_room` is the
+    number that would fit if the `num_nodes` nodes were idle. `has_started`: the job had workers before. `may_hold`:
+    the last workers may still hold their room. `autoscales`: an autoscaler may add nodes.
     """
 
     wanted: Wanted
@@ -53,7 +54,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Seen:
-    """The room for workers that was seen last, and since when."""
+    """The room for workers at the last count, and the time since which it counts as settled, in seconds."""
 
     room: int
     since: float
@@ -61,10 +62,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Running:
-    """All that counts while workers run.
+    """All facts of a decision while workers run.
 
-    `draining` are the addresses of the nodes of ours that are about to be taken away; `room` the workers for which
-    there is room with those that run, None where nobody has counted (`is_worth_a_look`).
+    `draining` are the addresses of our workers' nodes that are about to be taken away. `room` is the number of
+    workers that fit, including those that run; None if it was not counted (see `is_worth_a_look`).
     """
 
     wanted: Wanted
@@ -76,7 +77,7 @@ class Running:
 
 
 class Do(Enum):
-    """What becomes of the workers."""
+    """What to do about the number of workers."""
 
     START = auto()
     WAIT = auto()
@@ -86,7 +87,7 @@ class Do(Enum):
 
 
 class Reason(Enum):
-    """Why workers are started, waited with, left alone or asked for something."""
+    """Why workers are started, delayed, left alone, or asked to save or stop."""
 
     ALL_ROOM = "all that the nodes have is free"
     SETTLED = "what is free has stayed so for a while"
@@ -107,7 +108,8 @@ class Reason(Enum):
 class Decision:
     """What to do, and why.
 
-    `num_workers` to start; the `order` to give; `text` to tell the user, if any; the room that has been `seen`.
+    `num_workers` is the number to start, `order` the order to give, `text` a line for the user, `seen` the room to
+    remember.
     """
 
     do: Do
@@ -119,12 +121,15 @@ class Decision:
 
 
 def decide(snapshot: Idle | Running, now: float) -> Decision:
-    """What to do about the number of workers; `now` is in seconds, of the same clock as the snapshot's times."""
+    """What to do about the number of workers; `now` is in seconds, on the same clock as the snapshot's times."""
     return _start_or_wait(snapshot, now) if isinstance(snapshot, Idle) else _ask_or_go_on(snapshot, now)
 
 
 def _start_or_wait(idle: Idle, now: float) -> Decision:
-    """Start as many as there is room for, once that is all or has settled; or the least, where ours hold the rest."""
+    """Start as many workers as fit, once all room is free or the room has settled; else wait.
+
+    If the last workers may still hold their room, start the minimum after a while.
+    """
     wanted, waited = idle.wanted, now - idle.waiting_since
     if idle.room >= wanted.min_workers:
         if idle.room == max(wanted.min_workers, idle.idle_room):
@@ -139,7 +144,7 @@ def _start_or_wait(idle: Idle, now: float) -> Decision:
 
 
 def _lack_room(idle: Idle, now: float) -> Decision:
-    """Wait, and say so now and then; give up where there were workers, and nobody adds nodes for too long."""
+    """Wait for room, with a line now and then; give up if the job had workers before and no nodes came in time."""
     wanted = idle.wanted
     needs = f"{wanted.min_workers} workers need {times(wanted.each, wanted.min_workers)}"
     fits = idle.idle_room >= wanted.min_workers
@@ -162,7 +167,7 @@ def _is_too_late(idle: Idle, now: float) -> bool:
 
 
 def is_worth_a_look(running: Running, now: float) -> bool:
-    """Whether counting the room could change anything: it asks all nodes."""
+    """Whether counting the room could change the decision; the count asks all nodes, so it is not free."""
     return bool(running.draining) or _why_not_to_grow(running, now) is None
 
 
@@ -173,7 +178,7 @@ def _why_not_to_grow(running: Running, now: float) -> Reason | None:
 
 
 def _ask_or_go_on(running: Running, now: float) -> Decision:
-    """Ask the workers to save or to stop where nodes are about to go, or to stop where there is room for more."""
+    """Ask the workers to save or to stop if their nodes drain, or to stop if there is room for more."""
     if running.draining:
         return _on_drain(running)
     if why := _why_not_to_grow(running, now):
@@ -191,7 +196,7 @@ def _ask_or_go_on(running: Running, now: float) -> Decision:
 
 
 def _on_drain(running: Running) -> Decision:
-    """Stop where enough room is left to go on at once; else keep what is done, and run on as long as it goes."""
+    """Stop if the run can resume at once on the remaining room; else save, and run on while the nodes last."""
     can_go_on = (running.room or 0) >= running.wanted.min_workers and running.wanted.can_stop
     text = f"Ray drains {', '.join(running.draining)}"
     return Decision(Do.ASK, Reason.DRAIN, order=Order(Ask.STOP if can_go_on else Ask.SAVE, Why.DRAIN, text))

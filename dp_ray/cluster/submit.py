@@ -1,4 +1,4 @@
-"""Submit a command as a Ray job and follow it to its end."""
+"""Submits a command as a Ray job and follows it to its end."""
 
 import asyncio
 import json
@@ -17,11 +17,11 @@ from dp_ray.errors import ClusterError
 
 
 def submit_and_follow(address: str, program: list[str], secrets: list[str]) -> int:
-    """Run `program` on the cluster behind a dashboard, with the working directory shipped; its exit status.
+    """Run `program` on the cluster behind a dashboard, with the working directory shipped; return its exit status.
 
-    `secrets` are settings whose values nobody shall see: Ray logs a job's entrypoint and its runtime_env, and the
-    dashboard shows both. They are left in the memory of the head node, under a random name, which the program gets as
-    `--env-from`, takes and removes. Raises ClusterError where no dashboard answers.
+    `secrets` are settings whose values must stay hidden. Ray logs a job's entrypoint and its runtime_env, and the
+    dashboard shows both. So the secrets wait in the memory of the head node under a random name. The program gets the
+    name as `--env-from`, takes the secrets and removes them. Raises ClusterError if no dashboard answers.
     """
     logging.getLogger("ray").setLevel("ERROR")
     find_users_token()
@@ -42,7 +42,7 @@ def submit_and_follow(address: str, program: list[str], secrets: list[str]) -> i
 
 
 def take_settings(place: str) -> list[str]:
-    """The settings that `submit` left for this job, which are removed; ClusterError where they are gone."""
+    """Take and remove the settings that `submit` left for this job; raises ClusterError if they are gone."""
     address = os.environ.get(ADDRESS, "")
     try:
         authenticate(address)

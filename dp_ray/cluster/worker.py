@@ -1,4 +1,4 @@
-"""What Ray Train runs on every worker."""
+"""The function that Ray Train runs on every worker."""
 
 import io
 import os
@@ -46,7 +46,7 @@ class WorkerConfig:
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
-    """Run the job's task on this worker, telling the driver what happens."""
+    """Run the job's task on this worker, and report to the driver what happens."""
     given = config["worker"]
     keep_freed_memory()
     world = place(given.job)
@@ -90,7 +90,10 @@ def place(job: Job) -> World:
 
 @contextmanager
 def told_errors(given: WorkerConfig, attempt: str, world: World, heartbeat: Heartbeat) -> Iterator[None]:
-    """Tell the driver of an error at once, before those that it causes on other ranks; and Ray Train what it is."""
+    """Report an error to the driver at once, before the errors that it causes on other ranks.
+
+    For Ray Train's controller it becomes a WorkerExit, which says how the loop ended.
+    """
     try:
         yield
     except StopRequested as stopped:
@@ -111,7 +114,7 @@ def _kind_of(error: BaseException) -> Ending:
 
 @contextmanager
 def forwarded_prints(given: WorkerConfig, world: World) -> Iterator[None]:
-    """Send what user code prints to the driver, line by line."""
+    """Send the lines that user code prints to the driver while the block runs."""
     before = sys.stdout, sys.stderr
     lines: Any = Lines(given, world, before[0])
     sys.stdout = sys.stderr = lines
@@ -123,9 +126,9 @@ def forwarded_prints(given: WorkerConfig, world: World) -> Iterator[None]:
 
 
 class Lines(io.TextIOBase):
-    """A text stream whose lines go to the driver, and to the worker's own log where nothing else shows that.
+    """A text stream whose lines go to the driver and, with `keep_prints`, to the worker's own log too.
 
-    They pass through a pipe, so that the processes of a loader, which are forked, have a way to the driver too.
+    The lines pass through a pipe, so that the forked processes of a data loader reach the driver too.
     """
 
     _END = "\0"
@@ -142,12 +145,13 @@ class Lines(io.TextIOBase):
         self._thread.start()
 
     def write(self, text: str) -> int:
+        """Send the complete lines of the text; hold the rest until its line ends."""
         if self._given.keep_prints:
             self._log.write(text)
         if self._pid != os.getpid():
             self._pid, self._rest = os.getpid(), ""
         *lines, rest = (self._rest + text).replace("\r\n", "\n").split("\n")
-        self._rest = rest[rest.rfind("\r", 0, -1) + 1 :]  # of a progress bar's updates, the last one counts
+        self._rest = rest[rest.rfind("\r", 0, -1) + 1 :]  # keep only the last update of a progress bar
         for line in lines:
             os.write(self._pipe, f"{line[line.rfind(chr(13)) + 1 :]}\n".encode(errors="replace"))
         return len(text)
@@ -165,7 +169,7 @@ class Lines(io.TextIOBase):
         return True
 
     def close(self) -> None:
-        """Send what is left; a forked process may hold the pipe open, so its end is said, not waited for."""
+        """Send the rest and end the thread; an end mark is sent because a forked process may hold the pipe open."""
         if self.closed:
             return
         self.write("\n" * bool(self._rest) + f"{self._END}\n")
@@ -174,7 +178,7 @@ class Lines(io.TextIOBase):
         super().close()
 
     def _forward(self, reading: int) -> None:
-        """Tell the driver of all lines that have come since the last time, in one message."""
+        """Send the lines to the driver, all that have arrived since the last message in one."""
         rest = b""
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             while True:
@@ -188,7 +192,7 @@ class Lines(io.TextIOBase):
 
 
 class Bytes(io.RawIOBase):
-    """The `buffer` of Lines, for those who write bytes."""
+    """The `buffer` of Lines, for code that writes bytes."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines

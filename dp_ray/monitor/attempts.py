@@ -1,4 +1,4 @@
-"""Which attempt of the job the driver follows: one begins when all of its workers are ready."""
+"""The attempts of a run, of which the driver follows the newest; one begins when all of its workers are ready."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from dp_ray.monitor.messages import Shapes, WorkerReady
 
 @dataclass(frozen=True)
 class Attempt:
-    """The workers that one start of the job had."""
+    """The workers of one attempt."""
 
     workers: tuple[WorkerReady, ...]
 
 
 class Attempts:
-    """All attempts so far, and what is known of the newest."""
+    """All attempts so far, and the state of the newest."""
 
     def __init__(self) -> None:
         self.begun: list[Attempt] = []
@@ -23,7 +23,7 @@ class Attempts:
         self._early: dict[str, list[Shapes]] = {}
 
     def take(self, worker: WorkerReady) -> tuple[WorkerReady, ...]:
-        """The workers of the attempt that begins with this one; none where others are still to come."""
+        """Add a ready worker; return all of its attempt's workers if it is the last one, else none."""
         here = self._gathering.setdefault(worker.attempt, {})
         here[worker.world.rank] = worker
         if len(here) < worker.world.world_size:
@@ -34,10 +34,11 @@ class Attempts:
         return workers
 
     def is_current(self, attempt: str) -> bool:
+        """Whether this is the newest attempt that has begun."""
         return attempt == self._current
 
     def is_first_step(self, attempt: str) -> bool:
-        """Whether this is the first worker of an attempt that is about to run a step."""
+        """Whether no worker of the attempt has begun a step before this call; true once."""
         is_first = attempt not in self._stepping
         self._stepping.add(attempt)
         return is_first
@@ -48,14 +49,14 @@ class Attempts:
         return self._current in self._stepping
 
     def keep(self, shapes: Shapes) -> None:
-        """A report of an attempt of which not all workers are ready."""
+        """Hold a report of an attempt until all of its workers are ready."""
         self._early.setdefault(shapes.attempt, []).append(shapes)
 
     def kept(self) -> list[Shapes]:
-        """The reports of the newest attempt that came before it began."""
+        """Take the newest attempt's reports that arrived before it began."""
         return self._early.pop(self._current or "", [])
 
     def workers(self, ranks: tuple[int, ...]) -> list[WorkerReady]:
-        """Those of the newest attempt's workers that have these ranks."""
+        """The newest attempt's workers with these ranks."""
         newest = {one.world.rank: one for one in self.begun[-1].workers} if self.begun else {}
         return [newest[rank] for rank in ranks if rank in newest]

@@ -1,6 +1,6 @@
 """What the user sees while a job runs: a live display on a terminal, one line in a notebook, else a line every 5 s.
 
-All of it goes to stderr; stdout is for what was asked for (`--shapes`, `--json`).
+All of it goes to stderr; stdout is for the output that the user asks for (`--shapes`, `--json`).
 """
 
 import sys
@@ -26,9 +26,9 @@ SHOWN_WORKERS = 16
 
 
 class Console:
-    """Says what happens; `progress` may be called as often as there is news.
+    """Prints lines and the progress; `progress` limits its own rate, so it may be called at any time.
 
-    Each line begins with the run's name, but in a notebook, whose cell shows nothing else.
+    Each line begins with the run's name, except in a notebook, where the cell shows only this run.
     """
 
     def __init__(self, name: str, quiet: bool = False) -> None:
@@ -37,21 +37,22 @@ class Console:
         self._is_notebook = honours_carriage_returns(sys.stderr)
         self._before = "" if self._is_notebook else f"{name}: "
         self._live: Live | None = None
-        self._is_shown = False  # the progress, at all times
+        self._is_shown = False  # whether a live display shows the progress
         self._told = 0.0
         self._done = False
 
     def say(self, line: str) -> None:
+        """Print a line, without its secrets, unless quiet."""
         if not self._quiet:
             self._print(self._before + hide(line))
 
     def printed(self, world: World, line: str) -> None:
-        """A line that user code printed on a worker; shown even when quiet."""
+        """Print a line that user code printed on a worker, even when quiet."""
         self._print(f"[rank {world.rank}] {line}")
 
     @contextmanager
     def if_slow(self, line: str, seconds: float = 1.0) -> Iterator[None]:
-        """Say what the block does, if it takes longer than some seconds."""
+        """Print `line` if the block takes longer than `seconds`."""
         timer = threading.Timer(seconds, self.say, (line,))
         timer.daemon = True
         timer.start()
@@ -61,7 +62,7 @@ class Console:
             timer.cancel()
 
     def progress(self, seen: "Progressed", at_once: bool = False) -> None:
-        """A line on the progress, where that is not shown at all times; `at_once`, else every few seconds."""
+        """Print the progress every few seconds, or `at_once`, unless a live display shows it."""
         is_due = at_once or time.monotonic() - self._told >= LINE_SECONDS
         if is_due and not self._quiet and not self._is_shown and not self._done:
             self._done = seen.step == seen.steps
@@ -70,7 +71,7 @@ class Console:
 
     @contextmanager
     def live(self, seen: "Progressed") -> Iterator[None]:
-        """While the block runs, the progress is shown: on a terminal with the workers, in a notebook as one line."""
+        """Show the progress live while the block runs: on a terminal with the workers, in a notebook as one line."""
         self._told = time.monotonic()
         self._is_shown = not self._quiet and (self._rich.is_terminal or self._is_notebook)
         if not self._is_shown:
@@ -100,7 +101,7 @@ class Console:
 
 
 class Progressed:
-    """How far a job is: steps and rows that all workers are through with, and each worker's own rows."""
+    """The progress of a run: the steps and rows that all workers have finished, and each worker's own rows."""
 
     def __init__(self, name: str, steps: int, rows: int) -> None:
         self.name = name
@@ -112,38 +113,39 @@ class Progressed:
         self.workers: dict[int, tuple[World, int]] = {}
         self._doing = "starting"
         self._since = time.monotonic()
-        self._ran: tuple[float, int] | None = None  # when the first step began, and how many rows there were
-        self._warm: tuple[float, int] | None = None  # likewise when it ended
+        self._ran: tuple[float, int] | None = None  # time and rows when the attempt's first step began
+        self._warm: tuple[float, int] | None = None  # time and rows when it ended
 
     def begin(self, what: str) -> None:
-        """This goes on from now on, and no step."""
+        """Show `what` as the current phase; no step runs in it."""
         self._doing, self._since = what, time.monotonic()
         self._ran = self._warm = None
 
     def start(self, worlds: list[World]) -> None:
-        """These workers run from now on."""
+        """Start an attempt with these workers."""
         self.workers = {world.rank: (world, 0) for world in worlds}
         self.begin("building the dataset and the model")
 
     def run(self, step: int) -> None:
-        """The workers are in their first step."""
+        """Note that the workers have begun their first step, `step`."""
         self.begin(f"in step {step + 1} of {self.steps}")
         self._ran = (time.monotonic(), self.rows)
 
     def advance(self, step: int, rows: int) -> None:
-        """All workers are through with `step` steps, the last of them with `rows` rows."""
+        """Note that all workers have finished `step` steps; the steps since the last call have `rows` rows."""
         self.step, self.rows = step, self.rows + rows
-        if self._ran is not None:  # else a late report of workers that are being replaced, or of an earlier run
+        if self._ran is not None:  # else it is a late report of replaced workers, or of an earlier run
             self._doing, self._warm = "", self._warm or (time.monotonic(), self.rows)
 
     def add(self, rank: int, rows: int) -> None:
+        """Add rows that one worker has finished."""
         world, before = self.workers[rank]
         self.workers[rank] = (world, before + rows)
 
     @property
     def rows_per_second(self) -> float:
-        """The rate since the end of the first step, which takes longer than others; or of that step alone."""
-        warm = self._warm  # once: the display looks from a thread of its own
+        """The rate since the end of the attempt's first, slower step; before there are more rows, since its start."""
+        warm = self._warm  # read once: the display reads from its own thread
         began = warm if warm and self.rows > warm[1] else self._ran
         if began is None:
             return 0.0
@@ -166,7 +168,7 @@ def _rate(rows_per_second: float) -> str:
 
 
 def _display(seen: Progressed) -> Group:
-    """A bar, below it the progress in words, which a narrow terminal may wrap, and the workers."""
+    """A bar, the progress in words on a line of its own, which may wrap, and the workers."""
     bar = Table.grid(padding=(0, 1))
     bar.add_row(Text(seen.name), ProgressBar(seen.steps, seen.step, width=40))
     return Group(bar, Text(f"  {seen}"), _workers(seen))

@@ -1,4 +1,4 @@
-"""The error that ends a run, from what a worker told of it."""
+"""The error that ends a run, built from a worker's report of it."""
 
 from dp_ray import errors
 from dp_ray.monitor.messages import Failed
@@ -6,9 +6,9 @@ from dp_ray.secrets import hide
 
 
 def error_of(failed: Failed, is_verbose: bool = False) -> errors.Error:
-    """The error that a worker told, with its rank, its node and its traceback: of a mistake the user's frames alone.
+    """The error that a worker reported, with its rank, node and traceback.
 
-    What dp_ray does not know as a mistake of the user's has all frames.
+    An error of `dp_ray.errors` shows only the frames of user code, unless verbose; any other error shows all frames.
     """
     kind = getattr(errors, failed.kind, None)
     cls = kind if isinstance(kind, type) and issubclass(kind, errors.Error) else errors.Error

@@ -1,4 +1,4 @@
-"""Faults that a user asks for with `--inject`: what they are, and on which worker each falls. It knows no Ray."""
+"""The faults of `--inject`: their syntax, and which worker each one hits. It knows no Ray."""
 
 import re
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ _SAYS = (
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is to go wrong, once: before the first step from `step` on that its worker comes to.
+    """A fault to inject once, before its worker's first step at or after `step`.
 
-    `which` is a worker's rank, or a node's rank or address; `seconds` how long a pause lasts (None: for ever), or
+    `which` is a worker's rank, or a node's rank or address. `seconds` is how long a pause lasts (None: for ever), or
     how long a drained node has left.
     """
 
@@ -38,7 +38,7 @@ class Fault:
         return f"{self.action} {self.what}{which}{lasting} at step {self.step}"
 
     def is_due(self, world: World, step: int) -> bool:
-        """Whether this worker is the one to bring it about, now."""
+        """Whether this worker has to inject the fault before `step`."""
         if step < self.step:
             return False
         if self.what == "worker":
@@ -49,7 +49,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """The faults of `--inject`; JobError says what can be asked for."""
+    """Parse the faults of `--inject`; raises JobError, which lists the valid forms."""
     return tuple(_parse(number, part.strip()) for number, part in enumerate(text.split(";")) if part.strip())
 
 

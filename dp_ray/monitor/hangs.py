@@ -7,21 +7,21 @@ from dp_ray.monitor.watchdog import Hang, Watchdog
 
 
 class NodeControl:
-    """What the driver can do to a worker, and ask of a node, that is somewhere else. Here: nothing."""
+    """What the driver can do to workers and nodes elsewhere; this base class does nothing."""
 
     def kill(self, worker: WorkerReady) -> None:
-        """End a worker that hangs."""
+        """Kill a worker that hangs."""
 
     def is_gone(self, node_id: str) -> bool:
-        """Whether a node does not answer any more."""
+        """Whether a node no longer answers."""
         return False
 
     def stop(self) -> None:
-        """Ask all workers to stop after the step that they are in, for good."""
+        """Ask all workers to stop after their current step, for good."""
 
 
 class Hangs:
-    """Watches one attempt's workers after the other; `limit` is in seconds in one step, None: for ever."""
+    """Watches the workers of each attempt in turn; `limit` is the seconds allowed for one step, None: no limit."""
 
     def __init__(self, limit: float | None, retries: int, console: Console) -> None:
         self._limit = limit
@@ -32,18 +32,22 @@ class Hangs:
         self._before: set[tuple[int, tuple[int, ...]]] = set()
 
     def watch(self, workers: tuple[WorkerReady, ...]) -> None:
-        """An attempt begins."""
+        """Watch the workers of a new attempt."""
         self._watchdog = Watchdog(self._limit, workers)
 
     def start(self, rank: int, step: int) -> None:
-        """A worker is about to run its first step."""
+        """Note that a worker is about to run its first step."""
         self._watchdog.start(rank, step)
 
     def take(self, beat: Beat) -> None:
+        """Take in a worker's beat."""
         self._watchdog.take(beat)
 
     def check(self, control: NodeControl) -> None:
-        """Kill the workers that hang, to be replaced; WorkerError where that was no use, or is not wanted."""
+        """Kill the workers that hang, so that they are replaced.
+
+        Raises WorkerError if the same ranks hang in the same step again, or if no retries are left.
+        """
         hang = self._watchdog.hang()
         if hang is None:
             return
@@ -59,7 +63,7 @@ class Hangs:
             control.kill(worker)
 
     def end(self, lost: tuple[int, ...]) -> str:
-        """The attempt is over, since it lost these ranks; how they hung, if that is why."""
+        """End the attempt, which lost these ranks; return how they hung, or "" if they did not hang."""
         killed, self._killed = self._killed, None
-        self._watchdog = Watchdog(None, ())  # until there are new workers
+        self._watchdog = Watchdog(None, ())  # watches nothing until the next attempt begins
         return str(killed).splitlines()[0] if killed is not None and set(killed.ranks) & set(lost) else ""

@@ -1,4 +1,4 @@
-"""The incidents of a run: said on the console, and kept."""
+"""The incidents of a run: printed on the console, and kept in its log."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from dp_ray.rundir.incidents import IncidentLog, Interruption
 
 
 class Interruptions:
-    """Adds to the log of a run's incidents; `save` takes it each time."""
+    """Adds to the log of a run's incidents, and calls `save` with the log after each change."""
 
     def __init__(self, log: IncidentLog, console: Console, save: Callable[[IncidentLog], None]) -> None:
         self.log = log
@@ -17,22 +17,22 @@ class Interruptions:
         self._moved = time.monotonic()
 
     def begin(self, num_workers: int) -> None:
-        """An attempt begins."""
+        """Record that an attempt begins."""
         self.log = self.log.begun(num_workers)
         self._save(self.log)
 
     def moved(self) -> None:
-        """All workers are through with a step."""
+        """Note the time at which all workers have finished a step."""
         self._moved = time.monotonic()
 
     def interrupt(self, by: Interruption) -> None:
-        """The workers are being replaced."""
+        """Record that the workers are being replaced."""
         self.log = self.log.interrupted(by)
         self._console.say(f"interrupted, {by}")
         self._save(self.log)
 
     def resume(self, step: int) -> None:
-        """The first step of an attempt begins: the interruption before it is over."""
+        """Record that an attempt's first step begins, which ends the interruption before it."""
         if not self.log.is_interrupted:
             return
         is_known = self.log.interruptions[-1].kind != "driver"

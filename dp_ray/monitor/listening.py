@@ -1,4 +1,4 @@
-"""Feed the monitor with what workers send, in a thread of its own."""
+"""Feeds the workers' messages to the monitor, in a thread of its own."""
 
 import signal
 import threading
@@ -15,10 +15,10 @@ INTERRUPT_SECONDS = 10.0
 def listening(
     monitor: Monitor, drain: Callable[[], list[Message]], abort: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Feed the monitor in the background; when the block ends, what has been sent by then is taken in.
+    """Feed the monitor in the background; when the block ends, all messages sent by then are taken in.
 
-    Where that fails, as on a full disk, the block is interrupted, or off the main thread aborted, and the failure
-    raised.
+    If the monitor fails, as on a full disk, the block is aborted, and interrupted too if it runs on the main thread.
+    The failure is then raised.
     """
     ended = threading.Event()
     trouble: list[BaseException] = []
@@ -40,7 +40,7 @@ def listening(
                 abort()
                 if caller is threading.main_thread():
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                ended.wait(INTERRUPT_SECONDS)  # one that comes just before the block begins to wait goes unheard
+                ended.wait(INTERRUPT_SECONDS)  # a signal just before the block begins to wait is lost, so repeat it
 
     thread = threading.Thread(target=listen, name="monitor", daemon=True)
     try:
@@ -54,7 +54,7 @@ def listening(
 
 
 def _join(thread: threading.Thread, trouble: list[BaseException]) -> None:
-    """Wait for the thread, whose own interrupt may arrive only here."""
+    """Wait for the thread; the interrupt that it sends may arrive only here."""
     while thread.is_alive():
         try:
             thread.join()

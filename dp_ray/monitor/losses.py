@@ -1,4 +1,4 @@
-"""What the console says of a training's numbers."""
+"""Prints a training's losses and metrics on the console."""
 
 import math
 from typing import Any
@@ -8,14 +8,14 @@ from dp_ray.results.shown import measured
 
 
 class Losses:
-    """Says what is measured at an epoch's end or by an evaluation, and the first loss that is no number."""
+    """Prints an epoch's loss, an evaluation's metrics, and the first loss that is NaN or infinite."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._said_nan = False
 
     def say(self, row: dict[str, Any]) -> None:
-        """`row` is one of the history."""
+        """Print the values of interest in a row of the history, if there are any."""
         told = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
         if told:
             values = ", ".join(f"{name} {value}" for name, value in told.items())

@@ -1,4 +1,4 @@
-"""What workers tell the driver while they run."""
+"""The messages that workers and Ray Train's controller send to the driver."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,13 +11,13 @@ BEAT_SECONDS = 0.5
 
 
 def beat_interval(world_size: int) -> float:
-    """Seconds between two beats of a worker: thousands of them share one driver."""
+    """Seconds between two beats of a worker; it grows with the workers, who share one driver."""
     return max(BEAT_SECONDS, world_size / 1000)
 
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """A worker of the attempt has its place and is about to start."""
+    """A worker has its rank, node and device, and is about to start the task."""
 
     attempt: str
     world: World
@@ -28,13 +28,15 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class Shapes:
+    """A worker's shape report."""
+
     attempt: str
     report: Report
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a task tells beside shapes: a Note, rows of the history, what was measured."""
+    """What a task sends besides shape reports: a Note, Keep, Logged rows of the history, or Measured metrics."""
 
     attempt: str
     what: Any
@@ -50,9 +52,9 @@ class Printed:
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker raised: the name of the error's class in dp_ray.errors (or none), its text and its traceback.
+    """A worker raised an error; `kind` is its class in dp_ray.errors, "" for any other error.
 
-    `frames` are those of the user's code alone, which show where a mistake of the user's was made.
+    `traceback` has all frames. `frames` has only those of user code, which show the user where the mistake is.
     """
 
     attempt: str
@@ -65,7 +67,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Starting:
-    """What goes on before there is a step: workers are started, or import torch."""
+    """The phase before the first step: workers are started, or import torch."""
 
     what: str
 
@@ -81,9 +83,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Beat:
-    """A worker is alive, and has been in `step` for `seconds`; `stack` is where, once that is too long.
+    """A worker is alive, and has been in `step` for `seconds`; `stack` is its loop's stack, once that is too long.
 
-    `step` is None before its first step and after its last; `waits_for` says what of other workers it waits for.
+    `step` is None before its first step and after its last. `waits_for` names the collective in which it waits for
+    other workers, if any.
     """
 
     attempt: str
@@ -96,7 +99,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class FaultInjected:
-    """A fault that the user asked for is being brought about; the driver's own it has to do itself."""
+    """A fault of `--inject` is about to happen; a fault of the driver is left to the driver itself."""
 
     attempt: str
     world: World
@@ -106,7 +109,7 @@ class FaultInjected:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The workers of an attempt are being replaced, as Ray Train's controller tells; `ranks` were lost.
+    """The workers of an attempt are being replaced, as Ray Train's controller reports; `ranks` were lost.
 
     `kind` is worker, network, error, preemption or resize.
     """
@@ -118,7 +121,7 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Waits:
-    """No workers run, since there is no room for them."""
+    """No workers run, because the cluster has no room for them."""
 
     what: str
 
@@ -126,14 +129,14 @@ class Waits:
 class Ending(StrEnum):
     """How a worker's loop can end before its work is done."""
 
-    YIELDED = "yielded"  # as it was asked
+    YIELDED = "yielded"  # it stopped because it was asked to
     LOST_PEER = "lost peer"
-    RAISED = "raised"  # which may pass
-    MISTAKEN = "mistaken"  # which never will
+    RAISED = "raised"  # an error that may be transient
+    MISTAKEN = "mistaken"  # an error that every attempt would raise
 
 
 class WorkerExit(Exception):
-    """How a worker's loop ended, in plain words: all that Ray Train's controller needs to know of an error."""
+    """How a worker's loop ended, in plain values: all that Ray Train's controller needs to know of an error."""
 
     def __init__(self, kind: Ending, text: str, has_progressed: bool) -> None:
         super().__init__(kind, text, has_progressed)
@@ -146,6 +149,7 @@ class WorkerExit(Exception):
 
     @property
     def first_line(self) -> str:
+        """The first line of the text, or the class's name if the text is empty."""
         return next(iter(self.text.strip().splitlines()), type(self).__name__)
 
 
@@ -155,5 +159,5 @@ Message = (
 
 
 def message_of(attempt: str, what: Any) -> Message:
-    """What a task sends, with the attempt that it is of."""
+    """Wrap what a task sends into a message that names its attempt."""
     return Shapes(attempt, what) if isinstance(what, Report) else Told(attempt, what)

@@ -1,4 +1,4 @@
-"""The driver's side of the channel: follows the workers, shows progress, remembers the first error."""
+"""The driver's side of the channel: follows the workers, shows their progress, and keeps the first error."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ from dp_ray.text import counted
 
 
 class Monitor:
-    """Takes in what workers tell: one thread calls `take`, in the order of arrival."""
+    """Takes in the workers' messages; one thread calls `take`, in the order of arrival."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Monitor:
         self.node_control = NodeControl()
         self.failed: Failed | None = None
         self.is_stopping = False
-        self.stopped_by = ""  # the signal that came last
-        self.is_deaf = False  # nobody listens to the workers any more, so none can be asked for anything
+        self.stopped_by = ""  # the name of the last signal
+        self.is_deaf = False  # messages are no longer read, so workers cannot be asked to stop
         self.metrics: dict[str, float] = {}
         self.progress = Progressed(job.run_name, split.total_steps, split.total_rows)
         self._task = job.task
@@ -74,18 +74,20 @@ class Monitor:
 
     @property
     def attempts(self) -> list[Attempt]:
+        """The attempts that have begun, in order."""
         return self._attempts.begun
 
     @property
     def incidents(self) -> IncidentLog:
+        """The log of the run's incidents so far."""
         return self._interruptions.log
 
     def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
-        """Take in what a resumed run had reported of its finished steps."""
+        """Take in the shape reports that a resumed run has of its finished steps."""
         self._reports.restore(runs)
 
     def take(self, message: Message) -> None:
-        """Do what a message asks for."""
+        """Process a message."""
         match message:
             case WorkerReady():
                 self._worker_ready(message)
@@ -111,29 +113,29 @@ class Monitor:
                 self._fault_injected(message)
             case Failed():
                 if self.failed is None or self.failed.kind == WorkerError.__name__:
-                    self.failed = message  # the first that is no consequence of another worker's end
+                    self.failed = message  # replaces a WorkerError, which only follows from another worker's end
 
     def begin(self, what: str) -> None:
-        """This goes on from now on, before there is a step."""
+        """Show `what` as the current phase, before the first step."""
         self.progress.begin(what)
         self._console.progress(self.progress, at_once=True)
 
     def tick(self) -> None:
-        """Pass on what is complete, show it, and look for a worker that hangs."""
+        """Pass on complete steps, show the progress, and check for workers that hang."""
         self._reports.emit()
         self._console.progress(self.progress)
         self._hangs.check(self.node_control)
 
     @property
     def steps_done(self) -> int:
-        """How many steps are done, by what all workers have told."""
+        """How many steps all workers have reported as done."""
         return self.progress.step
 
     def ask_to_stop(self, signal_name: str = "") -> bool:
-        """Have the run stop after the step that it is in, which is kept; False where there is no such step.
+        """Ask the run to stop after its current step and keep it; return whether it will.
 
-        So it is before the first step, in an evaluation, which keeps nothing, and where this was asked before.
-        It is called by a signal handler: what may wait is done in a thread.
+        It cannot before the first step, during an interruption, in an evaluation, which keeps nothing, or if it was
+        asked before. A signal handler calls this, so all that may block runs in a thread.
         """
         self.stopped_by = signal_name
         runs_a_step = self._attempts.runs_a_step and not self.incidents.is_interrupted
@@ -148,6 +150,7 @@ class Monitor:
         self._console.say("stops after this step, which is kept; once more leaves at once")
 
     def close(self) -> None:
+        """Finish the shape reports and TensorBoard's files; workers can no longer be asked to stop."""
         self.is_deaf = True
         self._reports.close()
         self._tensorboard.close()
@@ -167,7 +170,7 @@ class Monitor:
                     self._losses.say(row)
 
     def _worker_ready(self, worker: WorkerReady) -> None:
-        """An attempt begins when all of its workers are ready."""
+        """Begin an attempt once all of its workers are ready."""
         workers = self._attempts.take(worker)
         if not workers:
             return
@@ -192,7 +195,7 @@ class Monitor:
         self.progress.advance(step, rows)
 
     def _started(self, message: Started) -> None:
-        """A worker of an attempt is about to run its first step; the first to do so ends an interruption."""
+        """Note that a worker is about to run its first step; the attempt's first one ends an interruption."""
         if self._attempts.is_current(message.attempt):
             self._hangs.start(message.rank, message.step)
         if self._attempts.is_first_step(message.attempt):
@@ -217,6 +220,6 @@ class Monitor:
 
 
 def _where(worlds: Sequence[World]) -> str:
-    """`2 workers on 1 node (cpu)`."""
+    """Where workers run: `2 workers on 1 node (cpu)`."""
     places = f"{counted(len(worlds), 'worker')} on {counted(len({world.node for world in worlds}), 'node')}"
     return f"{places} ({', '.join(sorted({str(world.device) for world in worlds}))})"

@@ -1,4 +1,4 @@
-"""The workers' reports of shapes: put in order, kept, and printed where that was asked for."""
+"""The workers' shape reports: put in order, written, and printed if the user asks for it."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
 
 
 class ShapeReports:
-    """Takes in reports; `on_steps` hears of steps that all workers have finished: how many, and their rows."""
+    """Takes in shape reports; calls `on_steps` with the number of steps done by all workers, and the new rows."""
 
     def __init__(
         self,
@@ -38,30 +38,31 @@ class ShapeReports:
         self._decoded: dict[int, tuple[Any, Any]] = {}
 
     def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
-        """Take in what a resumed run had reported of its finished steps."""
+        """Take in the reports that a resumed run has of its finished steps."""
         self._collector.restore(runs)
 
     def begin(self, worlds: Sequence[World]) -> None:
-        """An attempt begins."""
+        """Begin an attempt with these workers."""
         self._collector.begin(worlds)
 
     def take(self, report: Report) -> int:
-        """Take a report in; how many rows it tells of."""
+        """Take in a report; return the number of rows in it."""
         self._collector.take(report)
         return sum(self._collector.rows_of(report.world.rank, run) for run in report.runs)
 
     def keep(self) -> None:
-        """At the next `emit`, write down all that is known."""
+        """Write all reports to the journal at the next `emit`."""
         self._must_keep = True
 
     def emit(self) -> None:
-        """Pass on what is complete."""
+        """Pass on the steps that all workers have finished, and write the journal if `keep` asked for it."""
         self._collector.emit()
         if self._must_keep and self._journal:
             self._must_keep = False
             self._journal.save(self._collector)
 
     def close(self) -> None:
+        """Pass on all reports, also those of unfinished steps, and finish the file."""
         self._collector.close()
         self._file.close()
 
@@ -74,7 +75,7 @@ class ShapeReports:
             self._print(self._lines(collector, rows))
 
     def _print(self, lines: Iterator[str]) -> None:
-        """A reader that has seen enough, as in `| head`, ends the printing and not the job."""
+        """Print lines to stdout; a closed pipe, as with `| head`, ends the printing but not the job."""
         try:
             for line in lines:
                 print(line, file=self._stdout)

@@ -1,4 +1,4 @@
-"""The last line of a notebook's output, rewritten in place; what others write goes above it."""
+"""The last line of a notebook's output, rewritten in place; all other output goes above it."""
 
 import os
 import sys
@@ -11,12 +11,12 @@ REFRESH_SECONDS = 0.5
 
 
 def honours_carriage_returns(stream: Any) -> bool:
-    """Whether a stream goes to the output of a notebook's cell; IPython is not imported for it."""
+    """Whether a stream writes to the output of a notebook's cell; it does not import IPython."""
     return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
 class StatusLine:
-    """A stream with a last line that `show` rewrites, and above which everything written goes."""
+    """A stream whose last line is a status that `show` rewrites; `write` writes above it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -29,7 +29,8 @@ class StatusLine:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if self._pid != os.getpid():  # a forked process, in which the lock may be held for ever
+        """Write text above the status."""
+        if self._pid != os.getpid():  # in a forked process the lock may be held for ever
             return int(self._stream.write(text))
         with self._lock:
             self._erase()
@@ -37,7 +38,7 @@ class StatusLine:
             return int(self._stream.write(text))
 
     def show(self, status: str) -> None:
-        """Put `status` in the last one's place, unless a line that someone else writes is not at its end."""
+        """Replace the status, unless other output has left a line unfinished."""
         with self._lock:
             if self._is_at_start and status != self._status:
                 self._erase()
@@ -46,7 +47,7 @@ class StatusLine:
         self._stream.flush()
 
     def end(self) -> None:
-        """Leave the last status as a line."""
+        """Keep the last status as an ordinary line."""
         with self._lock:
             if self._status:
                 self._stream.write("\n")
@@ -54,7 +55,7 @@ class StatusLine:
         self._stream.flush()
 
     def _erase(self) -> None:
-        """Overwrite the status with spaces: notebooks know no other way."""
+        """Overwrite the status with spaces: notebooks offer no other way."""
         if self._status:
             self._stream.write(f"\r{' ' * len(self._status)}\r")
             self._status = ""
@@ -62,7 +63,7 @@ class StatusLine:
 
 @contextmanager
 def rewritten(status: Callable[[], str]) -> Iterator[None]:
-    """While the block runs, stderr ends with the status, twice a second that of now; its last one stays."""
+    """Show the status as stderr's last line while the block runs, updated twice a second; the last one stays."""
     line, ended = StatusLine(sys.stderr), threading.Event()
 
     def refresh() -> None:

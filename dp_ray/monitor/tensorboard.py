@@ -17,9 +17,9 @@ NOT_SCALARS = {"step", "epoch", "rows"}
 
 
 class TensorBoardWriter:
-    """Writes scalars as they come; a step that comes again takes the place of what was written from it on.
+    """Writes scalars as they arrive; a repeated step replaces all that was written from that step on.
 
-    A disk that is full ends this, and not the run: `metrics.parquet` holds the same, and says so if it cannot.
+    A full disk ends only this writer, not the run: `metrics.parquet` holds the same values, and raises if it cannot.
     """
 
     def __init__(self, run: Storage) -> None:
@@ -32,6 +32,7 @@ class TensorBoardWriter:
         self._is_broken = False
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the scalars of some rows of the history."""
         if self._is_broken:
             return
         try:
@@ -50,7 +51,7 @@ class TensorBoardWriter:
                     self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write out what is left; to an object store the files go as a whole."""
+        """Write the remaining scalars; an object store gets the files only now."""
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()
@@ -66,5 +67,5 @@ class TensorBoardWriter:
     def _open(self, step: int) -> None:
         if self._writer is not None:
             self._writer.close()
-        suffix = f".{time.time_ns()}"  # its own name for the file is as fine as a second
+        suffix = f".{time.time_ns()}"  # the writer's own file name has only whole seconds
         self._writer = SummaryWriter(str(self._path), purge_step=step, flush_secs=10, filename_suffix=suffix)

@@ -1,4 +1,4 @@
-"""Finds the worker that has stopped stepping, among all those that wait for it."""
+"""Finds the workers that hang, among all those that wait for them."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Hang:
-    """Workers that have been in one step for too long, while the others wait for them or do as they do."""
+    """Workers that have been in one step for too long; the other workers wait for them, or hang in the same way."""
 
     workers: tuple[WorkerReady, ...]
     step: int
@@ -30,6 +30,7 @@ class Hang:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """The ranks of the workers that hang."""
         return tuple(worker.world.rank for worker in self.workers)
 
     def __str__(self) -> str:
@@ -40,7 +41,7 @@ class Hang:
 
 
 class Watchdog:
-    """Takes in the beats of one attempt's workers; `limit` is in seconds, None: for ever."""
+    """Takes in the beats of one attempt's workers; `limit` is the seconds allowed for one step, None: no limit."""
 
     def __init__(self, limit: float | None, workers: Sequence[WorkerReady]) -> None:
         self._limit = limit
@@ -50,13 +51,14 @@ class Watchdog:
         self._found = False
 
     def start(self, rank: int, step: int) -> None:
-        """A worker is about to run its first step; it may be stopped before it beats again."""
+        """Note that a worker is about to run its first step, since it may hang before its next beat."""
         if rank in self._seen:
             now = time.monotonic()
             seen = self._seen[rank]
             seen.heard, seen.moved, seen.step = now, now, step
 
     def take(self, beat: Beat) -> None:
+        """Take in a worker's beat."""
         now = time.monotonic()
         seen = self._seen.get(beat.rank)
         if seen is None:
@@ -65,7 +67,10 @@ class Watchdog:
         seen.stack, seen.waits_for = beat.stack, beat.waits_for
 
     def hang(self) -> Hang | None:
-        """The workers to blame, once; after as long again as it takes to hear from all of them."""
+        """The workers that hang, None if none do; reported once.
+
+        It waits four more beat intervals after the limit, so that it has heard from all workers.
+        """
         if self._limit is None or self._found:
             return None
         now, patience = time.monotonic(), self._limit + 4 * self._interval
@@ -82,7 +87,11 @@ class Watchdog:
         return Hang(workers, step, now - min(seen.moved for seen in blamed), blamed[0].stack)
 
     def _blame(self, late: list[_Seen], now: float) -> list[_Seen]:
-        """Those that do not answer; else those that wait for nobody; else all, but where some are just slow."""
+        """The late workers to blame.
+
+        These are the silent ones; else those in the earliest step that wait for no other worker. Else all in that
+        step, if all workers are late; otherwise none, because some are only slow.
+        """
         silent = [seen for seen in late if now - seen.heard > SILENT_BEATS * self._interval]
         if silent:
             for seen in silent:

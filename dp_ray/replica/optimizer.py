@@ -36,11 +36,7 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
             raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
         if overlaps(parameter):
             raise ModelError(f"{name} is an expanded tensor, whose elements no optimizer can update: clone() it")
-    if isinstance(given, torch.optim.Optimizer):
-        raise JobError(
-            "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
-            "give a function of the parameters, like functools.partial(torch.optim.AdamW, lr=0.001)"
-        )
+    check_unbuilt(given)
     if isinstance(given, Optimizer):
         made = bind("optimizer", given, leading=1)(_groups(given, named))
     else:
@@ -49,6 +45,15 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
         raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(made).__qualname__}")
     check_optimizer(type(made))
     return made
+
+
+def check_unbuilt(given: Any) -> None:
+    """Raise JobError where an optimizer is given that is made already, for other parameters than the workers'."""
+    if isinstance(given, torch.optim.Optimizer):
+        raise JobError(
+            "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
+            "give a function of the parameters, like functools.partial(torch.optim.AdamW, lr=0.001)"
+        )
 
 
 def check_optimizer(found: Any) -> None:

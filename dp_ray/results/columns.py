@@ -1,8 +1,8 @@
 """Between a model's outputs and Arrow columns: one column for each tensor, one row for each sample.
 
-A tensor of at least two dimensions is a fixed-shape tensor column; where rows differ in shape or are empty,
-it is a struct of `data` and `shape`. Floats that Arrow lacks (bfloat16, float8) are kept as float32, which holds them
-exactly, and complex numbers as pairs; the schema's metadata says what each column was.
+A tensor of at least two dimensions is a fixed-shape tensor column. Rows that differ in shape, or hold no numbers, are
+structs of `data` and `shape`. Floats that Arrow lacks (bfloat16, float8) are stored as float32, which holds them
+exactly. Complex numbers are stored as pairs. The schema's metadata keeps each column's original dtype and shape.
 """
 
 import json
@@ -26,7 +26,7 @@ WIDENED = {torch.bfloat16, *(getattr(torch, name) for name in dir(torch) if name
 
 @dataclass(frozen=True)
 class Column:
-    """What one leaf of the outputs was: its column, dtype, the shape of a row (None where rows differ)."""
+    """One leaf of the outputs: its column's name, its dtype, and the shape of a row (None where rows differ)."""
 
     name: str
     dtype: str
@@ -35,6 +35,7 @@ class Column:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The leaf's dtype; raises StorageError if torch does not know it."""
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
             raise StorageError(f"column {self.name!r} is of the unknown dtype {self.dtype!r}")
@@ -42,16 +43,20 @@ class Column:
 
     @property
     def is_complex(self) -> bool:
+        """Whether the leaf holds complex numbers."""
         return self.torch_dtype.is_complex
 
     @property
     def is_struct(self) -> bool:
-        """Whether rows are kept with their shapes: they differ, or hold no number, and Arrow has no such tensors."""
+        """Whether each row is stored with its shape.
+
+        Arrow's tensor columns cannot hold rows that differ in shape or hold no numbers.
+        """
         return self.shape is None or 0 in self.shape
 
     @property
     def arrow_type(self) -> pa.DataType:
-        """The column's type: plain for single numbers, else a tensor."""
+        """The column's type: plain for one number a row, else a tensor, or a struct (see `is_struct`)."""
         value = pa.from_numpy_dtype(_to_numpy(torch.empty(0, dtype=self.torch_dtype)).dtype)
         if self.shape is None or self.is_struct:
             return pa.struct([("data", pa.large_list(value)), ("shape", pa.list_(pa.int64()))])
@@ -61,7 +66,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Layout:
-    """The nesting of the outputs and its columns; what a file of outputs says of itself."""
+    """The nesting of the outputs and their columns, as an outputs file describes them in its metadata."""
 
     spec: TreeSpec
     columns: tuple[Column, ...]
@@ -69,11 +74,13 @@ class Layout:
 
     @property
     def schema(self) -> pa.Schema:
+        """The Arrow schema: the sample index, then the columns, with this layout as metadata."""
         fields = [(SAMPLE_INDEX, pa.int64()), *((column.name, column.arrow_type) for column in self.columns)]
         return pa.schema(fields, metadata=self.metadata)
 
     @property
     def metadata(self) -> dict[bytes, bytes]:
+        """This layout as the schema's metadata; `from_metadata` is the inverse."""
         says = {
             "spec": self.spec.to_json(),
             "columns": [asdict(column) for column in self.columns],
@@ -83,6 +90,7 @@ class Layout:
 
     @classmethod
     def from_metadata(cls, metadata: dict[bytes, bytes] | None) -> "Layout":
+        """Read the layout from a schema's metadata; raises StorageError if it has none."""
         if not metadata or METADATA not in metadata:
             raise StorageError("this Parquet file does not hold outputs of dp_ray")
         says = json.loads(metadata[METADATA])
@@ -93,9 +101,9 @@ class Layout:
         return cls(TreeSpec.from_json(says["spec"]), tuple(columns), says["batch_dim"])
 
     def join(self, other: "Layout") -> "Layout":
-        """The layout that holds the rows of both: shapes that differ become variable.
+        """The layout that holds the rows of both: a column whose row shapes differ becomes variable.
 
-        Raises ModelError, naming the column, where nesting or dtypes differ.
+        Raises ModelError, which names the column, if the nesting or the dtypes differ.
         """
         if found := difference(self.spec, other.spec):
             raise ModelError(f"the model's outputs are not nested alike on all shards: {found}")
@@ -107,14 +115,14 @@ class Layout:
         return Layout(self.spec, tuple(map(_join, self.columns, other.columns)), self.batch_dim)
 
 
-Rows = list[torch.Tensor]  # the leaves of some rows' outputs, each with its rows in dimension 0
+Rows = list[torch.Tensor]  # one tensor per leaf of the outputs, rows in dimension 0
 Ragged = list[Rows]
 
 
 def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:
-    """The outputs with None for what is no tensor, number or text; the paths of what was left out, and its class.
+    """Replace what is no tensor, number or text by None; return the outputs, and the class of each removed path.
 
-    A numpy number is kept as a plain one.
+    A numpy number becomes a plain one.
     """
     leaves, spec = flatten(outputs)
     left_out: dict[str, str] = {}
@@ -123,7 +131,7 @@ def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:
 
 
 def _without_objects(spec: TreeSpec, above: Keys, left_out: dict[str, str]) -> TreeSpec:
-    """The spec itself where nothing in it changes."""
+    """Remove the objects from a spec; returns the spec itself if nothing changes."""
     if spec.kind == "constant":
         if is_plain(spec.value):
             return spec
@@ -138,9 +146,9 @@ def _without_objects(spec: TreeSpec, above: Keys, left_out: dict[str, str]) -> T
 
 
 def rows_of(outputs: Any, rows: int, batch_dim: int) -> tuple[Layout, Rows]:
-    """Take a shard's outputs apart: their layout, and each leaf on the CPU with rows in dimension 0.
+    """Split a shard's outputs into their layout and their leaves, on the CPU with rows in dimension 0.
 
-    Raises ModelError, naming the leaf's path, where a leaf has not one entry for each of the `rows` rows.
+    Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows.
     """
     leaves, spec = flatten(gather([outputs], [rows], batch_dim))
     if not leaves:
@@ -168,7 +176,7 @@ def to_arrow(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
 
 
 def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Tensor]:
-    """The inverse of `to_arrow`: rows in dimension 0, or a list of one tensor a row where their shapes differ."""
+    """The inverse of `to_arrow`: rows in dimension 0, or a list with one tensor a row if their shapes differ."""
     if column.shape is None:
         return [_row_of(column, row["data"], row["shape"]) for row in array]
     if column.is_struct:
@@ -178,7 +186,7 @@ def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Ten
 
 
 def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]]) -> Any:
-    """The outputs in the model's own nesting, from each leaf with its rows in dimension 0."""
+    """Nest the leaves as the model nested its outputs; each leaf has its rows in dimension 0."""
 
     def as_was(column: Column, leaf: Any) -> Any:
         if isinstance(leaf, list):
@@ -192,12 +200,15 @@ def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]])
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in C order, whatever its dtype."""
     if not tensor.numel():
-        return memoryview(b"")  # one of numpy's has strides that torch cannot view
+        return memoryview(b"")  # torch cannot view the strides of an empty numpy array
     return memoryview(as_bytes(tensor.cpu()).numpy())  # type: ignore[arg-type]
 
 
 def _rows_first(name: str, leaf: Any, batch_dim: int) -> torch.Tensor:
-    """A copy: the model may write over what it returned, and a view would hold all that it is a view of."""
+    """Copy a leaf with its rows in dimension 0.
+
+    It is a copy because the model may overwrite what it returned, and a view would keep its whole base alive.
+    """
     tensor = _from_numpy(name, leaf) if isinstance(leaf, np.ndarray) else leaf.detach()
     rows_first = tensor.movedim(rows_dim(tensor, batch_dim), 0)
     return rows_first.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -211,7 +222,7 @@ def _from_numpy(name: str, leaf: Any) -> torch.Tensor:
 
 
 def _column_names(paths: Sequence[str]) -> list[str]:
-    """A bare tensor's column is `output`; names that collide with one that is taken get a `_`."""
+    """Name the columns by their paths; a bare tensor is `output`, and a name that is taken gets a `_`."""
     names: list[str] = []
     for path in paths:
         name = path or "output"
@@ -230,7 +241,7 @@ def _join(first: Column, other: Column) -> Column:
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:
-    """The values as numpy's nearest type that Arrow has too; exact."""
+    """Convert exactly to the nearest numpy type that Arrow has too."""
     tensor = tensor.detach().contiguous().resolve_conj().resolve_neg()
     if tensor.dtype in WIDENED:
         return tensor.float().numpy()
@@ -248,7 +259,7 @@ def _to_torch(column: Column, values: Any) -> torch.Tensor:
     if column.is_complex:
         return torch.view_as_complex(tensor.reshape(-1, 2)).to(column.torch_dtype)
     if column.torch_dtype == torch.bfloat16:
-        return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # `to` makes every NaN the same
+        return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # `to` loses a NaN's bits
     return tensor.to(column.torch_dtype)
 
 

@@ -1,4 +1,4 @@
-"""The history of a training: a row for each step, kept in pieces with the checkpoints, merged at the end."""
+"""The history of a training: one row for each step, written in pieces with the checkpoints and merged at the end."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ SEND_SECONDS = 0.5
 
 
 class Logged(NamedTuple):
-    """Rows of the history, for who follows the training; later rows of a step replace earlier ones."""
+    """New rows of the history, sent to the driver; a later row of a step replaces an earlier one."""
 
     rows: tuple[dict[str, Any], ...]
 
 
 class History:
-    """Rank 0's history: numbers stay on the device until they are asked for, at most twice a second."""
+    """Rank 0's history; it reads the numbers from the device at most twice a second, and before each checkpoint."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class History:
         self._folder = folder
         self._split = split
         self._names = names
-        self._extra = dict.fromkeys(extra)  # in the order in which they were first measured
+        self._extra = dict.fromkeys(extra)  # a dict keeps the order of the first measurement
         self._send = send
         self._pending: list[tuple[int, Update, int, float, dict[str, float]]] = []
         self._rows: list[dict[str, Any]] = []
@@ -45,7 +45,7 @@ class History:
         forget(folder, step)
 
     def add(self, step: int, update: Update, measured: dict[str, float]) -> None:
-        """`step` is done; `measured` is what was evaluated after it."""
+        """Add the row of a finished step; `measured` holds the values evaluated after it."""
         start, stop = self._split.batch(step)
         now = time.perf_counter()
         self._pending.append((step, update, stop - start, now - self._ended, measured))
@@ -55,11 +55,11 @@ class History:
             self.flush()
 
     def resume_clock(self) -> None:
-        """What was done since the last step was no training."""
+        """Leave the time since the last step, such as an evaluation's, out of the training speed."""
         self._ended = time.perf_counter()
 
     def flush(self) -> None:
-        """Read the numbers from the device and pass them on."""
+        """Read the numbers from the device and send them to the driver."""
         with waiting("the GPU, which may be in an exchange"):
             rows = [self._row(*entry) for entry in self._pending]
         self._pending, self._sent = [], time.perf_counter()
@@ -68,7 +68,7 @@ class History:
             self._send(Logged(tuple(rows)))
 
     def take(self) -> Callable[[], None]:
-        """What writes the rows since the last call to a piece of their own."""
+        """Return a function that writes the rows added since the last call as one piece."""
         self.flush()
         rows, self._rows = self._rows, []
         if not rows:
@@ -98,7 +98,7 @@ class History:
 
 
 def schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
-    """The columns of the history: the step's own, then those that not every step has."""
+    """The columns of the history: those of every step, then `extra`, which only some steps have."""
     numbers = [*names, "learning_rate", "gradient_norm"]
     fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]
     fields += [("rows", pa.int64()), ("rows_per_second", pa.float64()), *((name, pa.float64()) for name in extra)]

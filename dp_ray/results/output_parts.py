@@ -1,4 +1,4 @@
-"""Part files read in the order of their positions, and proven to hold each position once."""
+"""Reads part files in the order of their positions, and verifies that they hold each position once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ from dp_ray.storage import Storage
 
 POSITION = "position"
 AGAIN = "run again, which makes what is missing; if this comes back, start anew under another name (--name, name=)"
-MERGE_BYTES = 4 << 20  # rows held of each part while they are merged
+MERGE_BYTES = 4 << 20  # read at once of each part during a merge
 MERGE_BYTES_IN_ALL = 256 << 20
 READ_BYTES = 256 << 10
 
 
 @contextmanager
 def reading(storage: Storage, name: str) -> Iterator[pq.ParquetFile]:
-    """A Parquet file while it is read, one row group at a time; StorageError where it turns out damaged."""
+    """Open a Parquet file to read it one row group at a time; raises StorageError if it is damaged."""
     try:
         with storage.open(name) as stream:
-            # By default all that will be read of the file is held at once.
+            # By default pyarrow holds all that it will read of the file in memory at once.
             yield pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES)
     except (pa.ArrowInvalid, OSError) as error:
         raise StorageError(f"{storage.child(name)}: is damaged: {error}") from None
@@ -47,12 +47,12 @@ class PartReader:
 
     @property
     def last(self) -> int:
-        """The last position in the block at hand."""
+        """The last position in the current block."""
         assert self.block is not None
         return self.block.column(POSITION)[-1].as_py()  # type: ignore[no-any-return]
 
     def read(self, layout: Layout) -> bool:
-        """Get the next block at hand, in the merged file's layout; False at the end."""
+        """Read the next block, in the merged file's layout; False at the end."""
         if self._blocks is None:
             self._blocks = self._laid_out(layout)
         self.block = next(self._blocks, None)
@@ -72,7 +72,7 @@ class PartReader:
 
 
 def _lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
-    """The same rows with columns of the wanted layout, which may be variable where theirs is fixed."""
+    """The same rows with the columns of the wanted layout, which may turn fixed shapes into variable ones."""
     columns = [table.column(POSITION), table.column(SAMPLE_INDEX)]
     for before, after in zip(had.columns, wanted.columns, strict=True):
         column = table.column(before.name).combine_chunks()
@@ -84,7 +84,7 @@ def _lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
 
 
 def in_order(readers: list[PartReader], layout: Layout) -> Iterator[pa.Table]:
-    """Blocks of rows ordered by position, from parts that are each ordered."""
+    """Merge parts, each ordered by position, into blocks of rows ordered by position."""
     waiting = sorted(readers, key=lambda reader: reader.first, reverse=True)
     active: list[PartReader] = []
     while waiting or active:
@@ -111,7 +111,11 @@ def _sorted(table: pa.Table) -> pa.Table:
 
 
 def verify_complete(blocks: Iterator[pa.Table], order: Order, rows: int) -> Iterator[pa.Table]:
-    """The blocks, without their positions, as long as they hold each position once and the right samples."""
+    """Pass the blocks on without their positions, and verify them on the way.
+
+    Raises StorageError, which names the position, unless they hold each of the first `rows` positions once, with the
+    order's sample.
+    """
     at = 0
     for block in blocks:
         positions = block.column(POSITION).to_numpy()

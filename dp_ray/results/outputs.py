@@ -1,8 +1,8 @@
-"""Outputs: each worker streams its rows to part files, the driver proves them whole and merges them in order.
+"""Outputs: each worker streams its rows to part files; the driver verifies that they are complete and merges them.
 
-A part holds a worker's rows of a range of steps, with their positions in the order. It appears under its final
-name only when whole; its name says which steps and shards it holds, so that a later attempt leaves them out, and
-of which attempt it is.
+A part holds a worker's rows of a range of steps, with their positions in the order. It gets its final name only when
+it is complete. The name says which steps and shards it holds, so that a later attempt skips them, and which attempt
+wrote it.
 """
 
 import functools
@@ -40,7 +40,7 @@ from dp_ray.storage import Storage
 
 MERGED = "outputs.parquet"
 GROUP_BYTES = 8 << 20
-PIECE_BYTES = 1 << 10  # what a tensor takes beside its numbers
+PIECE_BYTES = 1 << 10  # a tensor's overhead beside its numbers
 PART_BYTES = 1 << 30
 PART_SECONDS = 60.0
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -50,7 +50,7 @@ Piece = tuple[Shard, Indices, Rows]
 class PartWriter:
     """Streams one worker's outputs to part files; `before_commit` runs before a part gets its name.
 
-    What is no tensor, number or text is left out, which `tell` says once of each path.
+    It leaves out what is no tensor, number or text, and reports each such path once with `tell`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PartWriter:
     def on_shard(self, shard: Shard, indices: Indices, outputs: Any) -> None:
         """Take a shard's sample indices and outputs.
 
-        Raises ModelError where an output has not one entry a row, or is of another kind than before.
+        Raises ModelError if an output does not have one entry a row, or its nesting or dtype differs from before.
         """
         kept, left_out = without_objects(outputs)
         for path in left_out.keys() - self._left_out:
@@ -90,12 +90,12 @@ class PartWriter:
         layout, rows = rows_of(kept, shard.rows, self._batch_dim)
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
-            self.commit()  # what was written has fixed shapes, what follows has not
+            self.commit()  # the open part has fixed shapes, the next rows differ
         self._layout = joined
         self._step.append((shard, indices, rows))
 
     def on_step(self, step: int) -> None:
-        """All of this worker's shards of `step` were taken, or were done before."""
+        """End `step`: this worker's shards of it are taken, or an earlier attempt had committed them."""
         self._end_step = step + 1
         if not self._step:
             return
@@ -111,7 +111,7 @@ class PartWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Commit what is left; after an error, only what was committed before it counts."""
+        """Commit the remaining rows; after an error, discard them."""
         try:
             if kind is None:
                 self.commit()
@@ -127,7 +127,7 @@ class PartWriter:
         self._group, self._group_bytes = [], 0
 
     def commit(self) -> None:
-        """Give what was taken so far its place among the parts."""
+        """Write all rows taken so far and give the part its final name."""
         if self._group:
             self._write_group()
         if self._file is not None:
@@ -140,7 +140,7 @@ class PartWriter:
 
 
 class PartFile:
-    """One part while it is being written."""
+    """A part that is being written."""
 
     def __init__(self, storage: Storage, layout: Layout) -> None:
         self.layout = layout
@@ -151,9 +151,11 @@ class PartFile:
 
     @property
     def is_full(self) -> bool:
+        """Whether the part has reached PART_BYTES."""
         return self._bytes >= PART_BYTES
 
     def write(self, group: list[Piece]) -> None:
+        """Write the rows of some shards as one row group."""
         positions = np.concatenate([np.arange(shard.start, shard.stop) for shard, _, _ in group])
         leaves = [
             to_arrow(column, [rows[number] for _, _, rows in group])
@@ -166,29 +168,31 @@ class PartFile:
         self._bytes += table.nbytes
 
     def commit(self, name: str) -> None:
+        """Finish the file and give it its final name."""
         self._writer.close()
         self._unfinished.commit(name)
 
     def discard(self) -> None:
+        """Remove the unfinished file."""
         with suppress(StorageError):
             self._writer.close()
         self._unfinished.discard()
 
 
 def open_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
-    """Outputs hardly compress and are read once: no encoding that costs more than it saves."""
+    """Open a Parquet writer without compression or dictionaries: outputs hardly compress and are read once."""
     return pq.ParquetWriter(
         stream, schema, compression="none", use_dictionary=False, write_statistics=[POSITION, SAMPLE_INDEX]
     )
 
 
 def merge(parts: Storage, run: Storage, order: Order, rows: int, committed: list[str] | None = None) -> None:
-    """Merge the parts that count, by default all that there are, into the run's `outputs.parquet`.
+    """Merge the committed parts, by default all, into the run's `outputs.parquet`.
 
-    It is ordered by position, and written a few megabytes at a time.
+    The file is ordered by position and written a few megabytes at a time.
 
-    Raises StorageError, naming the position, unless the parts hold each of the `rows` first positions of `order`
-    once, with the sample that the order has there.
+    Raises StorageError, which names the position, unless the parts hold each of the first `rows` positions of `order`
+    once, with the order's sample.
     """
     names = committed if committed is not None else [name for name in parts.names() if PART_NAME.fullmatch(name)]
     if not names:
@@ -216,11 +220,12 @@ def _rechunk(blocks: Iterator[pa.Table], size: int) -> Iterator[pa.Table]:
 
 @dataclass(frozen=True)
 class Merged:
-    """The merged outputs of a run: a file read anew for each question, never held."""
+    """The merged outputs of a run; each method reads the file again, so nothing stays in memory."""
 
     run: Storage
 
     def layout(self) -> Layout:
+        """The nesting and the columns of the outputs."""
         with reading(self.run, MERGED) as file:
             return Layout.from_metadata(file.schema_arrow.metadata)
 
@@ -238,12 +243,12 @@ class Merged:
                 yield rebuild(layout, [_stacked(leaf) for leaf in leaves])
 
     def sample_index(self) -> torch.Tensor:
-        """Which sample of the dataset each row is of, int64 [rows]."""
+        """The sample index of each row: int64 [rows]."""
         with reading(self.run, MERGED) as file:
             return torch.from_numpy(file.read(columns=[SAMPLE_INDEX]).column(0).to_numpy().copy())
 
     def sha256(self) -> str:
-        """The hash of the outputs' raw bytes: leaf after leaf, each row after row."""
+        """The SHA-256 of the outputs' raw bytes: leaf by leaf, and each leaf row by row."""
         digest = hashlib.sha256()
         for column in self.layout().columns:
             for piece in self._leaf(column):
@@ -265,14 +270,14 @@ def _whole(column: Column, pieces: list[Any]) -> torch.Tensor | list[torch.Tenso
 
 
 def _stacked(leaf: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    """Rows of one shape as a tensor, also where other batches' rows have another shape."""
+    """Stack rows of one shape into a tensor, even if the rows of other batches have another shape."""
     if isinstance(leaf, list) and len({row.shape for row in leaf}) == 1:
         return torch.stack(leaf)
     return leaf
 
 
 def _slices(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
-    """The same rows in tables of `rows` rows, the last one maybe shorter."""
+    """The same rows in tables of `rows` rows; the last one may be shorter."""
     held: pa.Table | None = None
     for batch in batches:
         table = pa.Table.from_batches([batch])

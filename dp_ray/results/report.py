@@ -1,4 +1,4 @@
-"""What `dp-ray report` shows: one run for reading, or several side by side."""
+"""What `dp-ray report` shows: one run, or several side by side."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from dp_ray.results.shown import aligned, listed, measured, relative, shown
 from dp_ray.rundir.files import RUN
 from dp_ray.tensors.digest import is_inner
 
-NO_DIFFERENCE = ("name", "storage")  # of the jobs, since each run has its own
+NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
 
 
 def lines(result: Result) -> list[str]:
-    """One run for reading: a line for each of its values, and for each metric."""
+    """One run as text: a line for each value of its result, and for each metric."""
     return listed(shown({**result.to_json(), "metrics": result.metrics})).splitlines()
 
 
@@ -28,7 +28,7 @@ def differences(results: Sequence[Result]) -> dict[str, list[Any]]:
 
 
 def compared_values(results: Sequence[Result]) -> dict[str, Any]:
-    """Several runs as JSON values: what of their jobs differs, what they measured, and how long they took."""
+    """Several runs as JSON values: their results, the job keys that differ, their metrics and their seconds."""
     runs = [result.to_json() for result in results]
     names = dict.fromkeys(name for run in runs for name in run["metrics"] if not is_inner(name))
     return {
@@ -40,7 +40,7 @@ def compared_values(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def compared(results: Sequence[Result]) -> str:
-    """Several runs side by side: what of their jobs differs, what they measured, and how long they took."""
+    """Several runs side by side as a table: the job keys that differ, status, steps, metrics and seconds."""
     differing = differences(results)
     metrics = [measured(result.metrics) for result in results]
     names = dict.fromkeys(name for one in metrics for name in one)
@@ -57,7 +57,7 @@ def compared(results: Sequence[Result]) -> str:
 
 
 def _verdict(results: Sequence[Result], differing: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the runs are of one job, and gave the same."""
+    """Whether the runs have the same job, weights and outputs."""
     counting = {key.partition(".")[0] for key in differing} - Job.CANNOT_CHANGE_THE_RESULT
     yield "different jobs" if counting else "the same job"
     hashes: list[tuple[str, Callable[[Result], str | None]]] = [
@@ -71,13 +71,13 @@ def _verdict(results: Sequence[Result], differing: Mapping[str, Any]) -> Iterato
 
 
 def _job_of(result: Result) -> dict[str, Any]:
-    """The job of a run, as it was claimed; nothing where that is not kept."""
+    """A run's job, as its run.json holds it; empty if there is none."""
     run = result.storage()
     return renamed(json.loads(run.read_text(RUN)).get("job", {})) if run.exists(RUN) else {}
 
 
 def _dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings, by their dotted keys."""
+    """The values of nested mappings with their dotted keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _dotted(value, f"{before}{key}.")

@@ -1,4 +1,4 @@
-"""What a run leaves behind, read from its run directory whenever it is asked for."""
+"""A run's result; outputs, shape reports and history are read from its run directory on demand."""
 
 import json
 import math
@@ -32,15 +32,15 @@ SUMMARY = (
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """One finished run: the numbers of `result.json`, and its outputs and shape reports read when asked for.
+    """The result of a run: the values of `result.json`; outputs and shape reports are read on demand.
 
-    `steps` are those of an epoch, `total_steps` those of the whole run;
-    `seconds` is the wall time from call to merged outputs; `world_sizes` the workers of each attempt, in order;
-    `interruptions` what lay between these (see `results.incidents`), and `restarts` how many they are;
-    `workers` where each of the last attempt's ran; `outputs_path` the merged Parquet file.
-    `run_dir` is without the secret of a URL; `location`, from which the files are read, has it and is never kept.
-    `metrics` are a training's at its end, or what an evaluation measured; `best` tells of the best checkpoint, where
-    one was asked for: `metric`, `value`, `step`, and `weights`, the file of its weights.
+    `steps` counts the steps of one epoch, `total_steps` those of all epochs. `seconds` is the wall time from the call
+    to the merged outputs. `world_sizes` holds the number of workers of each attempt, in order. `interruptions` lists
+    what ended the attempts (see `rundir.incidents`); `restarts` is their number. `workers` says where each worker of
+    the last attempt ran. `outputs_path` is the merged Parquet file.
+    `run_dir` hides the secret of a URL. `location` includes it, serves to read the files, and is never written.
+    `metrics` are those at the end of a training, or those of an evaluation. `best` describes the best checkpoint, if
+    the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights.
     """
 
     run_dir: str
@@ -70,16 +70,16 @@ class Result:
 
     @cached_property
     def outputs(self) -> Any:
-        """The merged outputs, in order, in the nesting of the model's own.
+        """The merged outputs, in order, in the model's own nesting.
 
-        Each tensor holds all rows along the job's `batch_dim`; where rows differ in shape, there is a list of
-        one tensor a row. Read whole into memory: see `batches` for outputs that do not fit.
+        Each tensor holds all rows along the job's `batch_dim`. If rows differ in shape, there is a list with one
+        tensor a row. All rows are read into memory; for outputs that do not fit, use `batches`.
         """
         return self._merged().read()
 
     @cached_property
     def sample_index(self) -> torch.Tensor:
-        """Which sample of the dataset each row of the outputs is of: int64 [rows], 0, 1, 2, ... unless shuffled."""
+        """The sample index of each row of the outputs: int64 [rows]; 0, 1, 2, ... unless shuffled."""
         return self._merged().sample_index()
 
     @cached_property
@@ -98,16 +98,16 @@ class Result:
         return Table(read_history(self.storage()))
 
     def batches(self) -> Iterator[Any]:
-        """The merged outputs of each global batch, in order, read as they are asked for."""
+        """The merged outputs of each global batch, in order, read one batch at a time."""
         return self._merged().batches(self.batch_size)
 
     @property
     def shapes(self) -> Table[ShardReport]:
-        """What every shard saw, ordered by step and shard: a list of ShardReports, with `to_pandas()`."""
+        """The shape reports of all shards, ordered by step and shard: a list of ShardReports, with `to_pandas()`."""
         return Table(self.iter_shapes())
 
     def iter_shapes(self) -> Iterator[ShardReport]:
-        """`shapes` one by one, for runs whose reports do not fit in memory."""
+        """The reports of `shapes` one by one, for runs whose reports do not fit in memory."""
         with reading(self.storage(), SHAPES) as file:
             yield from read_reports(file)
 
@@ -122,7 +122,7 @@ class Result:
         del values["location"]
         values["outputs"] = values.pop("outputs_path")
         values["weights"] = values.pop("weights_path")
-        # JSON knows no NaN, though Python's writer does.
+        # Python's writer would write NaN, which is not JSON.
         values["metrics"] = {name: one if math.isfinite(one) else None for name, one in self.metrics.items()}
         return values
 
@@ -133,11 +133,12 @@ class Result:
         return as_html(self._summary())
 
     def _summary(self) -> dict[str, str]:
-        """What a person wants to know first."""
+        """The values that a reader wants first, without the empty ones."""
         found = shown({**self.to_json(), "metrics": self.metrics})
         return {key: found[key] for key in SUMMARY if found[key] != "-"}
 
     def save(self, run: Storage) -> None:
+        """Write `result.json` to a run directory."""
         run.write_text(RESULT, json.dumps(self.to_json(), indent=2) + "\n")
 
     def storage(self) -> Storage:
@@ -153,12 +154,15 @@ class Result:
 
 
 def with_best_weights(best: dict[str, Any] | None, run: Storage) -> dict[str, Any] | None:
-    """What is told of the best checkpoint, with the file of its weights."""
+    """Add the file of the best weights, None if it does not exist, to what `best` says of the best checkpoint."""
     return best and {**best, "weights": str(run.child(BEST)) if run.exists(BEST) else None}
 
 
 def load(run_dir: str | Path) -> Result:
-    """The result in a run directory, be it a folder or a URL; StorageError where there is none."""
+    """Load the result from a run directory, a folder or a URL.
+
+    Raises StorageError if it holds no `result.json`, or a damaged one.
+    """
     storage = Storage(str(run_dir))
     if not storage.exists(RESULT):
         why = "not a run directory"

@@ -1,4 +1,4 @@
-"""Shape reports kept while a run goes on, in pieces that are whole: what a killed driver knew of the steps done."""
+"""Shape reports written while a run goes on, in complete pieces, so that they survive a killed driver."""
 
 import re
 from contextlib import suppress
@@ -21,9 +21,9 @@ PENDING = "pending.parquet"
 
 
 class Journal:
-    """Writes what was reported since the last piece, whenever steps are about to be committed.
+    """Writes the reports since the last piece whenever steps are about to be committed.
 
-    Those that are not in order yet, of workers ahead of others, stand in a file that is replaced each time.
+    Workers may be ahead of others: their reports cannot be ordered yet, and go to a file that is replaced each time.
     """
 
     def __init__(self, folder: Storage) -> None:
@@ -32,13 +32,13 @@ class Journal:
         self._blocks: list[pa.Table] = []
 
     def add(self, block: pa.Table) -> None:
-        """Take reports that are in order."""
+        """Take a block of ordered reports; write a piece once there are enough."""
         self._blocks.append(block)
         if sum(map(len, self._blocks)) >= ROWS_IN_A_GROUP:
             self._write_piece()
 
     def save(self, collector: Collector) -> None:
-        """Write all that is known."""
+        """Write all reports: the ordered ones as a piece, the collector's pending ones to their own file."""
         self._write_piece()
         pending = collector.pending()
         if pending is not None:
@@ -51,14 +51,14 @@ class Journal:
             self._next += 1
 
     def _write(self, name: str, table: pa.Table) -> None:
-        with suppress(StorageError):  # a disk that is full is for those to tell who keep what counts
+        with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
             self._folder.create()
             with self._folder.writing(name) as stream:
                 pq.write_table(table, stream)
 
 
 def read_journal(folder: Storage, done: Done) -> list[tuple[World, Seen, Run]]:
-    """The reports of the steps and shards that are done, as runs."""
+    """Read the journal's reports of the steps and shards in `done`, as runs."""
     names = [f"piece-{number}.parquet" for number in _numbers(folder)]
     runs: list[tuple[World, Seen, Run]] = []
     for name in [*names, *([PENDING] if folder.exists(PENDING) else [])]:

@@ -1,4 +1,4 @@
-"""The worker's side of the shape reports: recorded in microseconds, sent as runs of equal steps in the background."""
+"""The worker's side of the shape reports: recording takes microseconds; a thread sends runs of equal steps."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from dp_ray.results.shapes import Seen
 
 
 class Run(NamedTuple):
-    """Consecutive steps in which one shard looked the same; one time each, or one mean where folded."""
+    """Consecutive steps in which one shard had the same sizes; one time for each step, or one mean if folded."""
 
     first_step: int
     num_steps: int
@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one worker sends: runs by their first step, the sizes they refer to by number, and the last step done."""
+    """One worker's message: runs ordered by first step, the new sizes by their numbers, and the last step done."""
 
     world: World
     through: int
@@ -31,17 +31,17 @@ class Report(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Says that steps are about to be committed: what was reported of them is to be kept."""
+    """Asks the driver to write the reports of steps that are about to be committed."""
 
 
 class Recorder:
-    """Collects one worker's reports and sends them on, a batch every `interval` seconds."""
+    """Collects one worker's shape reports and sends them every `interval` seconds."""
 
     def __init__(self, world: World, send: Callable[[Any], None], interval: float | None = None) -> None:
         self._world = world
         self._send: Callable[[Report], None] = send
         self._tell: Callable[[Keep], None] = send
-        # Thousands of workers share one driver: each speaks the less often, the more there are.
+        # All workers share one driver, so the interval grows with their number.
         self._interval = interval if interval is not None else max(0.1, world.world_size / 2000)
         self._numbers: dict[Seen, int] = {}
         self._unsent: dict[int, Seen] = {}
@@ -56,6 +56,7 @@ class Recorder:
         self._thread.start()
 
     def on_shard(self, shard: Shard, seen: Seen, milliseconds: float) -> None:
+        """Record a shard's sizes and the milliseconds of its forward."""
         with self._lock:
             number = self._numbers.get(seen)
             if number is None:
@@ -69,18 +70,18 @@ class Recorder:
             self._open[shard.shard] = (shard.step, number, [milliseconds])
 
     def on_step(self, step: int) -> None:
-        """This worker is through with `step`, whether or not it had rows in it."""
+        """Record that this worker has finished `step`, with or without rows in it."""
         self._through = step
 
     def flush(self) -> None:
-        """Send what there is; when it returns, it has arrived."""
+        """Send all that is recorded; it has arrived when this returns."""
         with self._sending:
             report = self._take()
             if report:
                 self._send(report)
 
     def keep(self) -> None:
-        """Send what there is, to be kept: what was reported of a step that is committed is not lost."""
+        """Send all that is recorded and have the driver write it, so that a committed step keeps its reports."""
         self.flush()
         self._tell(Keep())
 
@@ -100,7 +101,7 @@ class Recorder:
         with self._lock:
             for shard in list(self._open):
                 self._close_run(shard)
-            through = self._through  # read once: `on_step` does not wait for the lock
+            through = self._through  # read once: `on_step` does not take the lock
             if not self._runs and through == self._sent_through:
                 return None
             runs = sorted(self._runs, key=lambda run: run.first_step)

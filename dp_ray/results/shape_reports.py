@@ -1,6 +1,6 @@
-"""The driver's side of the shape reports: put in order, passed on as they are complete, kept as Parquet.
+"""The driver's side of the shape reports: put in order, passed on step by step, and written as Parquet.
 
-Each step is passed on once all workers are through with it, so that memory does not grow with the steps.
+A step is passed on as soon as all workers have finished it, so memory does not grow with the number of steps.
 """
 
 from collections import deque
@@ -19,11 +19,11 @@ from dp_ray.results.shape_recorder import Report, Run
 from dp_ray.results.shapes import Seen, ShardReport, decode_sizes
 
 ROWS_IN_A_GROUP = 1 << 16
-PENDING_RUNS = 1 << 12  # runs of one worker held with exact times; further ahead of the others, with averages
+PENDING_RUNS = 1 << 12  # of one worker; beyond that, times are averaged
 
 
 class Rows(NamedTuple):
-    """Shard reports in columns, ordered by step and shard; `seen` and `world` index into Collector's lists."""
+    """Shard reports in columns, ordered by step and shard; `seen` and `world` index the Collector's lists."""
 
     step: np.ndarray[Any, np.dtype[np.int64]]
     shard: np.ndarray[Any, np.dtype[np.int32]]
@@ -35,15 +35,15 @@ class Rows(NamedTuple):
         return len(self.step)
 
     def where(self, keep: np.ndarray[Any, np.dtype[Any]]) -> "Rows":
-        """The rows of a mask or at positions."""
+        """The rows that a boolean mask or an array of indices selects."""
         return Rows(self.step[keep], self.shard[keep], self.world[keep], self.seen[keep], self.milliseconds[keep])
 
 
 class Collector:
-    """Puts the workers' reports in order: a step is passed on once every worker is through with it.
+    """Puts the workers' reports in order, and passes a step on as soon as every worker has finished it.
 
-    A step that a later attempt runs again is passed on once. `on_rows` gets each ordered block; its `seen`
-    and `world` columns are positions in `Collector.seen` and `Collector.worlds`.
+    A step that a later attempt repeats is passed on once. `on_rows` gets each ordered block; its `seen` and `world`
+    columns index `Collector.seen` and `Collector.worlds`.
     """
 
     def __init__(self, on_rows: Callable[["Collector", Rows], None]) -> None:
@@ -59,13 +59,13 @@ class Collector:
         self._known: dict[Seen, int] = {}
 
     def begin(self, worlds: Sequence[World]) -> None:
-        """A new attempt starts with these workers; what the last one's reported is kept."""
+        """Start an attempt with these workers; the reports of earlier attempts stay."""
         self._through = {world.rank: -1 for world in worlds}
         for world in worlds:
             self._workers[world.rank] = self._join(world)
 
     def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
-        """Take in what an earlier run of the job reported, of workers that are gone, ordered by first step."""
+        """Take in the reports of earlier attempts, whose workers are gone, ordered by first step."""
         gone: dict[World, int] = {}
         for world, seen, run in runs:
             if world not in gone:
@@ -86,6 +86,7 @@ class Collector:
         return self._known[seen]
 
     def take(self, report: Report) -> None:
+        """Take in a report of a worker of the current attempt."""
         rank = report.world.rank
         worker = self._workers[rank]
         for number, seen in report.seen.items():
@@ -97,18 +98,18 @@ class Collector:
         self._through[rank] = report.through
 
     def rows_of(self, rank: int, run: Run) -> int:
-        """Rows of a run that `rank` of the current attempt has reported."""
+        """The number of rows in a run that `rank` of the current attempt reported."""
         return run.num_steps * self.seen[self._numbers[self._workers[rank], run.seen]].rows
 
     def emit(self) -> None:
-        """Pass on all steps that every worker is through with."""
+        """Pass on all steps that every worker has finished."""
         ready = min(self._through.values(), default=-1)
         if ready > self._emitted:
             self._emit(ready)
             self._emitted = ready
 
     def pending(self) -> Rows | None:
-        """What was reported and not passed on yet, if anything; it stays."""
+        """The reports that are not passed on yet, None if there are none; they stay pending."""
         held = [(worker, run) for worker, pending in self._pending.items() for run in pending]
         if not held:
             return None
@@ -116,7 +117,7 @@ class Collector:
         return rows.where(rows.step > self._emitted)
 
     def close(self) -> None:
-        """Pass on everything, also steps that some worker never came through."""
+        """Pass on everything, also steps that some workers have not finished."""
         self._emit(1 << 62)
 
     def _emit(self, through: int) -> None:
@@ -152,7 +153,7 @@ def _take_through(pending: deque[Run], through: int) -> list[Run]:
 
 
 class ReportFile:
-    """Shard reports as a Parquet file of one row each, written by blocks."""
+    """A Parquet file with one row for each shard report, written block by block."""
 
     SCHEMA = pa.schema(
         [
@@ -174,7 +175,7 @@ class ReportFile:
         self._rows = 0
 
     def write(self, collector: Collector, rows: Rows) -> pa.Table:
-        """Write rows of a collector's; the table that they are."""
+        """Write a collector's rows; return them as a table."""
         block = table_of(collector, rows)
         self._blocks.append(block)
         self._rows += len(rows)
@@ -183,6 +184,7 @@ class ReportFile:
         return block
 
     def close(self) -> None:
+        """Write the remaining reports and finish the file."""
         if self._blocks:
             self._write_group()
         self._writer.close()
@@ -193,7 +195,7 @@ class ReportFile:
 
 
 def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
-    """The shard reports of a file that ReportFile wrote, in the order of step and shard."""
+    """Read the shard reports of a ReportFile, ordered by step and shard."""
     decoded: dict[str, Any] = {}
     for batch in file.iter_batches():
         for row in batch.to_pylist():
@@ -206,7 +208,7 @@ def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
 
 
 def read_runs(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, Run]]:
-    """The reports of the steps and shards that are done, as runs, ordered by first step."""
+    """Read a file's reports of the steps and shards in `done`, as runs ordered by first step."""
     runs: list[tuple[World, Seen, int, int, list[float]]] = []
     last: dict[tuple[World, int], int] = {}
     for row in (row for batch in file.iter_batches() for row in batch.to_pylist()):
@@ -228,7 +230,7 @@ def read_runs(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, Run]]
 
 
 def _split_run(run: Run, step: int) -> tuple[Run, Run | None]:
-    """The part of a run before `step`, and the rest."""
+    """Split a run at `step`: the steps before it, and the rest, None if there is none."""
     count = step - run.first_step
     if count >= run.num_steps:
         return run, None
@@ -241,7 +243,7 @@ def _split_run(run: Run, step: int) -> tuple[Run, Run | None]:
 
 
 def _fold(pending: deque[Run]) -> deque[Run]:
-    """The same runs with one mean time each, equal neighbours of a shard joined."""
+    """Reduce each run's times to their mean, and join consecutive runs of a shard with the same sizes."""
     last: dict[int, Run] = {}
     folded: list[Run] = []
     for run in pending:
@@ -258,7 +260,7 @@ def _fold(pending: deque[Run]) -> deque[Run]:
 
 
 def _expand(taken: Sequence[tuple[int, Run]]) -> Rows:
-    """One row for each step of each run, ordered, the newest worker's row where a step was run twice."""
+    """One row for each step of each run, ordered; of a step that was run twice, the newest worker's row."""
     counts = np.array([run.num_steps for _, run in taken], np.int64)
     starts = np.cumsum(counts) - counts
     step = np.arange(counts.sum()) + np.repeat(
@@ -280,7 +282,7 @@ def _expand(taken: Sequence[tuple[int, Run]]) -> Rows:
 
 
 def table_of(collector: Collector, rows: Rows) -> pa.Table:
-    """Shard reports as a table of ReportFile's columns."""
+    """Shard reports as a table with ReportFile's columns."""
     world_numbers, world = np.unique(rows.world, return_inverse=True)
     seen_numbers, seen = np.unique(rows.seen, return_inverse=True)
     worlds = [collector.worlds[number] for number in world_numbers.tolist()]

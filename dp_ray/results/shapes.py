@@ -1,4 +1,4 @@
-"""What a shard's model really saw, by hooks on the model itself, and how it is written down."""
+"""The sizes of each shard's inputs and outputs, measured by hooks on the model, and how they are written."""
 
 import dataclasses
 import json
@@ -18,8 +18,8 @@ from dp_ray.tensors.scatter import num_rows
 class ShardReport:
     """One shard of one step, as its worker's model saw it.
 
-    `input_size` and `output_size` hold a torch.Size at each tensor of the model's own nesting;
-    `milliseconds` is the forward's time on the host clock (on a GPU, that of launching it).
+    `input_size` and `output_size` are nested like the model's inputs and outputs, with a torch.Size for each tensor.
+    `milliseconds` is the forward's time on the host clock; on a GPU, the time to launch it.
     """
 
     step: int
@@ -34,7 +34,7 @@ class ShardReport:
 
 
 class Seen(NamedTuple):
-    """Sizes as JSON text, and the rows of the inputs."""
+    """The sizes as JSON text, and the number of rows of the inputs."""
 
     input_size: str
     output_size: str
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 
 
 class Probe:
-    """Sees what goes into a module and what comes out, by hooks on the module itself."""
+    """Measures the sizes of a module's inputs and outputs with hooks on the module."""
 
     def __init__(self, model: nn.Module, batch_dim: int = 0) -> None:
         self.batch_dim = batch_dim
@@ -69,7 +69,7 @@ class Probe:
         return self._seen is not None
 
     def take(self) -> tuple[Seen, float]:
-        """What the last forward saw, and its milliseconds; ModelError where the module was not called."""
+        """The last forward's sizes and milliseconds; raises ModelError if the module was not called."""
         seen, self._seen = self._seen, None
         if seen is None:
             raise ModelError("the model's forward was not called, so nobody saw what it got")
@@ -82,7 +82,7 @@ class Probe:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._depth -= 1
-        if self._depth:  # a model that calls itself: the outermost call is the shard's
+        if self._depth:  # the model calls itself: only the outermost call counts
             return
         self._milliseconds = (time.perf_counter() - self._started) * 1e3
         inputs = _as_called(args, kwargs)
@@ -99,7 +99,7 @@ class Probe:
 
 
 def shape_lines(reports: Sequence[tuple[Any, Any]], batch_dim: int) -> Iterator[str]:
-    """The tutorial's lines of one step: one for each shard's (input, output) sizes, then the merged one."""
+    """The `--shapes` lines of one step: one for each shard's (input, output) sizes, then one for the merged sizes."""
     for input_size, output_size in reports:
         yield f"\tIn Model: input size {input_size} output size {output_size}"
     inputs = _sum_rows([input_size for input_size, _ in reports], batch_dim)
@@ -108,12 +108,12 @@ def shape_lines(reports: Sequence[tuple[Any, Any]], batch_dim: int) -> Iterator[
 
 
 def encode_sizes(tree: Any) -> str:
-    """Sizes as JSON: a tensor's as a list of numbers, those of a tuple or list as a list of what it holds."""
+    """Sizes as JSON: a list of numbers for a tensor, a list of its items' sizes for a tuple or list."""
     return json.dumps(_plain(sizes(tree)))
 
 
 def decode_sizes(text: str) -> Any:
-    """The inverse of `encode_sizes`, with torch.Size for tensors, tuples for sequences, dicts for mappings."""
+    """The inverse of `encode_sizes`: torch.Size for tensors, tuples for sequences, dicts for mappings."""
     return _sized(json.loads(text))
 
 
@@ -154,7 +154,7 @@ def _nested_alike(first: Any, other: Any) -> bool:
 
 
 def _sum_rows(many: Sequence[Any], batch_dim: int) -> Any:
-    """The sizes of the shards' concatenation."""
+    """The sizes of the concatenated shards."""
     first = many[0]
     if any(not _nested_alike(first, other) for other in many):
         return "(not nested alike on all shards)"

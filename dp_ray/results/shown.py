@@ -1,4 +1,4 @@
-"""How people are shown what a run gave: paths, numbers, a table."""
+"""Formats a result for people: paths, numbers, tables."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,18 +13,18 @@ WIDTH = 16
 
 
 def relative(path: str) -> str:
-    """A path from the folder in which we stand, where it is below that; else, and a URL, as it is."""
+    """A path below the working directory, relative to it; any other path or URL unchanged."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if "://" not in path and Path(path).is_relative_to(here) else path
 
 
 def measured(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The metrics in six digits, without those that `verify` takes for itself."""
+    """The metrics in six digits, without those that `verify` adds."""
     return {name: f"{value:.6g}" for name, value in metrics.items() if not is_inner(name)}
 
 
 def shown(values: Mapping[str, Any]) -> dict[str, str]:
-    """The values of a `result.json` for reading; `metrics` has a line for each, and `-` is nothing."""
+    """The values of a `result.json` as text; `metrics` has a line for each metric, and `-` means no value."""
     found = {key: _plainly(value) for key, value in values.items() if key != "total_steps"}
     found |= {key: relative(values[key]) for key in PATHS if values[key]}
     found["steps"] = _steps(values["total_steps"], values["steps"], values["epochs"])
@@ -37,19 +37,19 @@ def shown(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def listed(found: Mapping[str, str]) -> str:
-    """A line for each key and its value; further lines of a value stand below its first."""
+    """One line for each key and value; a value's further lines are indented below its first."""
     indent = "\n" + " " * WIDTH
     return "\n".join(f"{key:{WIDTH}}{value}".replace("\n", indent) for key, value in found.items())
 
 
 def as_html(found: Mapping[str, str]) -> str:
-    """The same as HTML."""
+    """The keys and values as an HTML table."""
     rows = [f"<tr><th>{escape(key)}</th><td>{_html(value)}</td></tr>" for key, value in found.items()]
     return f"<table>{''.join(rows)}</table>"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of as many cells each, as text whose columns stand below one another."""
+    """Rows with the same number of cells, as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A list of rows that shows itself as a table, and goes to pandas."""
+"""A list of rows that prints as a table and converts to pandas."""
 
 import importlib
 import itertools
@@ -11,15 +11,15 @@ from dp_ray.results.shown import aligned
 if TYPE_CHECKING:
     import pandas
 
-ENDS = 5  # rows shown of the start, and of the end
+ENDS = 5  # rows shown at the start, and at the end
 T = TypeVar("T")
 
 
 class Table(list[T]):
-    """Rows, dicts or dataclasses, as a list in all that a list does; only its looks are a table's."""
+    """A list of rows, which are dicts or dataclasses, that prints as a table."""
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A DataFrame with a column for each key or field; ImportError where pandas is not installed."""
+        """A DataFrame with a column for each key or field; raises ImportError if pandas is not installed."""
         try:
             frame: type[pandas.DataFrame] = importlib.import_module("pandas").DataFrame
         except ImportError:

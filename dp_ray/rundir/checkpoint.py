@@ -1,7 +1,7 @@
-"""What a training is, between two steps: written in the background, read back anywhere, without unpickling.
+"""Checkpoints: the state of a training between two steps, written in the background and read without unpickling.
 
 A checkpoint is one safetensors file, `checkpoints/step-N.safetensors`, for N steps done: model, optimizer, scheduler,
-scaler, and running metrics. All workers hold the same state, so rank 0 writes it and nobody waits for anybody.
+scaler, and running metrics. All workers hold the same state, so rank 0 writes it and no worker waits for another.
 """
 
 import json
@@ -26,7 +26,7 @@ NAME = re.compile(r"step-(\d+)\.safetensors")
 
 @dataclass
 class TrainState:
-    """What is known of the training at a step: `step` steps are done, `measured` holds the last evaluation."""
+    """The running values of a training: `step` steps are done; `measured` holds the last evaluation."""
 
     step: int = 0
     epoch_loss: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum and weight since the epoch's start
@@ -34,21 +34,22 @@ class TrainState:
     _unread: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
     best: float | None = None
     best_step: int | None = None
-    best_by: list[str] = field(default_factory=list)  # the metric and the mode of which that is the best
+    best_by: list[str] = field(default_factory=list)  # the metric and the mode that `best` refers to
 
     def add(self, totals: torch.Tensor) -> None:
-        """Count a step's loss, sum and weight, without waiting for the device."""
+        """Add a step's loss, as sum and weight, without waiting for the device."""
         self._unread.append(totals)
         if len(self._unread) >= 256:
             self._read()
 
     def end_epoch(self) -> float:
-        """The epoch's mean loss; the next one begins."""
+        """Return the epoch's mean loss and begin the next epoch."""
         self._read()
         (total, weight), self.epoch_loss = self.epoch_loss, [0.0, 0.0]
         return total / weight if weight else float("nan")
 
     def to_json(self) -> dict[str, Any]:
+        """The values as a checkpoint holds them."""
         self._read()
         return {name.name: getattr(self, name.name) for name in fields(self) if name.init}
 
@@ -59,27 +60,28 @@ class TrainState:
 
 
 def name_of(step: int) -> str:
+    """The file name of the checkpoint after `step` steps."""
     return f"step-{step}.safetensors"
 
 
 def steps_of(checkpoints: Storage) -> list[int]:
-    """The steps at which there are checkpoints, in order."""
+    """The steps of the checkpoints in a folder, in order."""
     found = (NAME.fullmatch(name) for name in checkpoints.names())
     return sorted(int(match[1]) for match in found if match)
 
 
 def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A state_dict, of any nesting, as plain JSON and the tensors that it refers to by their paths.
+    """Split a state_dict of any nesting into plain JSON and its tensors, which the JSON names by their paths.
 
-    Raises ModelError, naming the path, for what is neither a tensor that can be written nor a plain value.
-    `unpack` is the inverse; tensors keep their strides.
+    `unpack` is the inverse; tensors keep their strides. Raises ModelError, which names the path, for a value that is
+    neither plain nor a tensor that can be written.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _pack(state, "", tensors), tensors
 
 
 def unpack(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """What `pack` took apart."""
+    """The inverse of `pack`."""
     if not isinstance(plain, dict):
         return plain
     (kind, value), *more = plain.items()
@@ -99,7 +101,7 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         inner = [value._indices(), value._values(), list(value.shape), value.is_coalesced()]
         return {"sparse": [_pack(one, f"{path}.{number}", tensors) for number, one in enumerate(inner)]}
     if isinstance(value, torch.Tensor):
-        while path in tensors:  # keys with dots in them may look like a nesting
+        while path in tensors:  # a key with dots may collide with a nested path
             path += "'"
         check_dtype(path, value)
         tensors[path] = value
@@ -129,10 +131,10 @@ def _plain(value: Any, path: str) -> Any:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background, keeps the newest `keep` and the best.
+    """Writes checkpoints in the background; keeps the newest `keep` and the best.
 
-    `passed_over` are the steps of those that could not be resumed: they do not count among the newest, and are
-    removed when a good one is written.
+    `passed_over` are the steps of checkpoints that could not be resumed. They do not count as the newest, and are
+    removed once the next checkpoint is written.
     """
 
     def __init__(self, checkpoints: Storage, keep: int, passed_over: Collection[int] = ()) -> None:
@@ -142,10 +144,11 @@ class CheckpointWriter:
         self._staged: dict[str, torch.Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self.seconds = 0.0  # that all writing took so far
+        self.seconds = 0.0  # spent in the background so far
 
     @property
     def is_writing(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
         return self._writing is not None and not self._writing.done()
 
     def save(
@@ -156,9 +159,9 @@ class CheckpointWriter:
         best_step: int | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy the state, and write it while the training goes on; `before` is called there first.
+        """Copy the state, then write it in the background; `before` is called there first.
 
-        Raises what writing the last one raised.
+        Waits for the previous write, and re-raises its error.
         """
         self.wait()
         plain, tensors = pack(state)
@@ -168,16 +171,17 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, step, text, best_step, before)
 
     def wait(self) -> None:
-        """Wait for the file that is being written; StorageError where that failed."""
+        """Wait for the file that is being written; re-raises the write's error, such as a StorageError."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
     def close(self) -> None:
+        """Wait for the write in progress and end the thread; the write's error is not raised here."""
         self._thread.shutdown()
 
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy to memory that is kept from one time to the next: fresh pages cost more than the copy."""
+        """Copy the tensors to memory that is reused, because fresh pages cost more than the copy."""
         staged = {}
         for key, tensor in tensors.items():
             kept = self._staged.get(key)
@@ -201,9 +205,9 @@ class CheckpointWriter:
 def newest(
     checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], tell: Callable[[str], None]
 ) -> tuple[str, dict[str, Any], Any] | None:
-    """The newest checkpoint that is whole and that `fits`: its name, what it says of itself, its state.
+    """The newest undamaged checkpoint that fits the job: its name, its description and its state; None if none does.
 
-    Those that are passed over are told.
+    `fits` returns None, or why a checkpoint does not fit. `tell` reports each checkpoint that is ignored.
     """
     for step in reversed(steps_of(checkpoints)):
         name = name_of(step)
@@ -219,12 +223,12 @@ def newest(
 
 
 def load(storage: Storage, name: str) -> tuple[dict[str, Any], Any]:
-    """What a checkpoint says about itself, and the state in it; StorageError where it is damaged or none."""
+    """Read a checkpoint: its description and its state; raises StorageError if it is damaged or no checkpoint."""
     return parse(storage.read_bytes(name), f"{storage}/{name}")
 
 
 def parse(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
-    """What `load` gives, of a checkpoint's bytes; `where` names the file in errors."""
+    """Parse a checkpoint's bytes as `load` does; `where` names the file in errors."""
     tensors, text = parse_tensors(data, where)
     try:
         about = dict(json.loads(text))

@@ -1,4 +1,4 @@
-"""The run directory: who may use it, and what it holds from one run of a job to the next."""
+"""Claims a run directory for a driver, and decides whether its run can be resumed."""
 
 import json
 import os
@@ -23,10 +23,10 @@ from dp_ray.storage import Storage
 
 @dataclass(frozen=True)
 class RunDir:
-    """A claimed run directory; `token` is what this driver wrote there, `is_resumed` whether it held work.
+    """A claimed run directory; `token` identifies this driver's claim, `is_resumed` says whether it resumes a run.
 
-    `lengths` says by what a training is longer or shorter now.
-    Each file that is committed to `storage` raises StorageError if another driver has claimed the directory since.
+    `lengths` says which keys make a training longer or shorter than before.
+    Committing a file to `storage` raises StorageError if another driver has claimed the directory since.
     """
 
     storage: Storage
@@ -43,12 +43,13 @@ def claim(
     steps: int | None = None,
     resume: bool = False,
 ) -> RunDir:
-    """Make STORAGE/NAME this run's, or carry on the unfinished run of the same job that it holds.
+    """Claim STORAGE/NAME for a new run, or to resume the unfinished run of the same job in it.
 
-    `rows` are the lengths of its datasets, by their keys: part of what the job is. `steps` are all its steps: a
-    finished training that has more of them now goes on. `resume` says that Python objects are those of the run.
-    Raises JobError where it holds a finished run, a run of a different job, or no run at all; and where the file that
-    `init_from` names, or with which the run began, is not there.
+    `rows` are the lengths of the datasets, by their keys; a run with other lengths counts as a different job. `steps`
+    is the total number of steps: a finished training is resumed if it has more steps now. `resume` says that the
+    job's Python objects are those of the run.
+    Raises JobError if the directory holds a finished run, a run of a different job, or files of no run. Raises it too
+    if the file that `init_from` names, or with which the run began, is missing.
     """
     storage = base.child(job.run_name)
     token = uuid.uuid4().hex
@@ -62,7 +63,7 @@ def claim(
     if is_resumed and is_finished(storage):
         _reopen(storage)
     if is_resumed:
-        storage.delete(RESULT)  # the last driver's: this one's would be taken for it, if it were killed
+        storage.delete(RESULT)  # if this driver is killed, the last driver's result must not pass for its own
     if overwrite:
         storage.remove()
     storage.create()
@@ -73,9 +74,9 @@ def claim(
 
 
 def with_shards_of_run(job: Job, base: Storage) -> Job:
-    """The job with the shards that the run in STORAGE/NAME began with, where the job itself sets none.
+    """The job with the number of shards with which the run in STORAGE/NAME began, if the job sets none.
 
-    A shard is one worker's, so there are as many workers as shards at most.
+    Each shard goes to one worker, so the number of workers is capped at the number of shards.
     """
     storage = base.child(job.run_name)
     shards = read_claim(storage).get("job", {}).get("shards")
@@ -93,13 +94,13 @@ def is_ours(claimed: RunDir) -> bool:
 
 
 def check_ours(claimed: RunDir) -> None:
-    """Raise StorageError where another driver has claimed the run directory since: what is there is its own."""
+    """Raise StorageError if another driver has claimed the run directory since: its files are that driver's now."""
     if not is_ours(claimed):
         raise StorageError(f"{claimed.storage} was taken over by another driver, which was started after this one")
 
 
 def check_shared(run: Storage, token: str, who: str) -> None:
-    """Raise StorageError unless this process sees the very directory that the driver claimed."""
+    """Raise StorageError unless this process sees the same directory that the driver claimed."""
     seen = read_claim(run).get("token")
     if seen != token:
         what = "cannot see" if seen is None else "sees another run's in place of"
@@ -110,12 +111,15 @@ def check_shared(run: Storage, token: str, who: str) -> None:
 
 
 def base_storage(job: Job) -> Storage:
-    """The job's storage; in a Ray job, whose working directory is a copy that Ray removes, under the home."""
+    """The job's storage, as `located` finds it."""
     return located(job.storage)
 
 
 def located(location: str) -> Storage:
-    """A folder of runs, or what is in one, where all workers find it."""
+    """A folder of runs, or a path in one, where all workers find it.
+
+    In a submitted Ray job, a relative path is below the home directory: Ray removes the copied working directory.
+    """
     if "://" in location or Path(location).is_absolute() or not _in_shipped_folder():
         return Storage(location)
     return Storage(str(Path.home() / location))
@@ -142,7 +146,7 @@ def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int], ste
 
 
 def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) -> str:
-    """Why the run cannot go on to have this many steps."""
+    """Why the run cannot be resumed with this many steps; empty if it can."""
     kept = steps_of(storage.child(CHECKPOINTS)) if job.task == "train" else []
     done = max(kept, default=0)
     if steps is not None and steps < done:
@@ -157,26 +161,26 @@ def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) 
 
 
 def _lengths(claimed: dict[str, Any], job: Job) -> str:
-    """By which keys a training is longer or shorter than the run was: `epochs: 2 before, 4 now`."""
+    """The keys that make a training longer or shorter than the run was: `epochs: 2 before, 4 now`."""
     there, here = claimed.get("job", {}), dict(job)
     keys = [key for key in job.LENGTHS if job.task == "train" and there.get(key) != here[key]]
     return "; ".join(f"{key}: {there.get(key) or 'none'} before, {here[key] or 'none'} now" for key in keys)
 
 
 def is_finished(storage: Storage) -> bool:
-    """Whether a run directory holds a run that has come to its end."""
+    """Whether a run directory holds a finished run."""
     return storage.exists(RESULT) and _read(storage, RESULT).get("status") == "done"
 
 
 def _reopen(storage: Storage) -> None:
-    """Make a finished training one that goes on from its last checkpoint; done again, it comes to the same."""
+    """Turn a finished training into one that resumes from its last checkpoint; calling it twice changes nothing."""
     unmerge_history(storage, steps_of(storage.child(CHECKPOINTS)))
     read_incidents(storage, RESULT).save(storage)
 
 
 def _check_start(job: Job, storage: Storage, is_resumed: bool) -> None:
     if job.init_from is None or (job.task == "train" and is_resumed and steps_of(storage.child(CHECKPOINTS))):
-        return  # a training goes on from its own checkpoint
+        return  # a training resumes from its own checkpoint
     if is_resumed:
         check_start(storage, job.init_from)
     else:
@@ -184,7 +188,7 @@ def _check_start(job: Job, storage: Storage, is_resumed: bool) -> None:
 
 
 def _other_job(claimed: dict[str, Any], job: Job) -> str:
-    """By which keys the job that made the run is a different one."""
+    """The keys in which the run's job differs from this one; empty if it is the same job."""
     if job.has_fingerprint(claimed.get("fingerprint")):
         return ""
     there, here = claimed.get("job", {}), json.loads(json.dumps(job.describe(), default=str))
@@ -194,7 +198,7 @@ def _other_job(claimed: dict[str, Any], job: Job) -> str:
 
 
 def _other_rows(there: Mapping[str, int], here: Mapping[str, int]) -> str:
-    """The datasets whose length has changed since the run began."""
+    """The datasets whose length has changed since the run began; empty if none has."""
     keys = [key for key in here if there.get(key, here[key]) != here[key]]
     return "; ".join(f"{key}: {there[key]} rows there, {here[key]} rows here" for key in keys)
 
@@ -205,7 +209,7 @@ def _check_is_run(storage: Storage) -> None:
 
 
 def read_claim(storage: Storage) -> dict[str, Any]:
-    """What the newest driver wrote down when it claimed a run directory; nothing where there is no run."""
+    """What the newest driver wrote when it claimed the run directory; empty if there is no run."""
     return _read(storage, RUN) if storage.exists(RUN) else {}
 
 

@@ -1,8 +1,8 @@
-"""What a run directory holds that cost time, in words: each advice that names `--overwrite` says what it deletes."""
+"""Names the work in a run directory, so that each advice to use `--overwrite` says what it deletes."""
 
 from dp_ray.storage import Storage
 
-COUNTED = {"checkpoints": "checkpoint", "parts": "part of the outputs"}  # folders, and what each file in them is
+COUNTED = {"checkpoints": "checkpoint", "parts": "part of the outputs"}  # folder: what one file in it is
 NAMED = {
     "history": "history",
     "metrics.parquet": "history",
@@ -12,12 +12,12 @@ NAMED = {
 
 
 def replacing(run: Storage) -> str:
-    """The flag that replaces a run, and what is lost by it: `... which deletes its 3 checkpoints and history`."""
+    """The flag that replaces a run, and what it deletes: `... which deletes its 3 checkpoints and history`."""
     return f"(--overwrite, overwrite=True), which deletes {holdings(run)}"
 
 
 def holdings(run: Storage) -> str:
-    """`its 3 checkpoints and history`."""
+    """What a run directory holds, in words: `its 3 checkpoints and history`."""
     counts = {noun: len(run.child(folder).names()) for folder, noun in COUNTED.items()}
     counted = [f"{count} {_plural(noun, count)}" for noun, count in counts.items() if count]
     named = [noun for name, noun in NAMED.items() if run.exists(name) or run.child(name).names()]

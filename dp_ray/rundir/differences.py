@@ -7,7 +7,9 @@ NOT_SET = object()
 
 
 def differences(there: Any, here: Any, path: str = "") -> Iterator[str]:
-    """One text for each value that differs: `optimizer.args.lr: 0.003 there, 0.01 here`; never a whole mapping.
+    """One text for each value that differs: `optimizer.args.lr: 0.003 there, 0.01 here`.
+
+    A mapping on one side only is named by its target, or called "set"; its values are not listed.
 
     >>> list(differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "d": 3}}))
     ['a.c: 2 there, not set here', 'a.d: not set there, 3 here']
@@ -27,7 +29,7 @@ def _inside(path: str, key: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value in a few words; a mapping by its target, if it is one."""
+    """A value in a few words; a mapping by its target, if it has one."""
     if value is NOT_SET:
         return "not set"
     if isinstance(value, dict):

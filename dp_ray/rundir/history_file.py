@@ -1,4 +1,4 @@
-"""A training's history as files: pieces that end at checkpoints, and `metrics.parquet`, which they are merged to."""
+"""A training's history as files: pieces that end at checkpoints, which are merged into `metrics.parquet`."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -18,17 +18,17 @@ SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 
 
 def forget(folder: Storage, step: int) -> None:
-    """Remove what an earlier attempt wrote of `step` and later ones: they will be run again."""
+    """Remove the pieces with `step` or later steps, which an earlier attempt wrote and which are run again."""
     for name, _, end in _segments(folder):
         if end > step:
             folder.delete(name)
 
 
 def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> None:
-    """Merge all pieces to `metrics.parquet`; StorageError unless they hold each step from `start` on once.
+    """Merge all pieces into `metrics.parquet`; raises StorageError unless they hold each step from `start` on once.
 
-    The elements of a vector are columns from the piece in which they were first measured on; the metric's own
-    name is no column then.
+    The elements of a vector metric are columns from the piece of their first measurement on; the metric's own name is
+    no column then.
     """
     tables, at = [], start
     for name, first, end in _segments(folder):
@@ -46,9 +46,9 @@ def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> 
 
 
 def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
-    """Cut `metrics.parquet` into pieces again, which end at the checkpoints: from any of them it can go on.
+    """Cut `metrics.parquet` into pieces that end at the checkpoints, so that a training can resume from any of them.
 
-    It undoes `merge_history`; the merged file stays.
+    This undoes `merge_history`; the merged file stays.
     """
     with run.open(METRICS) as stream:
         table = pq.read_table(stream)
@@ -62,13 +62,13 @@ def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
 
 
 def read_history(run: Storage) -> Iterator[dict[str, Any]]:
-    """The rows of `metrics.parquet`, step by step."""
+    """Read the rows of `metrics.parquet`, in the order of steps."""
     with run.open(METRICS) as stream:
         yield from pq.read_table(stream).to_pylist()
 
 
 def summary(run: Storage) -> dict[str, float]:
-    """The last number in each column, of what is measured: loss, metrics, epoch_loss, eval_..."""
+    """The last value of each measured column: loss, metrics, epoch_loss, eval_..."""
     with run.open(METRICS) as stream:
         table = pq.read_table(stream)
     not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", "rows_per_second"}
@@ -77,7 +77,7 @@ def summary(run: Storage) -> dict[str, float]:
 
 
 def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict[str, Any] | None:
-    """The first kept checkpoint at which an evaluated metric was at its best: metric, value, and steps done."""
+    """The first kept checkpoint with the best value of an evaluated metric: metric, value, and steps done."""
     measured = [(row[metric], row["step"] + 1) for row in read_history(run) if row.get(metric) is not None]
     measured = [(value, step) for value, step in measured if value == value and step in kept]
     if not measured:
@@ -94,5 +94,6 @@ def _segments(folder: Storage) -> list[tuple[str, int, int]]:
 
 
 def write_piece(storage: Storage, name: str, table: pa.Table) -> None:
+    """Write a table as a Parquet file, atomically."""
     with storage.writing(name) as stream:
         pq.write_table(table, stream)

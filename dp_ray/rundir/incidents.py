@@ -1,4 +1,4 @@
-"""What interrupted a run: kept beside it while it runs, so that a driver that takes over knows of it too."""
+"""The interruptions of a run, kept in its directory while it runs, so that the next driver knows them too."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -12,12 +12,12 @@ INCIDENTS = "story.json"
 
 @dataclass(frozen=True)
 class Interruption:
-    """One time that the workers were replaced.
+    """The end of an attempt before the job was done.
 
-    `kind` is worker (a process was lost), node, network, hang, error (of the user's code, which may pass),
-    preemption, resize or driver; `ranks` and `nodes` those that were lost. `step` was being run, or was next when a
-    driver ended; the next attempt went on from `resumed_step`, `seconds` after the last step was done (None: there
-    was none, or nobody knows).
+    `kind` is worker (a process was lost), node, network, hang, error (in the user's code, perhaps transient),
+    preemption, resize or driver. `ranks` and `nodes` are those that were lost. `step` is the step that was running;
+    for a driver's end, the step that was next. The next attempt resumed from `resumed_step`, None if there was none.
+    `seconds` is the time from the last finished step to the resumption, None if unknown.
     """
 
     kind: str
@@ -30,12 +30,12 @@ class Interruption:
 
     def __str__(self) -> str:
         where = f" (rank {', '.join(map(str, self.ranks))} on {', '.join(self.nodes)})" if self.ranks else ""
-        when = "" if self.kind == "driver" else f", in step {self.step}"  # that of a driver's end stands in `what`
+        when = "" if self.kind == "driver" else f", in step {self.step}"  # for a driver's end, `what` names the step
         return f"{self.kind}: {self.what}{where}{when}"
 
     @property
     def resumption(self) -> str:
-        """How it went on."""
+        """How the run was resumed, for people: from which step, after how long, how many steps are repeated."""
         if self.resumed_step is None:
             return "not resumed"
         again = f", {self.step - self.resumed_step} steps again" if self.step > self.resumed_step else ""
@@ -45,45 +45,50 @@ class Interruption:
 
 @dataclass(frozen=True)
 class IncidentLog:
-    """The workers of each attempt so far, in order, and what lay between them."""
+    """The number of workers of each attempt so far, in order, and the interruptions between them."""
 
     world_sizes: tuple[int, ...] = ()
     interruptions: tuple[Interruption, ...] = field(default=())
 
     def begun(self, world_size: int) -> "IncidentLog":
+        """The log after an attempt with this many workers has begun."""
         return replace(self, world_sizes=(*self.world_sizes, world_size))
 
     def interrupted(self, by: Interruption) -> "IncidentLog":
+        """The log after an interruption."""
         return replace(self, interruptions=(*self.interruptions, by))
 
     def resumed(self, step: int, seconds: float | None) -> "IncidentLog":
-        """The last interruption is over."""
+        """The log after the run has resumed from `step`, `seconds` after the last finished step."""
         *before, last = self.interruptions
-        # What was kept may be further than what was heard of.
+        # More steps may be kept than the workers had reported.
         over = replace(last, step=max(last.step, step), resumed_step=step, seconds=seconds)
         return replace(self, interruptions=(*before, over))
 
     @property
     def driver_end(self) -> Interruption | None:
-        """How the last driver ended, if that is told and nothing was done since."""
+        """How the last driver ended, if the log has it and the run has not resumed since."""
         return self.interruptions[-1] if self.is_interrupted and self.interruptions[-1].kind == "driver" else None
 
     @property
     def is_interrupted(self) -> bool:
+        """Whether the run has not resumed since its last interruption."""
         return bool(self.interruptions) and self.interruptions[-1].resumed_step is None
 
     def to_json(self) -> dict[str, Any]:
+        """The log as JSON values."""
         told = [{**asdict(one), "ranks": list(one.ranks), "nodes": list(one.nodes)} for one in self.interruptions]
         return {"world_sizes": list(self.world_sizes), "interruptions": told}
 
     def save(self, run: Storage) -> None:
+        """Write the log to the run directory."""
         run.write_text(INCIDENTS, json.dumps(self.to_json(), indent=2) + "\n")
 
 
 def read_incidents(run: Storage, name: str = INCIDENTS) -> IncidentLog:
-    """What earlier drivers of the run told, in its log or in its result.
+    """The incidents that earlier drivers recorded, in the run's log or in its result (`name`).
 
-    It is none where the file is not there or is damaged: it is for reading only.
+    The log is empty if the file is missing or damaged: it only informs, so it stops no run.
     """
     try:
         if not run.exists(name):

@@ -1,4 +1,4 @@
-"""Who drives a run: a lease that its driver renews, so that a second one knows whether the first is alive."""
+"""The lease of a run: its driver renews it, so that a second driver knows whether the first is alive."""
 
 import json
 import threading
@@ -16,14 +16,14 @@ from dp_ray.system.process import Process, is_dead, machine, this_process
 
 LEASE = "lease.json"
 RENEW_SECONDS = 5.0
-TELL_SECONDS = 1.0  # between two looks at how far the run is, where a file costs next to nothing
+TELL_SECONDS = 1.0  # between two checks of the steps done, on local disks, where a write is cheap
 EXPIRE_SECONDS = 30.0
 LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Who drives, how often that was renewed, and how many steps the driver knew to be done by then."""
+    """The driver, its claim's token, the number of renewals, and the steps done at the last renewal."""
 
     driver: Process
     token: str
@@ -32,9 +32,10 @@ class Lease:
 
 
 def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
-    """Return once no other driver is at work in the run directory, with the lease of the last one if it was killed.
+    """Wait until no other driver is active in the run directory; return the last one's lease if it was killed.
 
-    Raises JobError as soon as one is known to be alive: at once on its own host, else when it renews its lease.
+    Raises JobError as soon as another driver is known to be alive: at once on the same host, else when it renews its
+    lease.
     """
     seen = _read(run)
     if seen is None or is_dead(seen.driver):
@@ -55,9 +56,9 @@ def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
 
 @contextmanager
 def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Hold the lease of a claimed run directory while the block runs; it is renewed in the background.
+    """Hold the lease of a claimed run directory while the block runs, and renew it in the background.
 
-    It holds how many steps are done, for whoever finds it after the driver was killed.
+    It records how many steps are done, for the next driver in case this one is killed.
     """
     ended = threading.Event()
     lease = Lease(this_process(), claimed.token)
@@ -72,7 +73,7 @@ def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator
                 continue
             due = time.monotonic() + RENEW_SECONDS
             renewed = replace(renewed, renewals=renewed.renewals + 1, step=step)
-            with suppress(StorageError):  # a full disk is for those to tell who keep what counts
+            with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
                 if not is_ours(claimed):
                     return
                 _write(claimed.storage, renewed)
@@ -90,7 +91,7 @@ def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator
 
 
 def last_alive(run: Storage) -> tuple[bool, datetime | None]:
-    """Whether a driver is at work in the run directory, as far as can be known, and when it was last heard of."""
+    """Whether a driver seems to be active in the run directory, and when it last wrote its lease."""
     lease, heard = _read(run), run.modified(LEASE)
     if lease is None or heard is None or is_dead(lease.driver):
         return False, heard
@@ -106,7 +107,7 @@ def _alive(run: Storage, lease: Lease) -> JobError:
 
 
 def _read(run: Storage) -> Lease | None:
-    """The lease that lies there; None where there is none, or a damaged one."""
+    """Read the run's lease; None if it is missing or damaged."""
     if not run.exists(LEASE):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Which parts count: those that were committed before the newest attempt began, and its own.
+"""The ledger: which parts count. These are the newest attempt's own, and those committed before it began.
 
 Rank 0 writes the ledger when an attempt begins. A worker of a superseded attempt may still be alive: cut off from the
-cluster, but not from the storage. What it commits from then on is in no ledger, and is never merged.
+cluster, but not from the storage. The parts that it commits from then on are in no ledger and are never merged.
 """
 
 import json
@@ -28,20 +28,21 @@ class Ledger(NamedTuple):
 
 
 def part_name(done: Range, attempt: str) -> str:
+    """The file name of an attempt's part with these steps and shards."""
     first, end, first_shard, end_shard = done
     name = f"steps-{first}-{end}-shards-{first_shard}-{end_shard}"
     return f"{name}-{attempt}.parquet" if attempt else f"{name}.parquet"
 
 
 def begin(run: Storage, attempt: str) -> Ledger:
-    """Close the last attempt's ledger and begin this one's."""
+    """Write the ledger of a new attempt, with the parts that count so far."""
     ledger = Ledger(attempt, committed(run))
     run.write_text(LEDGER, json.dumps(ledger._asdict()) + "\n")
     return ledger
 
 
 def read(run: Storage) -> Ledger:
-    """The newest attempt's ledger; StorageError where it is damaged."""
+    """Read the newest attempt's ledger, empty if there is none; raises StorageError if it is damaged."""
     if not run.exists(LEDGER):
         return Ledger("", [])
     try:
@@ -52,27 +53,27 @@ def read(run: Storage) -> Ledger:
 
 
 def committed(run: Storage) -> list[str]:
-    """The names of the parts that count, as they lie there now."""
+    """The names of the parts that count and are in the run directory now."""
     ledger = read(run)
     found = (PART_NAME.fullmatch(name) for name in run.child(PARTS).names())
     return [match[0] for match in found if match and ((match[5] or "") == ledger.attempt or match[0] in ledger.parts)]
 
 
 def done_ranges(names: list[str]) -> list[Range]:
-    """The steps and shards that parts hold."""
+    """The steps and shards that the parts with these names hold."""
     found = (PART_NAME.fullmatch(name) for name in names)
     return [Range(*map(int, match.groups()[:4])) for match in found if match]
 
 
 def check_newest(run: Storage, attempt: str) -> None:
-    """Raise StorageError where another attempt has begun since: what this one keeps would come between."""
+    """Raise StorageError if a newer attempt has begun, since this one's files would mix with its files."""
     newest = read(run).attempt
     if newest != attempt:
         raise StorageError(f"{run}: this worker belongs to an attempt that is superseded by a newer one")
 
 
 def begin_attempt(run: Storage) -> Ledger:
-    """This attempt's name, and the parts that count from before it: what rank 0 finds, on every rank."""
+    """Begin an attempt on rank 0; return its ledger on every rank."""
     attempt = uuid.uuid4().hex
     begun = begin(run, attempt) if is_rank_0() else None
     return Ledger(*json.loads(broadcast(json.dumps(begun))))

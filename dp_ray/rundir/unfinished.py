@@ -1,4 +1,4 @@
-"""What an unfinished run holds: how far it is, how its last attempt ended, and how to resume it."""
+"""The state of an unfinished run: how many steps are kept, how its last driver ended, and how to resume it."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -22,9 +22,9 @@ NAMED_BY_TIME = re.compile(r"run-\d{8}-\d{6}-\d{6}")
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run that has not come to its end, of which `step` of `steps` are kept; `status` is running or unfinished.
+    """An unfinished run: `step` of `steps` steps are kept; `status` is running or unfinished.
 
-    `has_result` tells whether its last driver left a `result.json`, as one does that was not killed.
+    `has_result` says whether its last driver left a `result.json`, which a killed driver does not.
     """
 
     status: str
@@ -47,11 +47,12 @@ class Unfinished:
         return f"{self.status}: {kept}, last alive {_clock(self.last_alive)}"
 
     def to_json(self) -> dict[str, Any]:
+        """The values for `dp-ray report --json`; the time as ISO 8601."""
         return {**asdict(self), "last_alive": self.last_alive and self.last_alive.isoformat()}
 
 
 def unfinished(location: str) -> Unfinished | None:
-    """What an unfinished run holds; None where there is a finished one, or none that tells its rows."""
+    """The unfinished run in a directory; None if the run is finished, or if no claim records its rows."""
     run = Storage(location)
     claimed = read_claim(run)
     rows = claimed.get("rows", {}).get("dataset")
@@ -73,7 +74,7 @@ def unfinished(location: str) -> Unfinished | None:
 
 
 def kept_steps(run: Storage, task: str, split: Split) -> int:
-    """How many steps from the first on need not be run again."""
+    """How many steps, counted from the first, need not run again."""
     if task == "train":
         return max(steps_of(run.child(CHECKPOINTS)), default=0)
     done = Done(ledger.done_ranges(ledger.committed(run)))
@@ -81,9 +82,9 @@ def kept_steps(run: Storage, task: str, split: Split) -> int:
 
 
 def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Interruption | None:
-    """How the last driver of a resumed run ended; None where none had workers yet.
+    """How the last driver of a resumed run ended; None if no driver had workers yet.
 
-    That of a driver which was killed, and left its lease, is told here for it.
+    A killed driver could not record its end, so it is recorded here, from the lease that it left.
     """
     incidents = read_incidents(run)
     if killed and incidents.world_sizes and not incidents.driver_end:
@@ -95,7 +96,7 @@ def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Inte
 
 
 def interruption(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
-    """What the user who stopped a run wants to know: after which step, and how to resume it."""
+    """The message for the user who stopped a run: after which step it stopped, and how to resume it."""
     if job.task == "evaluate":
         return "interrupted; an evaluation keeps nothing: it begins anew"
     kept = kept_steps(run, job.task, split)
@@ -112,13 +113,13 @@ def _again(job: Job, overwrite: bool) -> str:
 
 
 def _split_of(job: dict[str, Any], rows: int) -> Split:
-    """How a run cuts the rows of its dataset, by what it wrote down of its job."""
+    """How a run cuts the rows of its dataset, from the job in its run.json."""
     lengths = (job["epochs"], job["max_steps"]) if job["task"] == "train" else (1, None)
     return Split(rows, job["batch_size"], job["shards"], job["drop_last"], *lengths)
 
 
 def _clock(moment: datetime | None) -> str:
-    """A local time, with its day where that is not today."""
+    """A local time, with its date unless that is today."""
     if moment is None:
         return "at an unknown time"
     local = moment.astimezone()

@@ -1,8 +1,9 @@
-"""Weights that a model starts from: of a weights file, a checkpoint, or a run.
+"""The weights that a model starts from (`init_from`): those of a weights file, a checkpoint, or a run.
 
 What `init_from` names may change while a job runs: a run in training gets newer checkpoints and removes older ones.
-So the file and its hash are pinned in the run directory when the run begins, and only that file is ever loaded.
-On a disk that has hard links the run directory holds one to the file, which it outlives; elsewhere nothing is copied.
+So the file's name and hash are pinned in the run directory when the run begins, and only that file is ever loaded.
+On a disk with hard links the run directory holds a hard link, so the file survives its removal elsewhere. On other
+storage nothing is copied.
 """
 
 import hashlib
@@ -31,7 +32,10 @@ LINKS = "init_from"
 
 @dataclass(frozen=True)
 class Start:
-    """The file with which a run began: its folder in what `init_from` names ("" for that itself), name and hash."""
+    """The pinned file with which a run began: its name, its hash, and its folder relative to `init_from`.
+
+    `folder` is "" if the file is directly in the folder of `init_from`.
+    """
 
     folder: str
     name: str
@@ -39,13 +43,16 @@ class Start:
 
     @property
     def step(self) -> int:
-        """How many steps a checkpoint is on; weights alone are on none."""
+        """The steps done in a checkpoint; 0 for weights alone."""
         match = NAME.fullmatch(self.name)
         return int(match[1]) if match else 0
 
 
 def find_start(location: str) -> tuple[Storage, str, str]:
-    """What `init_from` names, and in it the folder and the name of the file: a run's last checkpoint, or weights."""
+    """The storage that `init_from` names, and the folder and name in it of the file to load.
+
+    In a run directory that is the newest checkpoint, else the weights. Raises JobError if there is no such file.
+    """
     storage, name = _split(location)
     if name:
         if not storage.exists(name):
@@ -61,7 +68,7 @@ def find_start(location: str) -> tuple[Storage, str, str]:
 
 
 def pinned(run: Storage) -> Start | None:
-    """The file with which a run began; None where none is pinned yet."""
+    """The file with which a run began; None if none is pinned yet."""
     if not run.exists(PIN):
         return None
     try:
@@ -71,7 +78,7 @@ def pinned(run: Storage) -> Start | None:
 
 
 def check_start(run: Storage, location: str) -> None:
-    """Raise JobError where `init_from` names nothing, or where the file with which a run began is gone."""
+    """Raise JobError if `init_from` names no weights, or if the file with which the run began is gone."""
     start = pinned(run)
     if start is None:
         find_start(location)
@@ -92,9 +99,9 @@ def pin_start(run: Storage, location: str) -> Start:
 
 
 def read_start(run: Storage, location: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The weights with which the run began, and where they are of a checkpoint, all of it: about and state.
+    """The weights with which the run began, and the whole checkpoint (about and state) if they come from one.
 
-    Raises JobError where the pinned file is gone, or is another by now.
+    Raises JobError if the pinned file is gone or has changed.
     """
     start = pin_start(run, location)
     storage, name = _file_of(run, location, start)
@@ -111,7 +118,7 @@ def read_start(run: Storage, location: str) -> tuple[dict[str, Any], dict[str, A
 
 
 def describe_start(run: Storage, location: str) -> str:
-    """One line on the file with which the run began, and on the best weights beside it."""
+    """One line that names the file with which the run began, and the best weights beside it."""
     start = pinned(run)
     assert start is not None
     storage = _split(location)[0]
@@ -127,7 +134,7 @@ def describe_start(run: Storage, location: str) -> str:
 
 
 def write_best(run: Storage, metric: str, value: float, step: int) -> None:
-    """Keep the weights of the best checkpoint, which is that after `step` steps, as a file of the bare module."""
+    """Write the weights of the best checkpoint, the one after `step` steps, as a weights file of the bare module."""
     model = load(run.child(CHECKPOINTS), name_of(step))[1]["model"]
     tensors = {name: one for name, one in model.items() if isinstance(one, torch.Tensor)}
     write_tensors(run, BEST, tensors, json.dumps({"metric": metric, "value": value, "step": step}))
@@ -140,7 +147,7 @@ def _told_best(storage: Storage, name: str) -> str:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
-    """Put weights into the bare module; ModelError names what is missing, left over or of another size."""
+    """Load weights into the bare module; raises ModelError, which names missing, unexpected and mis-sized tensors."""
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -148,7 +155,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
 
 
 def _split(location: str) -> tuple[Storage, str]:
-    """A folder, and the name of the file where `init_from` names one."""
+    """Split `init_from` into a folder and a file name, which is empty if it names a folder."""
     base, mark, query = location.partition("?") if "://" in location else (location, "", "")
     folder, _, name = base.rstrip("/").rpartition("/")
     is_file = name.endswith((".safetensors", *TORCH_FILES))
@@ -165,7 +172,7 @@ def _pin(run: Storage, location: str) -> Start:
 
 
 def _file_of(run: Storage, location: str, start: Start) -> tuple[Storage, str]:
-    """Where the pinned file is: in the run directory, or else where it was found."""
+    """Find the pinned file: in the run directory, else where it was found first; raises JobError if it is gone."""
     storage = _split(location)[0]
     for place in (run.child(LINKS), storage.child(start.folder) if start.folder else storage):
         if place.exists(start.name):

@@ -1,4 +1,4 @@
-"""Rank 0 keeps a training: its history, its checkpoints and the best of them."""
+"""Rank 0 writes a training's history and checkpoints, and tracks the best checkpoint."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -17,7 +17,7 @@ from dp_ray.task.pace import Pace
 
 
 class Checkpointer:
-    """Rank 0's books: the history, the checkpoints and the best of them."""
+    """Writes the history and the checkpoints, and tracks the best checkpoint; only rank 0 has one."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Checkpointer:
         self._history = History(
             run.child(HISTORY), split, names, ["epoch_loss", *job.eval_names], train_state.step, send
         )
-        pack(trainer.state_dict())  # what cannot be kept is said now, and not when hours of training are to be
+        pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._first = train_state.step
         kept = steps_of(run.child(CHECKPOINTS))
         self._writer = CheckpointWriter(
@@ -54,7 +54,8 @@ class Checkpointer:
         self._pace = Pace(job.checkpoint)
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
-        if step == self._first:  # optimizers make their state in the first step
+        """Add a finished step to the history, and save a checkpoint if one is due or `must_save` asks for it."""
+        if step == self._first:  # optimizers create their state in the first step
             _, tensors = pack(self._trainer.state_dict())
             self._pace.expect(sum(tensor.nbytes for tensor in tensors.values()))
         self._history.add(step, update, measured)
@@ -69,7 +70,7 @@ class Checkpointer:
             self.save()
 
     def save(self) -> None:
-        """Keep the state as it is now."""
+        """Save a checkpoint of the current state."""
         with self._pace.saving():
             self._save()
 
@@ -87,17 +88,18 @@ class Checkpointer:
         self._saved = self._train_state.step
 
     def finish(self) -> None:
-        """The training stops here: this is kept too."""
+        """Save the last step, unless it is saved, and wait until it is written."""
         if self._train_state.step != self._saved:
             self.save()
         self._writer.wait()
 
     def close(self) -> None:
+        """Send the remaining rows of the history, and end the writer."""
         self._history.flush()
         self._writer.close()
 
     def _begin_best(self, kept: Collection[int]) -> None:
-        """Go on with the best so far, if it is still asked for, by the same metric and mode, and still there."""
+        """Keep the best so far if its checkpoint exists and the job's metric and mode are the same; else reset it."""
         best, train_state = self._job.checkpoint.best, self._train_state
         by = [] if best is None else [best.metric, best.mode]
         if train_state.best_by != by or train_state.best_step not in kept:
@@ -117,7 +119,7 @@ class Checkpointer:
 
 
 def describe(job: Job, trainer: Trainer, split: Split, train_state: TrainState) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
+    """A checkpoint's description: the job's fingerprint, the cut, parameters, steps and running values."""
     return {
         "fingerprint": job.fingerprint(),
         "cut": cut_of(job, split),

@@ -9,19 +9,19 @@ from dp_ray.plan.split import Split
 
 
 def split_of(job: Job, dataset: Any) -> Split:
-    """How the job cuts its dataset, in all its epochs."""
+    """The split of the dataset into steps and shards, over all of the job's epochs."""
     cut = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
     is_train = job.task == "train"
     return dataclasses.replace(cut, epochs=job.epochs, max_steps=job.max_steps) if is_train else cut
 
 
 def cut_of(job: Job, split: Split) -> dict[str, Any]:
-    """What a step of the cursor means."""
+    """All that decides which samples a step holds; a checkpoint stores it."""
     keys = {"seed": job.seed, "shuffle": job.shuffle, "rows": split.rows, "batch_size": split.batch_size}
     return {**keys, "drop_last": split.drop_last}
 
 
 def check_cut(what: str, about: dict[str, Any], job: Job, split: Split, advice: str) -> None:
-    """Raise JobError where a checkpoint's steps are not those of this job."""
+    """Raise JobError if a checkpoint's steps hold other samples than this job's; the error names `what`."""
     if (there := about.get("cut")) != (here := cut_of(job, split)):
         raise JobError(f"{what} are others: {there} there, {here} here; {advice}")

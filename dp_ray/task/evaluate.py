@@ -1,4 +1,4 @@
-"""Measure a model over a whole dataset: one worker's part."""
+"""The task `evaluate`: one worker's part in measuring a model over a dataset."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ from dp_ray.task.train import seen
 def evaluate(
     job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
 ) -> None:
-    """Run this worker's shards of every step and tell the means over the whole dataset."""
+    """Run this worker's shards of every step; rank 0 sends the metrics over the whole dataset."""
     dataset = seeded_dataset(job, job.dataset_key)
     check_rows("dataset", len(dataset), rows_on_driver)
     model = started(job, world, run, send)
@@ -56,7 +56,7 @@ def evaluate(
 
 
 def started(job: Job, world: World, run: Storage, send: Send) -> nn.Module:
-    """The model with the weights to run, the same on every rank; weights that nobody trained are told."""
+    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights."""
     model = build_model(job, world.devices)
     if job.init_from is not None:
         load_weights(model, read_start(run, job.init_from)[0], job.init_from)

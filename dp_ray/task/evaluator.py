@@ -14,7 +14,7 @@ from dp_ray.task.step_control import StepControl
 
 
 class Evaluator:
-    """The evaluations of a training, at the steps that the job says and after the last."""
+    """Evaluates during a training: at the steps that the job sets, and after the last step."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Evaluator:
             self._split = Split(len(self._dataset), self._job.batch_size, job.num_shards)
 
     def is_due(self, split: Split, step: int) -> bool:
+        """Whether an evaluation is due after `step`."""
         if self._eval is None:
             return False
         if step + 1 == split.total_steps:
@@ -47,7 +48,7 @@ class Evaluator:
         return at_epoch or (self._eval.every_steps is not None and (step + 1) % self._eval.every_steps == 0)
 
     def after_step(self, split: Split, step: int) -> dict[str, float]:
-        """What was measured after `step`, by its names in the history; nothing where no evaluation is due."""
+        """Evaluate after `step` if that is due; return the metrics by their names in the history, else nothing."""
         if not self.is_due(split, step):
             return {}
         work = Work(self._split, self._world.world_size, self._world.rank)

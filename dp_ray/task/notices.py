@@ -1,4 +1,4 @@
-"""What a task tells while it runs, beside its reports of shapes."""
+"""What a task sends while it runs, besides its shape reports."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ Send = Callable[[Any], None]
 
 
 class Note(NamedTuple):
-    """Something that the user should know."""
+    """A line for the user."""
 
     text: str
 
 
 class Measured(NamedTuple):
-    """What an evaluation measured, over the whole dataset."""
+    """The metrics of an evaluation, over the whole dataset."""
 
     metrics: dict[str, float]

@@ -1,4 +1,4 @@
-"""How often a training keeps its state: as the job says, by default as often as is nearly free."""
+"""How often a training saves checkpoints: as the job sets, by default as often as costs 1 % of its time."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,15 +6,15 @@ from contextlib import contextmanager
 
 from dp_ray.job_parts import Checkpoint
 
-SHARE = 0.01  # of the training's time, for checkpoints
-LATEST = 300.0  # seconds after the last one, whatever it costs
-EXPECTED = 0.005, 200e6  # seconds, and bytes a second, that the first one is expected to take
+SHARE = 0.01  # of the training's time may go into checkpoints
+LATEST = 300.0  # seconds after the last checkpoint, the next one is due at any cost
+EXPECTED = 0.005, 200e6  # the first checkpoint's cost: fixed seconds, and bytes a second
 
 
 class Pace:
-    """When a checkpoint is due by the clock, from what earlier ones cost: the loop's own time, and the writing.
+    """Decides when a checkpoint is due by the clock, from the cost of earlier ones: the loop's wait and the write.
 
-    Each leaves a piece of the history too, so there is no next one before the run is a hundredth longer.
+    Each checkpoint writes a piece of the history too, so the next one waits until the run is 1 % longer.
     """
 
     def __init__(self, when: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,12 +27,15 @@ class Pace:
         self._expected = 0.0
 
     def expect(self, num_bytes: int) -> None:
-        """The state is so large: what its first checkpoint may cost, before one was measured."""
+        """Estimate the first checkpoint's cost from the state's size, before one is measured."""
         fixed, bytes_per_second = EXPECTED
         self._expected = fixed + num_bytes / bytes_per_second
 
     def is_due(self, written: float, is_writing: bool) -> bool:
-        """Whether to save now; `written` seconds went into writing in the background, where one is written now."""
+        """Whether to save now.
+
+        `written` is the seconds spent on writes in the background so far; `is_writing` says that one is under way.
+        """
         now = self._clock()
         since = now - self._saved_at
         if self._seconds is not None and since >= self._seconds:
@@ -44,7 +47,7 @@ class Pace:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measure what the loop waits for a checkpoint."""
+        """Measure how long the loop waits for a checkpoint."""
         began = self._clock()
         yield
         self._saved_at = self._clock()
@@ -52,5 +55,5 @@ class Pace:
         self._saves += 1
 
     def _next(self, spent: float) -> float:
-        """What one more is expected to cost: as those so far."""
+        """The expected cost of the next checkpoint in seconds: the mean so far, or the estimate before the first."""
         return spent / self._saves if self._saves else self._expected

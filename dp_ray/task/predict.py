@@ -1,4 +1,4 @@
-"""Run a model over a whole dataset and keep its outputs: one worker's part."""
+"""The task `predict`: one worker's part in running a model over a dataset and writing its outputs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ from dp_ray.task.step_control import StepControl
 def predict_outputs(
     job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
 ) -> None:
-    """Run this worker's shards of every step, but those that a part which counts holds."""
+    """Run this worker's shards of every step and write their outputs; committed shards are skipped."""
     dataset = seeded_dataset(job)
     check_rows("dataset", len(dataset), rows_on_driver)
     bare = started(job, world, run, send)
@@ -41,7 +41,7 @@ def predict_outputs(
     stopped: list[int] = []
 
     def tell(text: str) -> None:
-        if world.rank == 0:  # every batch has a shard there, so the others would only say the same
+        if world.rank == 0:  # rank 0 has a shard of every batch, so other ranks would only repeat it
             send(Note(text))
 
     with (
@@ -77,7 +77,7 @@ def predict_outputs(
 
 @contextmanager
 def naming(shard: Shard) -> Iterator[None]:
-    """Turn what is wrong with a shard's outputs into a ModelError that names step and shard."""
+    """Turn an error about a shard's outputs into a ModelError that names step and shard."""
     try:
         yield
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""Where a training starts: at its newest checkpoint, where `init_from` says, or at step 0."""
+"""Where a training starts: at its newest checkpoint, at the checkpoint that `init_from` names, or at step 0."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,10 @@ from dp_ray.task.notices import Note, Send
 
 
 def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) -> TrainState:
-    """Where the training stands: at its newest checkpoint, where `init_from` says, or at its start."""
+    """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
+
+    Raises JobError if a checkpoint's steps hold other samples than this job's.
+    """
     checkpoints = run.child(CHECKPOINTS)
 
     def fits(about: dict[str, Any]) -> str | None:
@@ -47,7 +50,10 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
 
 
 def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location: str, send: Send) -> TrainState:
-    """Start from a file of weights, or carry a checkpoint of another run on, from its step."""
+    """Start at step 0 from a weights file, or continue another run's checkpoint from its step.
+
+    Raises JobError if the checkpoint's steps differ from this job's, or if it leaves no step to run.
+    """
     weights, checkpoint = read_start(run, location)
     if checkpoint is None:
         load_weights(trainer.model, weights, location)
@@ -68,7 +74,10 @@ def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location:
 
 
 def resume(trainer: Trainer, about: dict[str, Any], state: Any, split: Split, send: Send) -> TrainState:
-    """Take a checkpoint over; where the training has another length now, its scheduler's is told."""
+    """Load a checkpoint into the trainer; if the training has another length now, send a note on the scheduler.
+
+    Raises ModelError if the checkpoint has other parameters than the model.
+    """
     if about["parameters"] != trainer.parameter_names:
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(state)

@@ -1,17 +1,17 @@
-"""Between two steps: where a worker tells how far it is, and stops if it is asked to."""
+"""Between two steps, a worker reports its progress, and stops if it is asked to."""
 
 from dp_ray.errors import Error
 
 
 class StopRequested(Error):
-    """The worker stopped between two steps, as it was asked, with all that it had done kept: no failure."""
+    """The worker stopped between two steps, as it was asked, and kept all its work; this is no failure."""
 
 
 class StepControl:
-    """What a worker's loop meets between two steps. Alone in its process, nobody asks it for anything.
+    """What a worker's loop calls between two steps; this base class asks the worker for nothing.
 
-    `wants_stop`: the worker is to stop once all workers agree; one that is alone, after the step that it is in.
-    `take_save` says, once, that what is done so far is to be kept now.
+    `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one.
+    `take_save` asks, once, to keep the work so far now.
     """
 
     wants_stop = False
@@ -23,13 +23,14 @@ class StepControl:
         """The worker is still at work in its step, on an evaluation for instance."""
 
     def through(self) -> None:
-        """The worker has run its last step; what it still writes may take its time."""
+        """The worker has run its last step; its remaining writes have no time limit."""
 
     def take_save(self) -> bool:
+        """Whether to keep the work so far now; true once for each request."""
         return False
 
     def leave(self) -> None:
-        """All that this worker had to keep is kept: wait for the others', and raise StopRequested."""
+        """Called when this worker has kept all its work: wait until the others have, then raise StopRequested."""
         raise StopRequested("stopped as it was asked")
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""One worker's whole task, from its dataset to its committed parts. It knows no Ray: `send` takes the reports."""
+"""One worker's task, from its dataset to its committed files. It knows no Ray: `send` takes the reports."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -17,9 +17,9 @@ from dp_ray.task.predict import predict_outputs
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.train import train
 
-KERNELS = 256  # of one piece of code; a split has up to four sizes of shards, an evaluation as many
+KERNELS = 256  # for one piece of code; a split has up to four shard sizes, an evaluation as many
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # of which cuBLAS is deterministic
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS is deterministic only with this set
 
 
 def run_task(
@@ -30,10 +30,11 @@ def run_task(
     control: StepControl | None = None,
     rows_on_driver: Mapping[str, int] | None = None,
 ) -> None:
-    """Run the job's task on this worker; `send` takes Reports, and what else there is to tell.
+    """Run the job's task on this worker; `send` takes shape Reports, notices and rows of the history.
 
-    `rows_on_driver` has the lengths of the datasets, by their keys, that the driver found.
-    Raises StopRequested where it stopped between two steps, as `control` asked.
+    `rows_on_driver` has the lengths of the datasets, by their keys, as the driver found them.
+    Raises StopRequested if it stopped between two steps because `control` asked for it, and WorkerError if another
+    worker was lost.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     with preserved(world.device), deterministic(job, world.device), compiling(job):
@@ -47,7 +48,7 @@ def run_task(
 
 @contextmanager
 def deterministic(job: Job, device: torch.device) -> Iterator[None]:
-    """Where the job is to be bitwise: one way to compute each thing, with as many threads on every machine."""
+    """Make torch deterministic while a bitwise job runs, with the same number of threads on every machine."""
     if not job.bitwise:
         yield
         return
@@ -73,9 +74,9 @@ def deterministic(job: Job, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def compiling(job: Job) -> Iterator[None]:
-    """Where a job is compiled and bitwise: a kernel for every shape of a shard, or an error.
+    """For a compiled bitwise job: compile a kernel for every shard shape, or raise an error.
 
-    By default torch stops compiling after a few shapes, and a worker that met more of them computes otherwise.
+    By default torch stops compiling after a few shapes; workers that saw more shapes would compute differently.
     """
     if not job.compile or not job.bitwise:
         yield

@@ -1,4 +1,4 @@
-"""One worker's whole training, from its dataset to the final weights. It knows no Ray: `send` takes what it tells."""
+"""The task `train`: one worker's part, from its dataset to the final weights, without Ray; `send` takes reports."""
 
 import contextlib
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ from dp_ray.tensors.file import write_tensors
 def train(
     job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
 ) -> None:
-    """Train from the last checkpoint, or the start, to the end; rank 0 leaves the weights in the run directory.
+    """Train from the newest checkpoint, or from the start, to the end; rank 0 writes the weights.
 
-    Where any worker is asked to stop, all of them do, after the same step, which is kept.
+    If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
     dataset = seeded_dataset(job)
     check_rows("dataset", len(dataset), rows_on_driver)
@@ -90,13 +90,13 @@ def train(
 
 
 def keep_weights(run: Storage, model: nn.Module, train_state: TrainState, send: Send) -> None:
-    """Leave the last weights in the run directory, and the best."""
+    """Write the last weights and the best weights to the run directory."""
     write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
     keep_best(run, train_state, send)
 
 
 def keep_best(run: Storage, train_state: TrainState, send: Send) -> None:
-    """Leave the best weights, if there are any, beside the last; without them a training is done all the same."""
+    """Write the best weights, if there are any; a failure is only reported, since the training is done."""
     run.delete(BEST)
     if train_state.best is None or train_state.best_step is None:
         return
@@ -107,7 +107,10 @@ def keep_best(run: Storage, train_state: TrainState, send: Send) -> None:
 
 
 def with_synced_batchnorm(model: nn.Module, job: Job, world: World) -> nn.Module:
-    """The model whose BatchNorm layers see the whole batch, where the job asks for it."""
+    """Convert BatchNorm layers to SyncBatchNorm if the job asks for it and has several workers.
+
+    Raises JobError on CPUs, where SyncBatchNorm does not run.
+    """
     if not job.sync_batchnorm or world.world_size == 1:
         return model
     if world.device.type == "cpu":
@@ -117,14 +120,17 @@ def with_synced_batchnorm(model: nn.Module, job: Job, world: World) -> nn.Module
 
 
 def seen(probe: Probe, shard: Shard, batch: Any, step_output: StepOutput) -> tuple[Seen, float]:
-    """What the model saw; of a step of the user's that went past its forward, what the step got and gave."""
+    """The sizes that the model saw, and its milliseconds.
+
+    If the user's step bypassed the model's forward: the sizes of the step's batch and loss, and 0.
+    """
     if probe.has_seen:
         return probe.take()
     return Seen(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0
 
 
 class Steps:
-    """What follows each step of a training: it is counted, evaluated, scheduled and kept."""
+    """What follows each step of a training: count it, evaluate, run the scheduler, and keep the state."""
 
     def __init__(
         self,
@@ -143,9 +149,9 @@ class Steps:
         self._control = control
 
     def after(self, step: int, update: Update, is_alone: bool) -> bool:
-        """Count `step`, which came to `update`; whether the training is to stop here, which is kept then.
+        """Process a finished `step`; return whether the training stops here, in which case its state is kept.
 
-        A worker that `is_alone` stops at once when it is asked; several do so after the step on which they agree.
+        A worker that `is_alone` stops as soon as it is asked; several stop after the step on which they agree.
         """
         measured = self._measure(step, update)
         is_asked = update.stops or (is_alone and self._control.wants_stop)
@@ -156,7 +162,7 @@ class Steps:
         return stops
 
     def _measure(self, step: int, update: Update) -> dict[str, float]:
-        """What was measured after the step, by evaluations and, at an epoch's end, over the epoch."""
+        """The values measured after the step: an evaluation's metrics and, at an epoch's end, the epoch's loss."""
         train_state = self._train_state
         train_state.step = step + 1
         train_state.add(update.totals[:2])
@@ -170,5 +176,5 @@ class Steps:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The module's state_dict, without what is no tensor."""
+    """The tensors of the module's state_dict, without its other values."""
     return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
