@@ -232,5 +232,5 @@ class Execution:
         for name in (ledger.LEDGER, INCIDENTS):
             self._storage.delete(name)
         self._storage.remove_unfinished(recursive=True)
-        self._console.say(summary_of(result))
+        self._console.say(summary_of(result, self._claimed.is_resumed))
         return result

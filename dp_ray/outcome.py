@@ -40,12 +40,11 @@ def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
     return Interruption("driver", f"stopped by {monitor.stopped_by or 'an interrupt'} after step {step}", step)
 
 
-def summary_of(result: Result) -> str:
+def summary_of(result: Result, is_resumed: bool) -> str:
     """The last line of a run: `done, 1797 rows in 3.2 s, loss 0.1: runs/digits/weights.safetensors`."""
     told = "".join(f", {name} {value}" for name, value in measured(result.metrics).items())
     rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
     where = result.outputs_path or result.weights_path
-    is_resumed = any(one["kind"] == "driver" for one in result.interruptions)
     seconds = f"{result.seconds:.1f} s" + " since it was resumed" * is_resumed
     return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
 
