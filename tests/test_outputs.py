@@ -340,7 +340,7 @@ def test_the_merged_file_is_not_there_while_it_is_made(six: Storage, monkeypatch
             seen.append(six.exists(MERGED))
             yield block
 
-    monkeypatch.setattr(outputs, "proven", watched)
+    monkeypatch.setattr(outputs, "verify_complete", watched)
     with small_files(1, 1, 1):
         merge_six(six)
     assert len(seen) > 5 and not any(seen)
@@ -571,7 +571,7 @@ def test_merging_holds_a_few_blocks_at_a_time(
             memory.look()
             yield block
 
-    monkeypatch.setattr(outputs, "proven", watched)
+    monkeypatch.setattr(outputs, "verify_complete", watched)
     with small_files(1 << 18, 1 << 22, 1 << 17):
         folder = run_workers(run, split, order, world_size, lambda samples: table[samples])
         with memory:
