@@ -277,6 +277,8 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
     found = unfinished(run_dirs[0]) if len(run_dirs) == 1 and not shapes else None
     if found and not as_json:
         click.echo(found)
+        if found.status != "running":
+            click.echo("run the same command to carry on")
     if found and not found.has_result:
         if as_json:
             click.echo(json.dumps(found.to_json()))
@@ -294,6 +296,8 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.to_json()))
     elif not shapes:
+        if result.status == "failed":
+            click.echo(f"failed: {result.error}")
         click.echo("\n".join(lines(result)))
 
 

@@ -1,6 +1,7 @@
 """Pydantic's errors as messages for users: the key, what it may be, what it got, and a hint."""
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,10 @@ def _message(path: str, detail: Any) -> str:
         return "is missing"
     if kind == "value_error":
         return str(detail["ctx"]["error"])
+    if kind == "literal_error" and isinstance(got, str) and path not in _ALLOWED:
+        close = difflib.get_close_matches(got, re.findall(r"'([^']+)'", detail["ctx"]["expected"]), n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        return f"{detail['msg'].replace('Input should be', 'must be')}, got {got!r:.80}{meant}"
     allowed = _ALLOWED.get(path)
     says = f"must be {allowed}" if allowed else detail["msg"].replace("Input should be", "must be")
     secret = path.startswith("env.")  # its values may be secrets, and errors end up in logs
@@ -59,6 +64,7 @@ _ALLOWED = {
     "find_unused_parameters": "'auto', true or false",
     "devices": "null or a list of devices, like [cpu] or ['cuda:0', 'cuda:1']",
     "device_map": "null or 'auto'",
+    "eval": "null or a mapping, like {dataset: 'jobs.digits:Digits'}",
 }
 
 

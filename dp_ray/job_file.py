@@ -97,7 +97,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = _from_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: cannot be read: {error}") from None
+        raise JobError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise JobError(f"{path}: is not YAML: {error}") from None
     if not isinstance(values, dict):

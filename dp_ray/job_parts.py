@@ -2,7 +2,7 @@
 
 import os
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -35,6 +35,8 @@ class Group(Strict):
 class Optimizer(Target):
     """A target that is called with the trainable parameters and `args`."""
 
+    EXAMPLE: ClassVar[str] = "torch.optim:Adam"
+
     groups: list[Group] = Field(
         default_factory=list,
         description="Parameters with args of their own. A parameter belongs to the first group whose `match` finds "
@@ -44,6 +46,8 @@ class Optimizer(Target):
 
 class Scheduler(Target):
     """A target that is called with the optimizer and `args`."""
+
+    EXAMPLE: ClassVar[str] = "torch.optim.lr_scheduler:StepLR"
 
     per: Literal["step", "epoch"] = Field(
         default="step", description="Step the scheduler after each step, or each epoch."

@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -19,6 +19,8 @@ class Strict(BaseModel):
 
 class Target(Strict):
     """What to call, with `args` as keywords: `module:attribute`, or from Python a class or function itself."""
+
+    EXAMPLE: ClassVar[str] = "jobs.digits:Net"
 
     target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})] = Field(
         description="`module:attribute`, imported from the current folder. From Python, a class or function too."
@@ -38,9 +40,7 @@ class Target(Strict):
     def _is_a_target(self) -> "Target":
         if not (TARGET.fullmatch(self.target) if isinstance(self.target, str) else _is_called(self.target)):
             or_object = "" if isinstance(self.target, str) else ", or a class or function"
-            raise ValueError(
-                f"must be 'module:attribute', like 'jobs.digits:Net'{or_object}, got {self.target!r:.80}"
-            )
+            raise ValueError(f"must be 'module:attribute', like {self.EXAMPLE!r}{or_object}, got {self.target!r:.80}")
         return self
 
     @property

@@ -122,7 +122,8 @@ def test_a_run_that_was_killed_says_what_is_there(tmp_path: Path, capsys: pytest
     ended(tmp_path, 31, 0, "SIGKILL", checkpoint={"every_steps": 10, "every_seconds": None})
     assert json.loads((tmp_path / "run" / LEASE).read_text())["step"] == 31
     shown = reported(tmp_path / "run", capsys)
-    assert re.fullmatch(rf"unfinished: newest checkpoint step 30 of 48, last alive {CLOCK}\n", shown), shown
+    says = rf"unfinished: newest checkpoint step 30 of 48, last alive {CLOCK}\nrun the same command to carry on\n"
+    assert re.fullmatch(says, shown), shown
     values = json.loads(reported(tmp_path / "run", capsys, as_json=True))
     assert (values["status"], values["step"], values["steps"]) == ("unfinished", 30, 48)
     with pytest.raises(StorageError, match=r"holds no result\.json: the run has not finished \(dp-ray report "):

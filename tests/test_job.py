@@ -33,6 +33,12 @@ def make(**keys: Any) -> Job:
         ({"name": ".."}, "name: must be one folder's name of letters"),
         ({"name": ""}, "name: must be one folder's name of letters"),
         ({"model": 5}, "model: must be a target, like {target: 'jobs.digits:Net', args: {}}, got 5"),
+        ({"optimizer": "Adam"}, "optimizer: must be 'module:attribute', like 'torch.optim:Adam', got 'Adam'"),
+        (
+            {"precision": "bfloat16"},
+            "precision: must be 'fp32', 'bf16' or 'fp16', got 'bfloat16'; did you mean 'bf16'?",
+        ),
+        ({"eval": 3}, "eval: must be null or a mapping, like {dataset: 'jobs.digits:Digits'}, got 3"),
         ({"model": "jobs.tutorial"}, "model: must be 'module:attribute', like 'jobs.digits:Net', got 'jobs.tut"),
         ({"model": {"targt": "a:b"}}, "model.targt: is no key of a job; did you mean model.target?"),
         ({"loader": {"proceses": 2}}, "loader.proceses: is no key of a job; did you mean loader.processes?"),

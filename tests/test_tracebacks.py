@@ -181,7 +181,11 @@ EVAL = {"dataset": "tests.support.training:Pairs"}
 @pytest.mark.parametrize(
     ("keys", "error", "says"),
     [
-        ({"model": f"{HERE}:Fails"}, ModelError, "step 0, shard 0: model raised LookupError: nothing there"),
+        (
+            {"model": f"{HERE}:Fails"},
+            ModelError,
+            "step 0, shard 0: model raised LookupError: nothing there; it got float32 [4, 6]",
+        ),
         (
             {"model": {"target": f"{HERE}:Fails", "args": {"back": True}}},
             ModelError,
@@ -190,12 +194,12 @@ EVAL = {"dataset": "tests.support.training:Pairs"}
         (
             {"model": f"{HERE}:Fails", "task": "predict", "inputs": "first"},
             ModelError,
-            "step 0, shard 0: model raised LookupError: nothing there",
+            "step 0, shard 0: model raised LookupError: nothing there; it got float32 [4, 6]",
         ),
         (
             {"model": f"{HERE}:Fails", "task": "evaluate"},
             ModelError,
-            "evaluation step 0, shard 0: model raised LookupError: nothing there",
+            "evaluation step 0, shard 0: model raised LookupError: nothing there; it got float32 [4, 6]",
         ),
         (
             {"loss": f"{HERE}:fails"},

@@ -13,7 +13,7 @@ from dp_ray.replica.data import Indices
 from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.rng import ForwardSeeds
-from dp_ray.replica.user_code import raising
+from dp_ray.replica.user_code import it_got, raising
 
 
 def predict(
@@ -50,7 +50,7 @@ def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
     def hint(error: BaseException) -> str:
         mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
         one_dict = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
-        return one_dict * mistaken + mixed_devices(model, error)
+        return one_dict * mistaken + (mixed_devices(model, error) or it_got(inputs))
 
     with raising(f"step {shard.step}, shard {shard.shard}: model", hint):
         return call_model(model, inputs, call)

@@ -14,7 +14,7 @@ from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.loss import Compare, Weighted, build_loss, has_fixed_size, may_have_fixed_size, weighted_sum
 from dp_ray.replica.model import call_model
 from dp_ray.replica.targets import bound
-from dp_ray.replica.user_code import got, raising
+from dp_ray.replica.user_code import got, it_got, raising
 from dp_ray.replica.world import World
 from dp_ray.tensors.nested import flatten, map_leaves
 from dp_ray.tensors.raw import moved
@@ -50,7 +50,7 @@ def build_step(job: Job, world: World) -> Step:
 
     def plain_step(model: nn.Module, batch: Any) -> StepOutput:
         inputs, target = model_inputs(job, batch), batch[1]
-        with raising("model", functools.partial(mixed_devices, model)):
+        with raising("model", lambda error: mixed_devices(model, error) or it_got(inputs)):
             outputs = call_model(model, inputs, job.call)
         if has_several:
             target = beside(outputs, target)

@@ -55,6 +55,11 @@ def got(outputs: Any, target: Any) -> str:
     return f"; it got outputs {dtypes_and_sizes(outputs)}, target {dtypes_and_sizes(target)}"
 
 
+def it_got(inputs: Any) -> str:
+    """A hint for a model: the dtypes and sizes that it got."""
+    return f"; it got {dtypes_and_sizes(inputs)}"
+
+
 def dtypes_and_sizes(value: Any) -> str:
     """The dtypes and sizes of nested tensors: `float32 [4, 3]`, `(int64 [4], {mask: bool [4, 9]})`."""
     if isinstance(value, torch.Tensor | np.ndarray):

@@ -15,8 +15,9 @@ NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
 
 
 def lines(result: Result) -> list[str]:
-    """One run as text: a line for each value of its result, and for each metric."""
-    return listed(shown({**result.to_json(), "metrics": result.metrics})).splitlines()
+    """One run as text: a line for each value that its result has, and for each metric."""
+    found = shown({**result.to_json(), "metrics": result.metrics})
+    return listed({key: value for key, value in found.items() if value != "-"}).splitlines()
 
 
 def differences(results: Sequence[Result]) -> dict[str, list[Any]]:

@@ -138,7 +138,9 @@ def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int], ste
     if others := _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows):
         raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
     if told := _cannot_become(job, storage, _lengths(claimed, job), steps):
-        raise JobError(f"{storage} holds this run, {told}; {advice}")
+        use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
+        use *= told == "finished" and job.task == "train"
+        raise JobError(f"{storage} holds this run, {told}; {use}{advice}")
     if not job.is_all_targets and not resume:
         unknown = "whether these are the same is unknown: if they are, resume=True carries it on"
         raise JobError(f"{storage} holds a run of Python objects; {unknown}; else {advice}")
