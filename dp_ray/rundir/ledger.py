@@ -69,7 +69,7 @@ def check_newest(run: Storage, attempt: str) -> None:
     """Raise StorageError if a newer attempt has begun, since this one's files would mix with its files."""
     newest = read(run).attempt
     if newest != attempt:
-        raise StorageError(f"{run}: this worker belongs to an attempt that is superseded by a newer one")
+        raise StorageError(f"{run}: a newer attempt of the job has begun, and this worker's is superseded")
 
 
 def begin_attempt(run: Storage) -> Ledger:
