@@ -40,7 +40,7 @@ def done(command: str, folder: Path) -> str:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The page's own files, in the folder to stand in."""
-    for name in ("mine.py", "train.yaml"):
+    for name in ("mine.py", "train.yaml", "day.py"):
         (code,) = re.findall(rf"```\w+\n# {re.escape(name)}\n(.*?)```", PAGE, re.S)
         (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
@@ -54,6 +54,27 @@ def result_of(folder: Path, name: str) -> dict[str, object]:
     return values
 
 
+def stopped_at_its_first_checkpoint(command: list[str], folder: Path, name: str) -> str:
+    """Start a training, and send it SIGINT once it has kept a checkpoint: how the last line says to carry on."""
+    quick = (folder / "mine.py").read_text()
+    # Slow enough that it cannot end before it is stopped, however busy the machine is.
+    slow = quick.replace("return self.points[index]", "__import__('time').sleep(0.003); return self.points[index]")
+    assert slow != quick
+    (folder / "mine.py").write_text(slow)
+    with subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True) as running:
+        kept = folder / "runs" / name / "checkpoints"
+        until = time.monotonic() + 60
+        while not (kept.exists() and list(kept.glob("step-*"))) and time.monotonic() < until:
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=60)[1]
+    (folder / "mine.py").write_text(quick)
+    assert running.returncode in (130, -signal.SIGINT), said
+    last = re.search(r"interrupted after step \d+ of 120; (.*) to carry on$", said.rstrip().splitlines()[-1])
+    assert last, said
+    return last[1]
+
+
 def test_the_first_day(folder: Path) -> None:
     train, stopped, again, *others = COMMANDS
     done(train, folder)
@@ -62,23 +83,7 @@ def test_the_first_day(folder: Path) -> None:
     assert isinstance(metrics, dict)
     assert metrics["eval_accuracy"] > 0.8
 
-    quick = (folder / "mine.py").read_text()
-    # Slow enough that it cannot end before it is stopped, however busy the machine is.
-    slow = quick.replace("return self.points[index]", "__import__('time').sleep(0.003); return self.points[index]")
-    assert slow != quick
-    (folder / "mine.py").write_text(slow)
-    with subprocess.Popen(
-        program(stopped), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
-    ) as running:
-        history = folder / "runs" / "stopped" / "checkpoints"
-        until = time.monotonic() + 60
-        while not (history.exists() and list(history.glob("step-*"))) and time.monotonic() < until:
-            time.sleep(0.01)
-        running.send_signal(signal.SIGINT)
-        said = running.communicate(timeout=60)[1]
-    (folder / "mine.py").write_text(quick)
-    assert running.returncode == 130, said
-    assert re.search(r"interrupted after step \d+ of 120; run the same command to carry on", said.splitlines()[-1])
+    assert stopped_at_its_first_checkpoint(program(stopped), folder, "stopped") == "run the same command"
     done(again, folder)
     assert result_of(folder, "stopped")["weights_sha256"] == trained["weights_sha256"]
 
@@ -101,3 +106,12 @@ def test_the_first_day(folder: Path) -> None:
     assert rates[0] == pytest.approx(0.01 / 30) and rates[60] == pytest.approx(0.01)
     code = re.findall(r"```python\n(from safetensors.*?)```", PAGE, re.S)[0]
     subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), check=True)
+
+    day = [sys.executable, "day.py"]
+    assert stopped_at_its_first_checkpoint(day, folder, "python") == "run it again with resume=True"
+    ended = subprocess.run(day, cwd=folder, env=environment(), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert result_of(folder, "python")["weights_sha256"] == result_of(folder, "stopped")["weights_sha256"]
+    best, accuracy, size = ended.stdout.splitlines()[0].split(" ", 2)
+    assert float(best) == pytest.approx(float(accuracy))
+    assert size == "torch.Size([600, 2])"
