@@ -12,7 +12,7 @@ from dp_ray.checks import check_targets
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.errors import Error, JobError, RunInterrupted
 from dp_ray.following import monitoring
-from dp_ray.in_process import run_in_process
+from dp_ray.in_process import run_in_process, with_own_model
 from dp_ray.job import Job
 from dp_ray.job_file import job_from
 from dp_ray.monitor.console import Console
@@ -123,6 +123,8 @@ def prepare(job: Job, options: Options, console: Console) -> Prepared:
     building = console.if_slow("building the dataset")
     with contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
         split, rows = check_targets(job)  # stdout is kept free of what user code prints
+    if job.max_workers == 0:
+        job = with_own_model(job)
     return Prepared(job, asked, split, rows, faults)
 
 
@@ -130,7 +132,7 @@ def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> It
     """Lines for the user of a resumed run; `killed` is the lease of its last driver, if that was killed."""
     if not claimed.is_resumed:
         return
-    if prepared.job is not prepared.asked:
+    if prepared.job.num_shards != prepared.asked.num_shards:
         yield _taken_over(prepared.asked, prepared.job)
     if claimed.lengths:
         yield f"goes on to step {prepared.split.total_steps} ({claimed.lengths})"

@@ -1,12 +1,12 @@
 """The errors that a user can get.
 
-Error                 the base of all errors that dp_ray raises on purpose
-├── JobError          the job file, a flag or a target is wrong (exit status 2)
-├── ClusterError      no cluster answers, or the job can never fit into it
-├── DataError         the dataset is wrong, or a batch cannot be cut into shards
-├── ModelError        the model raised, or its outputs cannot be merged
-├── StorageError      the run directory cannot be used, or lacks files or holds damaged ones
-└── WorkerError       a worker was lost
+Error                 the base of all errors that dp_ray raises on purpose.
+├── JobError          the job file, a flag or a target is wrong (exit status 2).
+├── ClusterError      no cluster answers, or the job can never fit into it.
+├── DataError         the dataset is wrong, or a batch cannot be cut into shards.
+├── ModelError        the model raised, or its outputs cannot be merged.
+├── StorageError      the run directory cannot be used, or lacks files or holds damaged ones.
+└── WorkerError       a worker was lost.
 
 RunInterrupted is a KeyboardInterrupt: the user stopped the run.
 """

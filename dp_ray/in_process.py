@@ -25,8 +25,6 @@ from dp_ray.task.task import run_task
 
 def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
     """Run the task in this process, as one worker; `rows` are the lengths of the datasets, by their keys."""
-    if not isinstance(job.model, Target):
-        job = job.model_copy(update={"model": copy.deepcopy(job.model)})  # as each worker on Ray has its own
     devices = _devices_here(job)
     world = World(device=devices[0], all_devices=devices)
     monitor.take(WorkerReady("here", world, os.getpid(), ()))
@@ -50,6 +48,20 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
 
     with planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
         run_task(job, world, claimed.storage, send, control, rows)
+
+
+def with_own_model(job: Job) -> Job:
+    """The job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
+
+    Raises JobError if the object cannot be copied.
+    """
+    if isinstance(job.model, Target):
+        return job
+    try:
+        return job.model_copy(update={"model": copy.deepcopy(job.model)})
+    except Exception as error:  # a user's __deepcopy__ may raise anything
+        advice = "give its class, or a function that makes it"
+        raise JobError(f"model: the object cannot be copied: {type(error).__name__}: {error}; {advice}") from error
 
 
 class DriverStepControl(StepControl):

@@ -106,7 +106,8 @@ def test_every_key_within_a_sentence_is_one_of_a_job(page: Path) -> None:
     for code in inline_of(page):
         if re.match(r"[a-z_]+: \S", code):
             (given,) = [yaml.safe_load(code.replace("...", "'module:attribute'"))]
-            Job.make({**ANY_JOB, "workers": given.get("shards", 16), **given}, "job")
+            job = Job.make({**ANY_JOB, "workers": given.get("shards", 16), **given}, "job")
+            assert job.model_fields_set >= given.keys()
 
 
 @page_by_page

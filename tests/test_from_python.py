@@ -1,6 +1,7 @@
 """Classes, functions and partials wherever a target may stand; a result to start from."""
 
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,14 @@ def test_an_object_is_trained_as_a_copy_so_that_the_next_run_starts_from_the_sam
     first, second = (run(tmp_path, name, model=net, **given) for name in ("first", "second"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert first.weights_sha256 == second.weights_sha256
+
+
+def test_an_object_that_cannot_be_copied_is_refused_before_there_is_a_run_directory(tmp_path: Path) -> None:
+    net = Net()
+    net.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(JobError, match="model: the object cannot be copied: TypeError: cannot pickle"):
+        run(tmp_path, "run", model=net, dataset=training.Pairs(), task="predict")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_optimizer_that_is_made_already_is_refused_before_there_is_a_run_directory(tmp_path: Path) -> None:

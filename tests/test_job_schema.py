@@ -58,7 +58,9 @@ def test_it_is_a_json_schema() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_jobs_of_this_project_are_valid(path: Path) -> None:
-    CHECKS.validate(yaml.safe_load(path.read_text()))
+    job = yaml.safe_load(path.read_text())
+    CHECKS.validate(job)
+    assert not CHECKS.is_valid({**job, "batch_sise": 30}), "the schema tells a wrong key"
 
 
 def test_a_job_with_a_value_in_every_part_is_valid() -> None:

@@ -31,7 +31,7 @@ from dp_ray.cluster.ray_internals import (
 from dp_ray.cluster.resources import Resources, room_for, text_of, times
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
-from dp_ray.system.environment import is_env, without_values
+from dp_ray.system.environment import environment, is_env, without_values
 from dp_ray.system.folders import own_folder
 from dp_ray.system.stop_signals import handlers_kept
 
@@ -106,13 +106,8 @@ def _environment_kept() -> Iterator[None]:
 @contextmanager
 def train_environment() -> Iterator[None]:
     """Set Ray Train's variables in os.environ while the block runs; those that the user has set stay."""
-    added = {key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}
-    os.environ.update(added)
-    try:
+    with environment({key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}):
         yield
-    finally:
-        for key in added:
-            os.environ.pop(key, None)
 
 
 def worker_resources(job: Job) -> dict[str, float]:

@@ -51,7 +51,7 @@ class Heartbeat(StepControl):
         self._save = False
         self._has_saved = False
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     @property
     def has_progressed(self) -> bool:

@@ -21,4 +21,5 @@ def waiting(what: str) -> Iterator[None]:
 
 def waits_for() -> str:
     """What the task waits for now; "" if it does not wait for other workers."""
-    return _waits[-1] if _waits else ""
+    innermost = _waits[-1:]  # in one read: the task's thread may leave its block meanwhile
+    return innermost[0] if innermost else ""
