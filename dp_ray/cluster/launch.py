@@ -15,7 +15,8 @@ from dp_ray.cluster.channel import drain, open_channel, tell
 from dp_ray.cluster.connect import address_of, check_fits, connected, train_environment, worker_resources
 from dp_ray.cluster.network import BoundTorchConfig
 from dp_ray.cluster.orders import END
-from dp_ray.cluster.ray_internals import ControlledTrainer, WorkersStart, cause_of, is_death
+from dp_ray.cluster.ray_internals.failures import cause_of, is_death
+from dp_ray.cluster.ray_internals.train import ControlledTrainer, WorkersStart
 from dp_ray.cluster.restarts import RestartPolicy
 from dp_ray.cluster.scaling import ElasticScalingPolicy, answers_at
 from dp_ray.cluster.scaling_decision import Wanted

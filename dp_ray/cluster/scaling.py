@@ -18,7 +18,8 @@ from ray.train import ScalingConfig
 
 from dp_ray.cluster.channel import tell
 from dp_ray.cluster.orders import NOTHING, Ask, Order
-from dp_ray.cluster.ray_internals import RunningWorkers, WorkerScaling, autoscales, draining_nodes, free_resources
+from dp_ray.cluster.ray_internals.core import autoscales, draining_nodes, free_resources
+from dp_ray.cluster.ray_internals.train import RunningWorkers, WorkerScaling
 from dp_ray.cluster.resources import Resources
 from dp_ray.cluster.scaling_decision import Do, Idle, Running, Seen, Wanted, decide, is_worth_a_look
 from dp_ray.errors import ClusterError
