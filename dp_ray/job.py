@@ -11,7 +11,6 @@ from pydantic import ValidationError, model_validator
 from dp_ray.errors import JobError
 from dp_ray.job_errors import explain
 from dp_ray.job_keys import JobKeys
-from dp_ray.job_parts import Elastic
 from dp_ray.job_target import Target, describe_target, with_args
 from dp_ray.secrets import hide, hide_in
 
@@ -156,16 +155,6 @@ class Job(JobKeys):
         if self.devices is not None:
             return len(self.devices)
         return 1 if self.gpus_per_worker == "auto" else max(1, int(self.gpus_per_worker))
-
-    @property
-    def min_workers(self) -> int:
-        """The fewest workers with which the job runs."""
-        return self.workers.min if isinstance(self.workers, Elastic) else self.workers
-
-    @property
-    def max_workers(self) -> int:
-        """The most workers with which the job runs."""
-        return self.workers.max if isinstance(self.workers, Elastic) else self.workers
 
     @property
     def num_shards(self) -> int:

@@ -11,8 +11,8 @@ from dp_ray.job_parts import Checkpoint, Elastic, Eval, Loader, Optimizer, Sched
 from dp_ray.job_target import Strict, Targeted, target_parser
 
 
-class JobKeys(Strict):
-    """The keys of a job, each by itself; `Job` adds what must hold among them."""
+class WorkKeys(Strict):
+    """What to run, on what data, and how it is cut."""
 
     name: str | None = Field(
         default=None,
@@ -38,6 +38,11 @@ class JobKeys(Strict):
         description="Pieces into which each global batch is cut. Default: the largest number of workers. A resumed "
         "run keeps the number with which it began.",
     )
+
+
+class WorkerKeys(Strict):
+    """On what to run: the workers, and what each of them takes from the cluster."""
+
     workers: NonNegativeInt | Elastic = Field(
         default=1,
         description="Number of workers. A range, like `{min: 1, max: 8}`, grows and shrinks with the cluster. 0 runs "
@@ -48,6 +53,47 @@ class JobKeys(Strict):
         description="GPUs of each worker. auto: 1 if the cluster has GPUs, else 0. 2 or more: for a model over "
         "several GPUs. 0.5: two workers share a GPU, and communicate by gloo.",
     )
+    cpus_per_worker: NonNegativeFloat = Field(
+        default=1, description="CPUs that Ray reserves for each worker, and the threads of torch on it."
+    )
+    resources_per_worker: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict, description="Other Ray resources of each worker, like `{slot: 1}`."
+    )
+    accelerator_type: str | None = Field(
+        default=None, description="Use only nodes with this type of accelerator, as Ray names it, like `A100`."
+    )
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK",
+        description="Ray's placement strategy: workers on as few nodes as possible, or on as many. STRICT_PACK needs "
+        "one node for all workers, STRICT_SPREAD a node for each.",
+    )
+    devices: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both.",
+    )
+    timeouts: Timeouts = Field(
+        default=Timeouts(), description="How long a step may take, and how long to wait for nodes that were lost."
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        repr=False,
+        description="Environment variables of the workers, and of the driver while it builds the dataset. Their "
+        "values are not kept in the run directory.",
+    )
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers with which the job runs."""
+        return self.workers.min if isinstance(self.workers, Elastic) else self.workers
+
+    @property
+    def max_workers(self) -> int:
+        """The most workers with which the job runs."""
+        return self.workers.max if isinstance(self.workers, Elastic) else self.workers
+
+
+class JobKeys(WorkerKeys, WorkKeys):
+    """The keys of a job, each by itself; `Job` adds what must hold among them."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=0,
@@ -154,24 +200,6 @@ class JobKeys(Strict):
         "Python, a Result too.",
     )
 
-    cpus_per_worker: NonNegativeFloat = Field(
-        default=1, description="CPUs that Ray reserves for each worker, and the threads of torch on it."
-    )
-    resources_per_worker: dict[str, NonNegativeFloat] = Field(
-        default_factory=dict, description="Other Ray resources of each worker, like `{slot: 1}`."
-    )
-    accelerator_type: str | None = Field(
-        default=None, description="Use only nodes with this type of accelerator, as Ray names it, like `A100`."
-    )
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        default="PACK",
-        description="Ray's placement strategy: workers on as few nodes as possible, or on as many. STRICT_PACK needs "
-        "one node for all workers, STRICT_SPREAD a node for each.",
-    )
-    devices: Annotated[list[str], Field(min_length=1)] | None = Field(
-        default=None,
-        description="The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both.",
-    )
     input_device: str | None = Field(
         default=None, description="The device to which inputs go. Default: that of the model's first parameter."
     )
@@ -189,16 +217,7 @@ class JobKeys(Strict):
     retries: NonNegativeInt = Field(
         default=3, description="How many times lost workers are replaced before the job fails."
     )
-    timeouts: Timeouts = Field(
-        default=Timeouts(), description="How long a step may take, and how long to wait for nodes that were lost."
-    )
     storage: Annotated[str, Field(min_length=1)] = Field(
         default="runs",
         description="Folder or URL (`s3://...`, `gs://...`) of the run directories. All workers must share it.",
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict,
-        repr=False,
-        description="Environment variables of the workers, and of the driver while it builds the dataset. Their "
-        "values are not kept in the run directory.",
     )

@@ -4,27 +4,33 @@ Messages are bytes to the actor, so its process imports neither torch nor the us
 """
 
 import asyncio
+import contextlib
 import pickle
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.requests import NOTHING, Ask, Request
+from dp_ray.cluster.requests import IDLE, NOTHING, Ask, Request, Terms
 
 HOLD_SECONDS = 0.25
 
 
 class Channel:
-    """The actor: it holds the workers' messages, the current request, and who has ended."""
+    """The actor: it holds the session's job, the workers' messages, the current request, and who has ended."""
 
     def __init__(self) -> None:
         self._messages: list[bytes] = []
         self._arrived = asyncio.Event()
         self._request = NOTHING
+        self._terms = IDLE
+        self._job: list[Any] = []
+        self._phase: list[bytes] = []
+        self._is_closed = False
         self._fired: set[int] = set()
         self._ended: dict[str, set[int]] = {}
-        self._all_ended = asyncio.Condition()
+        self._stores: dict[str, tuple[str, int]] = {}
+        self._changed = asyncio.Condition()
 
     async def put(self, message: bytes) -> Ask:
         """Take in a message; the answer is what the workers are asked to do now."""
@@ -32,25 +38,75 @@ class Channel:
         self._arrived.set()
         return self._request.ask
 
-    async def receive(self) -> list[bytes]:
-        """All messages since the last call; waits up to HOLD_SECONDS for the first one."""
-        if not self._messages:
+    async def receive(self, wait: bool = True) -> list[bytes]:
+        """All messages since the last call; with `wait`, waits up to HOLD_SECONDS for the first one."""
+        if not self._messages and wait:
             self._arrived.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._arrived.wait(), HOLD_SECONDS)
-            except TimeoutError:
-                return []
         messages, self._messages = self._messages, []
         return messages
 
-    async def request(self, request: Request) -> None:
-        """Replace the current request; Ask.END is final, and no later request replaces it."""
-        if self._request.ask is not Ask.END:
-            self._request = request
+    async def put_phase(self, message: bytes) -> None:
+        """Take in a message on how far the workers' start is, which a job that begins meanwhile gets too."""
+        self._phase = [message]
+        await self.put(message)
 
-    async def requested(self) -> Request:
-        """The current request: what the workers are asked to do, and why."""
-        return self._request
+    async def begin(self, terms: Terms, job: list[Any]) -> None:
+        """Hand a job to the workers; `job` holds the reference of its bytes."""
+        async with self._changed:
+            self._messages = [*self._phase]  # what else there is concerns no job, such as workers lost while idle
+            self._fired, self._ended, self._stores = set(), {}, {}
+            if self._request.ask is Ask.END:  # which was for the last job
+                self._request = NOTHING
+            self._terms, self._job = terms, job
+            self._changed.notify_all()
+
+    async def finish(self, number: int) -> None:
+        """End a job, so that no worker begins it any more."""
+        if number == self._terms.number:
+            self._terms, self._job = IDLE, []
+
+    async def give_up(self, number: int, message: bytes) -> None:
+        """End a job that has failed, and leave the message for the driver; nothing if the job has ended meanwhile."""
+        if number == self._terms.number:
+            self._terms, self._job = IDLE, []
+            await self.put(message)
+
+    async def close(self) -> None:
+        """Have the workers leave."""
+        async with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    async def next_job(self, after: int) -> tuple[Terms, list[Any]] | Ask:
+        """The first job after number `after`, as soon as there is one; or Ask.END or Ask.STOP if the worker is to leave.
+
+        An idle worker is asked to leave if the session ends, or if there are to be more or fewer workers.
+        """
+        self._phase = []  # this worker has started
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_closed or self._terms.number > after or self._must_resize)
+            if self._is_closed:
+                return Ask.END
+            return (self._terms, self._job) if self._terms.number > after else Ask.STOP
+
+    @property
+    def _must_resize(self) -> bool:
+        return self._request.ask is Ask.STOP and self._terms is IDLE
+
+    async def request(self, request: Request) -> bool:
+        """Replace the current request and return True; Ask.END is final while the job lasts: no other replaces it."""
+        if self._request.ask is Ask.END and self._terms is not IDLE:
+            return False
+        async with self._changed:
+            self._request = request
+            self._changed.notify_all()
+        return True
+
+    async def state(self) -> tuple[Request, Terms]:
+        """What the workers are asked to do, and the job that they run."""
+        return self._request, self._terms
 
     async def fire(self, fault: int) -> bool:
         """Whether a fault is still to be injected: true on the first call only."""
@@ -60,17 +116,29 @@ class Channel:
 
     async def end(self, attempt: str, rank: int, world_size: int, wait: bool) -> None:
         """Note that a worker has nothing left to run or keep; with `wait`, wait for the attempt's other workers."""
-        async with self._all_ended:
+        async with self._changed:
             self._ended.setdefault(attempt, set()).add(rank)
-            self._all_ended.notify_all()
+            self._changed.notify_all()
             if wait:
-                await self._all_ended.wait_for(lambda: len(self._ended[attempt]) == world_size)
+                await self._changed.wait_for(lambda: len(self._ended.get(attempt, ())) == world_size)
+
+    async def set_store(self, attempt: str, host: str, port: int) -> None:
+        """Say where rank 0 holds the attempt's store, at which its workers form their process group."""
+        async with self._changed:
+            self._stores[attempt] = host, port
+            self._changed.notify_all()
+
+    async def store(self, attempt: str) -> tuple[str, int]:
+        """Host and port of the attempt's store, as soon as rank 0 has opened it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: attempt in self._stores)
+            return self._stores[attempt]
 
 
 def open_channel(workers: int = 1) -> Any:
     """Start a Channel on the driver's node, which all `workers` may call at once; it ends with the driver."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Channel).options(num_cpus=0, scheduling_strategy=here, max_concurrency=1000 + 2 * workers)
+    actor = ray.remote(Channel).options(num_cpus=0, scheduling_strategy=here, max_concurrency=1000 + 4 * workers)
     return actor.remote()
 
 
@@ -86,6 +154,6 @@ def send(channel: Any, message: Any, wait: bool = True) -> None:
         ray.get(sent)
 
 
-def receive(channel: Any) -> list[Any]:
-    """The messages that have arrived, decoded; waits up to HOLD_SECONDS for one."""
-    return [pickle.loads(message) for message in ray.get(channel.receive.remote())]
+def receive(channel: Any, wait: bool = True) -> list[Any]:
+    """The messages that have arrived, decoded; with `wait`, waits up to HOLD_SECONDS for one."""
+    return [pickle.loads(message) for message in ray.get(channel.receive.remote(wait))]

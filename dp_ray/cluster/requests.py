@@ -1,4 +1,4 @@
-"""What workers are asked to do between two steps, and why.
+"""What workers are asked to do between two steps, and why; and what is known of the job that they run.
 
 It imports nothing of dp_ray, so that the channel's process, which holds the request, stays small.
 """
@@ -13,7 +13,7 @@ class Ask(StrEnum):
     NOTHING = ""
     SAVE = "save"
     STOP = "stop"  # to be started again, with more or fewer workers
-    END = "end"  # for good: no later request replaces it
+    END = "end"  # for good: no later request replaces it while the job lasts
 
 
 class Why(Enum):
@@ -36,3 +36,20 @@ class Request:
 
 NOTHING = Request(Ask.NOTHING, Why.NOTHING, "")
 END = Request(Ask.END, Why.USER, Why.USER.value)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is known of a job without unpickling it; `number` counts a session's jobs from 1, and 0 means that none runs.
+
+    `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it.
+    """
+
+    number: int = 0
+    workers: int = 0
+    retries: int = 3
+    can_stop: bool = True
+    is_last: bool = False
+
+
+IDLE = Terms()

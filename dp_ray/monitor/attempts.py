@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dp_ray.monitor.messages import Shapes, WorkerReady
+from dp_ray.monitor.messages import Finished, Shapes, WorkerReady
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Attempts:
         self._stepping: set[str] = set()
         self._gathering: dict[str, dict[int, WorkerReady]] = {}
         self._early: dict[str, list[Shapes]] = {}
+        self._finished: dict[str, dict[int, Finished]] = {}
 
     def take(self, worker: WorkerReady) -> tuple[WorkerReady, ...]:
         """Add a ready worker; return all of its attempt's workers if it is the last one, else none."""
@@ -60,3 +61,13 @@ class Attempts:
         """The newest attempt's workers with these ranks."""
         newest = {one.world.rank: one for one in self.begun[-1].workers} if self.begun else {}
         return [newest[rank] for rank in ranks if rank in newest]
+
+    def finish(self, message: Finished) -> None:
+        """Note that a worker has left the job."""
+        self._finished.setdefault(message.attempt, {})[message.rank] = message
+
+    @property
+    def finished(self) -> tuple[Finished, ...]:
+        """How the newest attempt's workers have left the job, if all have."""
+        here = self._finished.get(self._current or "", {})
+        return tuple(here.values()) if self.begun and len(here) == len(self.begun[-1].workers) else ()

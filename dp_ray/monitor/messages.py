@@ -1,5 +1,6 @@
 """The messages that workers and Ray Train's controller send to the driver."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -124,6 +125,26 @@ class Waits:
     """No workers run, because the cluster has no room for them."""
 
     what: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A worker has left the job with all its work kept, at the job's end or, if `is_stopped`, as it was asked.
+
+    `remains` names what the job left behind in the worker's process and what cannot be undone there.
+    """
+
+    attempt: str
+    rank: int
+    is_stopped: bool = False
+    remains: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """Ray Train's controller gives the job up: these workers died, by rank, with the cause in a line."""
+
+    died: Mapping[int, str]
 
 
 class Ending(StrEnum):

@@ -1,0 +1,53 @@
+"""Forms the process group of a job's workers, anew for each job."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from dp_ray.replica.world import World
+from dp_ray.system.environment import environment
+
+TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it; `timeouts.step` is usually shorter
+
+_stores: list[dist.TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
+
+
+@contextmanager
+def process_group(channel: Any, attempt: str, world: World, backend: str, local_world_size: int) -> Iterator[None]:
+    """The default process group of the job's workers while the block runs.
+
+    Rank 0 holds the store. If the block raises, the group stays: peers may wait in it, and the process is about to end.
+    """
+    store = _open_store(channel, attempt, world)
+    places = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.world_size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "NODE_RANK": world.node_rank,
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": store.port,
+        "ACCELERATE_TORCH_DEVICE": world.device,
+    }
+    with environment({name: str(value) for name, value in places.items()}):
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=TIMEOUT
+        )
+        yield
+        # A group that is destroyed while a peer still reads from it ends the process.
+        ray.get(channel.end.remote(f"{attempt} group", world.rank, world.world_size, True))
+        dist.destroy_process_group()
+
+
+def _open_store(channel: Any, attempt: str, world: World) -> dist.TCPStore:
+    if world.rank == 0:
+        store = dist.TCPStore(world.node, 0, world.world_size, is_master=True, wait_for_workers=False)
+        ray.get(channel.set_store.remote(attempt, world.node, store.port))
+        _stores[:] = [store]
+        return store
+    host, port = ray.get(channel.store.remote(attempt))
+    return dist.TCPStore(host, port, world.world_size, is_master=False, wait_for_workers=False)

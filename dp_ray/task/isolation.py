@@ -1,0 +1,211 @@
+"""Restores a worker's process after a job, so that the next job finds what a fresh process would have.
+
+What can be undone is undone: the environment, the working directory, torch's settings, hooks of all modules, processes
+and memory. What cannot be undone is named: threads and open files. A worker with such remains is started anew.
+"""
+
+import gc
+import logging
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+END_SECONDS = 2.0  # how long threads and processes of a job may take to end by themselves
+
+Restore = Callable[[], object]
+
+_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_buffer_registration_hooks",
+    "_global_module_registration_hooks",
+    "_global_parameter_registration_hooks",
+)
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What a process has that can remain after a job: its threads and the files that it holds open."""
+
+    threads: frozenset[threading.Thread]
+    files: frozenset[str]
+
+    @classmethod
+    def now(cls) -> "Belongings":
+        """The threads and open files of this process."""
+        return cls(frozenset(threading.enumerate()), frozenset(_open_files()))
+
+
+@contextmanager
+def isolated() -> Iterator[list[str]]:
+    """After the block, restore this process; the list that it yields then names what remains."""
+    process = psutil.Process()
+    belongings, children = Belongings.now(), {child.pid for child in process.children()}
+    restores = [take() for take in _SETTINGS]
+    remains: list[str] = []
+    try:
+        yield remains
+    finally:
+        for restore in reversed(restores):
+            restore()
+        _end([child for child in process.children() if child.pid not in children])
+        _free_memory()
+        remains += _remains(belongings)
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            one.terminate()
+    for one in psutil.wait_procs(processes, timeout=END_SECONDS)[1]:
+        one.kill()
+
+
+def _free_memory() -> None:
+    """Free what only reference cycles hold, the kernels that were compiled, and the GPU memory that torch keeps."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def _remains(before: Belongings) -> list[str]:
+    """What there is now and was not before: threads that do not end soon, and open files."""
+    threads = [one for one in threading.enumerate() if one not in before.threads and not _is_foreign(one)]
+    for one in threads:
+        one.join(END_SECONDS)
+    return [
+        *(f"the thread {one.name!r}" for one in threads if one.is_alive()),
+        *(f"the open file {name}" for name in sorted(_open_files() - before.files)),
+    ]
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Whether a thread was not started by Python, but by Ray or torch, and only called Python."""
+    return isinstance(thread, threading._DummyThread)
+
+
+def _open_files() -> set[str]:
+    """The regular files that this process holds open for writing or reading, without logs of Ray and libraries."""
+    with suppress(psutil.Error, OSError):
+        return {one.path for one in psutil.Process().open_files() if not _is_foreign_file(one.path)}
+    return set()
+
+
+def _is_foreign_file(path: str) -> bool:
+    return path.endswith((".so", ".py", ".pyc")) or "/ray/" in path or path.startswith(("/dev/", "/proc/", "/sys/"))
+
+
+def _environment() -> Restore:
+    before = dict(os.environ)
+
+    def restore() -> None:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+    return restore
+
+
+def _working_directory() -> Restore:
+    before = os.getcwd()
+    return lambda: os.chdir(before)
+
+
+def _lists() -> Restore:
+    """The lists of the interpreter and of torch that user code may add to."""
+    kept = [(one, list(one)) for one in (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)]
+
+    def restore() -> None:
+        for one, before in kept:
+            one[:] = before
+
+    return restore
+
+
+def _warnings() -> Restore:
+    caught = warnings.catch_warnings()
+    caught.__enter__()
+    return lambda: caught.__exit__(None, None, None)
+
+
+def _log_level() -> Restore:
+    before = logging.getLogger().level
+    return lambda: logging.getLogger().setLevel(before)
+
+
+def _hooks() -> Restore:
+    """The hooks of all modules."""
+    kept = [(one, dict(one)) for one in (getattr(nn.modules.module, name, {}) for name in _HOOKS)]
+
+    def restore() -> None:
+        for one, before in kept:
+            one.clear()
+            one.update(before)
+
+    return restore
+
+
+def _torch_settings() -> Restore:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    fill: Any = torch.utils.deterministic  # type: ignore[attr-defined]
+    fields = [
+        (owner, name, getattr(owner, name))
+        for owner, names in (
+            (cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
+            (matmul, ("allow_tf32", "allow_fp16_reduced_precision_reduction")),
+            (fill, ("fill_uninitialized_memory",)),
+        )
+        for name in names
+    ]
+    dtype, device = torch.get_default_dtype(), _default_device()
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    algorithms, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    grad, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
+
+    def restore() -> None:
+        for owner, name, value in fields:
+            if getattr(owner, name) != value:
+                setattr(owner, name, value)
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(algorithms, warn_only=warns)
+        torch.set_grad_enabled(grad)
+        torch.autograd.set_detect_anomaly(anomaly)
+        for kind in ("cpu", "cuda"):
+            torch.set_autocast_enabled(kind, False)
+
+    return restore
+
+
+def _default_device() -> torch.device | None:
+    """The device that `torch.set_default_device` has set; None: none was set."""
+    found = torch.get_default_device()
+    return None if found.type == "cpu" else found
+
+
+_SETTINGS: tuple[Callable[[], Restore], ...] = (
+    _environment,
+    _working_directory,
+    _lists,
+    _warnings,
+    _log_level,
+    _hooks,
+    _torch_settings,
+)
