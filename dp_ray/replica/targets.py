@@ -59,9 +59,9 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
 
 def _has(dataset: Any, name: str) -> bool:
     """Whether a dataset has a method; torch's base class has a __getitem__ that only raises."""
+    base = getattr(sys.modules.get("torch.utils.data"), "Dataset", None)  # an import would take seconds
     found = getattr(type(dataset), name, None)
-    is_torchs = getattr(found, "__module__", "") == "torch.utils.data.dataset"
-    return hasattr(dataset, name) and not (is_torchs and getattr(found, "__qualname__", "") == f"Dataset.{name}")
+    return hasattr(dataset, name) and (found is None or found is not getattr(base, name, None))
 
 
 def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:

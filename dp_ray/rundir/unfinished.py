@@ -12,7 +12,7 @@ from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import is_finished, read_claim
 from dp_ray.rundir.files import RESULT, RUN
-from dp_ray.rundir.incidents import Interruption, read_incidents
+from dp_ray.rundir.incidents import IncidentKind, Interruption, read_incidents
 from dp_ray.rundir.lease import Lease, last_alive
 from dp_ray.rundir.weights import first_step
 from dp_ray.storage import Storage
@@ -90,7 +90,7 @@ def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Inte
     if killed and incidents.world_sizes and not incidents.driver_end:
         step = max(killed.step, kept_steps(run, job.task, split), first_step(run))
         what = f"killed, or its machine lost, after step {step} (last heard of)"
-        incidents = incidents.interrupted(Interruption("driver", what, step))
+        incidents = incidents.interrupted(Interruption(IncidentKind.DRIVER, what, step))
         incidents.save(run)
     return incidents.driver_end
 
