@@ -32,14 +32,14 @@ from dp_ray.cluster.ray_internals.variables import (
 )
 from dp_ray.cluster.resources import Resources, capacity_for, text_of, times
 from dp_ray.errors import ClusterError
-from dp_ray.job import Job
+from dp_ray.job_keys import WorkerKeys
 from dp_ray.system.environment import environment, is_env, without_values
 from dp_ray.system.folders import own_folder
 from dp_ray.system.stop_signals import handlers_kept
 
 
 @contextmanager
-def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
+def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
     """Connect to Ray while the block runs: the caller's own, the one at an address, or an embedded one.
 
     The address is `address`, else RAY_ADDRESS, which Ray sets in its jobs. Raises ClusterError if no Ray answers.
@@ -50,8 +50,9 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
     short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path is limited to 107 characters, TMPDIR is not
-    with _environment_kept(), handlers_kept(), own_folder(short) as folder, raylets_hushed(verbose):
-        _start_ray(job, address_of(address), verbose, folder)
+    with _environment_kept(), own_folder(short) as folder, raylets_hushed(verbose):
+        with handlers_kept():
+            _start_ray(keys, address_of(address), verbose, folder)
         try:
             yield
         finally:
@@ -63,7 +64,7 @@ def address_of(given: str | None) -> str | None:
     return given or os.environ.get(ADDRESS)
 
 
-def _start_ray(job: Job, address: str | None, verbose: bool, folder: str) -> None:
+def _start_ray(keys: WorkerKeys, address: str | None, verbose: bool, folder: str) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
     quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
@@ -73,7 +74,7 @@ def _start_ray(job: Job, address: str | None, verbose: bool, folder: str) -> Non
                 authenticate(address)
                 ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
             else:
-                start_local(_logical_cpus(job), folder, **quiet)
+                start_local(_logical_cpus(keys), folder, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(f"no Ray answers at {address or 'local'}: {error}") from error
 
@@ -112,33 +113,33 @@ def train_environment() -> Iterator[None]:
         yield
 
 
-def worker_resources(job: Job) -> dict[str, float]:
+def worker_resources(keys: WorkerKeys) -> dict[str, float]:
     """The resources of one worker; `gpus_per_worker: auto` is 1 if the cluster has GPUs and the job no `devices`."""
-    gpus = job.gpus_per_worker
+    gpus = keys.gpus_per_worker
     if gpus == "auto":
-        gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 and job.devices is None else 0
-    wanted = {"CPU": job.cpus_per_worker, "GPU": gpus, **job.resources_per_worker}
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 and keys.devices is None else 0
+    wanted = {"CPU": keys.cpus_per_worker, "GPU": gpus, **keys.resources_per_worker}
     return {name: amount for name, amount in wanted.items() if amount}
 
 
-def check_fits(job: Job, each: Resources) -> str | None:
+def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
     """What the job must wait for, None if nothing; raises ClusterError if it can never fit."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    capacity = capacity_for(each, nodes, job.placement, job.accelerator_type)
-    if capacity < job.min_workers:
+    capacity = capacity_for(each, nodes, keys.placement, keys.accelerator_type)
+    if capacity < keys.min_workers:
         says = (
-            f"{job.min_workers} workers need {times(each, job.min_workers)}{_on(job.accelerator_type)} "
-            f"({text_of(each)} each, {job.placement}); the cluster of {len(nodes)} nodes has "
+            f"{keys.min_workers} workers need {times(each, keys.min_workers)}{_on(keys.accelerator_type)} "
+            f"({text_of(each)} each, {keys.placement}); the cluster of {len(nodes)} nodes has "
             f"{text_of(_total(nodes, each))}, room for {capacity} workers{_too_large(each, nodes)}"
         )
         if not autoscales():
             raise ClusterError(f"{says}, and no autoscaler that could add nodes")
         return f"{says}; waiting for the autoscaler"
     free = ray.available_resources()
-    lacking = {name for name, amount in each.items() if free.get(name, 0) < amount * job.min_workers}
+    lacking = {name for name, amount in each.items() if free.get(name, 0) < amount * keys.min_workers}
     if lacking:
         return (
-            f"{job.min_workers} workers need {times(each, job.min_workers)}; "
+            f"{keys.min_workers} workers need {times(each, keys.min_workers)}; "
             f"free are {text_of({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
         )
     return None
@@ -154,9 +155,9 @@ def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:
     return f": one worker takes {text_of(lacking)} of ONE node, and the largest has {largest}"
 
 
-def _logical_cpus(job: Job) -> int:
+def _logical_cpus(keys: WorkerKeys) -> int:
     """Enough CPUs for all workers, even if the machine has fewer: a laptop runs 8 workers on 2 cores, slowly."""
-    return max(os.cpu_count() or 1, math.ceil(job.max_workers * job.cpus_per_worker))
+    return max(os.cpu_count() or 1, math.ceil(keys.max_workers * keys.cpus_per_worker))
 
 
 def in_ray_job() -> bool:

@@ -27,22 +27,22 @@ def bind_to_ray_address() -> None:
             os.environ[variable] = interface
 
 
-class _BoundBackend(TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray Train's torch backend, whose workers choose their interface before they form the process group.
+class _WorkerBackend(TorchConfig().backend_cls):  # type: ignore[misc]
+    """Ray Train's torch backend, but its workers only choose their interface; each job forms a process group.
 
     A host with several addresses may resolve its own name to any of them, and gloo would listen there.
     """
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        """Called by Ray Train when the workers' processes run."""
         worker_group.execute(bind_to_ray_address)
-        super().on_start(worker_group, backend_config)
 
 
 @dataclass
-class BoundTorchConfig(TorchConfig):  # type: ignore[misc]
-    """TorchConfig with `_BoundBackend`."""
+class WorkerTorchConfig(TorchConfig):  # type: ignore[misc]
+    """TorchConfig with `_WorkerBackend`."""
 
     @property
     def backend_cls(self) -> type[Any]:
         """The backend that Ray Train uses."""
-        return _BoundBackend
+        return _WorkerBackend

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from dp_ray.errors import WorkerError
 from dp_ray.replica.world import World
 from dp_ray.system.environment import environment
 
@@ -34,9 +35,12 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
         "ACCELERATE_TORCH_DEVICE": world.device,
     }
     with environment({name: str(value) for name, value in places.items()}):
-        dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=TIMEOUT
-        )
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=world.rank, world_size=world.world_size, timeout=TIMEOUT
+            )
+        except RuntimeError as error:
+            raise WorkerError(f"the process group could not be formed: {str(error).splitlines()[0]}") from error
         yield
         # A group that is destroyed while a peer still reads from it ends the process.
         ray.get(channel.end.remote(f"{attempt} group", world.rank, world.world_size, True))

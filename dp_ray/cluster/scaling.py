@@ -108,9 +108,9 @@ class ElasticScalingPolicy(WorkerScaling):
 
     def _look(self, workers: RunningWorkers, now: float) -> None:
         draining = draining_nodes() & self._held.keys()
-        running = Running(
-            self._wanted, len(workers.node_ids), workers.started, self._last_count, _addresses(draining)
-        )
+        _, job = ray.get(self._channel.state.remote())
+        wanted = replace(self._wanted, can_stop=job.can_stop)
+        running = Running(wanted, len(workers.node_ids), workers.started, self._last_count, _addresses(draining))
         if is_worth_a_look(running, now):
             running = replace(running, capacity=self._capacity(self._nodes(must_answer=False)))
         decision = decide(running, now)
@@ -119,8 +119,8 @@ class ElasticScalingPolicy(WorkerScaling):
             self._request(decision.request)
 
     def _request(self, request: Request) -> None:
-        self._requested = request.ask
-        ray.get(self._channel.request.remote(request))
+        if ray.get(self._channel.request.remote(request)):
+            self._requested = request.ask
 
     def _capacity(self, nodes: list[dict[str, Any]]) -> int:
         return self._wanted.capacity(_free(nodes, self._held, self._wanted.each))

@@ -19,7 +19,8 @@ SAY_SECONDS = 30.0  # between two lines that say what the run waits for
 class Wanted:
     """What the job asks of the cluster.
 
-    `each` are one worker's resources; `capacity_seconds` is the job's `timeouts.capacity`.
+    `each` are one worker's resources; `capacity_seconds` is the job's `timeouts.capacity`; `can_stop` says whether the
+    job keeps work to resume from.
     """
 
     min_workers: int
@@ -27,8 +28,8 @@ class Wanted:
     each: Resources
     placement: str
     accelerator_type: str | None
-    can_stop: bool
     capacity_seconds: float | None
+    can_stop: bool = True
 
     def capacity(self, nodes: list[dict[str, float]]) -> int:
         """How many workers fit on nodes with these resources, at most `max_workers`."""

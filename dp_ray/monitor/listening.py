@@ -17,6 +17,8 @@ def listening(
 ) -> Iterator[None]:
     """Feed the monitor in the background; when the block ends, all messages sent by then are taken in.
 
+    `receive` gives the messages that have arrived; if its argument is True, it waits a moment for the first.
+
     If the monitor fails, as on a full disk, the block is aborted, and interrupted too if it runs on the main thread.
     The failure is then raised.
     """

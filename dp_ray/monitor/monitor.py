@@ -16,6 +16,8 @@ from dp_ray.monitor.messages import (
     Beat,
     Failed,
     FaultInjected,
+    Finished,
+    GaveUp,
     Interrupted,
     Message,
     Printed,
@@ -59,6 +61,8 @@ class Monitor:
         self.failed: Failed | None = None
         self.is_stopping = False
         self.stopped_by = ""  # the name of the last signal
+        self.ended = threading.Event()  # set when all workers have left the job, or the job is given up
+        self.gave_up: GaveUp | None = None
         self.is_deaf = False  # messages are no longer read, so workers cannot be asked to stop
         self.metrics: dict[str, float] = {}
         self.progress = Progressed(job.run_name, split.total_steps, split.total_rows)
@@ -110,6 +114,13 @@ class Monitor:
                 self._console.say(what)
             case FaultInjected():
                 self._fault_injected(message)
+            case Finished():
+                self._attempts.finish(message)
+                if self.finished:
+                    self.ended.set()
+            case GaveUp():
+                self.gave_up = message
+                self.ended.set()
             case Failed():
                 if self.failed is None or self.failed.is_lost_peer:
                     self.failed = message

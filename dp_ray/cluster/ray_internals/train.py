@@ -6,6 +6,8 @@ own policies.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +180,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         if is_own:
             self._unneeded += (PlacementGroupCleanerCallback,)  # the end of the job cleans up instead
         self._controller: Any = None
+        self._ended: Future[Any] = Future()
         self._policies = {
             "scaling_policy": scaling(self.scaling_config),
             "failure_policy": restarts(self.run_config.failure_config),
@@ -188,23 +191,53 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         made = super()._create_default_callbacks()
         return [self._on_start, *(one for one in made if type(one) not in self._unneeded)]
 
-    def _initialize_and_run_controller(self, **given: Any) -> Any:
-        """Run Ray Train's controller on this node so that it can be aborted at any time.
+    def start(self) -> None:
+        """Start Ray Train's controller, which starts the workers; does not wait for them."""
+        self.fit()
 
-        Ray's own method asks the controller to abort itself, but a controller that waits for capacity does not react.
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        """Start Ray Train's controller on this node, so that it can be aborted at any time.
+
+        Ray's own method waits for the controller's end. It asks the controller to abort itself, but a controller that
+        waits for capacity does not react.
         """
         here = label_of(ray.get_runtime_context().get_node_id())
         variables = {WARN_BLOCKING: "0", **get_env_vars_to_propagate()}
         actor = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": variables})(TrainController)
         self._controller = actor.remote(**{**given, **self._policies})
+        self._ended = self._controller.run.remote().future()
+        return _Begun()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the controller has ended, and its workers with it."""
+        return self._ended.done()
+
+    def when_ended(self, do: Callable[[], None]) -> None:
+        """Call `do` in another thread when the controller has ended, or at once if it has."""
+        self._ended.add_done_callback(lambda _: do())
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the controller's end, at most so long."""
+        futures.wait([self._ended], seconds)
+
+    def failure(self) -> BaseException | None:
+        """The error with which the controller has ended; None if it ended without."""
         try:
-            ray.get(self._controller.run.remote())
-            return ray.get(self._controller.get_result.remote())
-        except KeyboardInterrupt:
-            self.abort()
-            raise
+            self._ended.result()
+            error: BaseException | None = ray.get(self._controller.get_result.remote()).error
+        except ray.exceptions.RayError as lost:
+            return lost
+        return error
 
     def abort(self) -> None:
         """Kill the controller, and with it its workers."""
         if self._controller is not None:
             ray.kill(self._controller)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What `fit` gets from a controller that has begun: it looks for an error there."""
+
+    error: None = None

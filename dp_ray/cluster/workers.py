@@ -1,0 +1,191 @@
+"""A group of workers on Ray, which runs one job after another."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+
+from dp_ray.cluster.channel import open_channel, receive
+from dp_ray.cluster.connect import address_of, check_fits, connected, worker_resources
+from dp_ray.cluster.launch import launch
+from dp_ray.cluster.node_control import RayNodeControl
+from dp_ray.cluster.ray_internals.failures import why_failed
+from dp_ray.cluster.ray_internals.train import ControlledTrainer
+from dp_ray.cluster.requests import Terms
+from dp_ray.cluster.resources import Resources
+from dp_ray.cluster.worker import Assignment, WorkerConfig
+from dp_ray.errors import ClusterError, Error, JobError, WorkerError
+from dp_ray.job import Job
+from dp_ray.job_keys import WorkerKeys
+from dp_ray.monitor.failures import error_of
+from dp_ray.monitor.faults import Fault
+from dp_ray.monitor.listening import listening
+from dp_ray.monitor.monitor import Monitor
+from dp_ray.rundir.claim import RunDir
+from dp_ray.task.step_control import StopRequested
+
+CLOSE_SECONDS = 5.0
+
+Say = Callable[[str], None]
+
+
+class Workers:
+    """Workers on Ray, with torch imported and their resources held; they run one job at a time."""
+
+    def __init__(self, trainer: ControlledTrainer, channel: Any, each: Resources, is_own: bool, verbose: bool) -> None:
+        self.each = each
+        self.remains: tuple[str, ...] = ()
+        self._trainer = trainer
+        self._channel = channel
+        self._is_own = is_own
+        self._verbose = verbose
+        self._number = 0
+
+    def run(
+        self,
+        job: Job,
+        claimed: RunDir,
+        rows: Mapping[str, int],
+        monitor: Monitor,
+        faults: tuple[Fault, ...],
+        is_last: bool = False,
+    ) -> None:
+        """Run a job to its end on the first `job.workers` of these workers; `is_last` says that no other follows.
+
+        Raises StopRequested if the user stopped the job, else the error that ended it. The workers go on, unless
+        the caller was interrupted or Ray Train has given up.
+        """
+        monitor.node_control = RayNodeControl(self._channel)
+        self._number += 1
+        terms = Terms(self._number, job.max_workers, job.retries, job.task != "evaluate", is_last)
+        self._trainer.when_ended(monitor.ended.set)
+        ray.get(self._channel.begin.remote(terms, self._packed(job, claimed, rows, faults)))
+        try:
+            with listening(monitor, lambda wait: receive(self._channel, wait), self.abort):
+                monitor.ended.wait()
+        except BaseException:
+            self.abort()
+            raise
+        if not self._trainer.has_ended:
+            ray.get(self._channel.finish.remote(self._number))
+        self._check_end(monitor)
+
+    def _packed(
+        self, job: Job, claimed: RunDir, rows: Mapping[str, int], faults: tuple[Fault, ...]
+    ) -> list[Any]:
+        """A reference to the bytes of the job's Assignment, and its `env`, which Ray might write to a disk there."""
+        assigned = Assignment(
+            job.model_copy(update={"env": {}}),
+            claimed.storage.location,
+            claimed.token,
+            backend_of(job, self.each.get("GPU", 0)),
+            faults,
+            rows,
+        )
+        return [ray.put(ray.cloudpickle.dumps(assigned)), job.env]
+
+    def _check_end(self, monitor: Monitor) -> None:
+        if monitor.finished:
+            self.remains = tuple(sorted({one for worker in monitor.finished for one in worker.remains}))
+            if any(worker.is_stopped for worker in monitor.finished):
+                raise StopRequested("stopped as it was asked")
+            return
+        if monitor.is_stopping and (monitor.failed is None or monitor.failed.is_lost_peer):
+            raise StopRequested("stopped as it was asked")
+        raise self._cause(monitor) from None
+
+    def _cause(self, monitor: Monitor) -> Error:
+        """The error that ended the job: the controller's own, else lost workers, else the first that a worker raised."""
+        failure = self._trainer.failure() if self._trainer.has_ended else None
+        cause = getattr(failure, "controller_failure", None)
+        if isinstance(cause, Error):
+            return cause
+        if monitor.gave_up is not None and (died := monitor.gave_up.died):
+            says = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(died.items()))
+            return WorkerError(f"workers were lost, more often than retries allows: {says}")
+        if monitor.failed:
+            return error_of(monitor.failed, self._verbose)
+        if cause is not None:
+            return WorkerError(f"the workers could not be started: {why_failed(cause)}")
+        return Error(str(failure or "the workers have ended"))
+
+    def check_alive(self) -> None:
+        """Raise ClusterError if these workers have ended."""
+        if self._trainer.has_ended:
+            failure = self._trainer.failure()
+            says = why_failed(getattr(failure, "controller_failure", failure)) if failure else "it was closed"
+            raise ClusterError(f"the session has ended, since its workers have: {says}")
+
+    def close(self) -> None:
+        """Have the workers leave, and free their resources."""
+        if not self._trainer.has_ended:
+            ray.get(self._channel.close.remote())
+        if not self._is_own:  # else they end with the connection
+            self._trainer.wait(CLOSE_SECONDS)
+        self.abort()
+
+    def abort(self) -> None:
+        """End the workers at once."""
+        self._trainer.abort()
+
+
+@contextmanager
+def open_workers(
+    keys: WorkerKeys, address: str | None, verbose: bool, begin: Say, say: Say
+) -> Iterator[Workers]:
+    """Workers on Ray for the block, which have begun to start; `begin` is told each phase, `say` what they wait for.
+
+    Raises ClusterError if no Ray answers, or if the workers can never fit.
+    """
+    is_own = not ray.is_initialized()
+    begin(what_begins(address))
+    with connected(keys, address, verbose), TemporaryDirectory() as folder:
+        each = worker_resources(keys)
+        if waiting := check_fits(keys, each):
+            say(waiting)
+        channel = open_channel(keys.max_workers)
+        begin("starting Ray Train")
+        config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
+        trainer = launch(keys, each, config, folder, is_own, verbose)
+        workers = Workers(trainer, channel, each, is_own, verbose)
+        try:
+            yield workers
+        finally:
+            workers.close()
+
+
+def what_begins(address: str | None) -> str:
+    """The first phase to show: what the user waits for until Ray is there."""
+    if ray.is_initialized():
+        return "looking at the cluster"
+    found = address_of(address)
+    return f"connecting to Ray at {found}" if found else "starting Ray"
+
+
+def backend_of(job: Job, gpus_per_worker: float) -> str:
+    """The backend of the job's process group, on workers that hold so many GPUs each.
+
+    Workers with a fraction of a GPU may share one, which NCCL refuses ("Duplicate GPU"). gloo takes CUDA tensors in
+    all collectives used here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory.
+    """
+    types = {name.partition(":")[0] for name in job.devices or ()}
+    if types == {"cpu", "cuda"}:
+        return "cpu:gloo,cuda:nccl"
+    may_share = 0 < gpus_per_worker < 1 and job.max_workers > 1
+    has_no_gpu = gpus_per_worker == 0 or job.gpus_per_worker == 0
+    return "gloo" if types == {"cpu"} or may_share or (has_no_gpu and not types) else "nccl"
+
+
+def check_can_be_shipped(job: Job) -> None:
+    """Raise JobError, which names the key, if a Python object of the job cannot be pickled for the workers."""
+    for key, given in job.targets.items():
+        try:
+            with open(os.devnull, "wb") as nowhere:
+                ray.cloudpickle.dump(given, nowhere)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            advice = "name a target in its place, which each worker calls for itself"
+            raise JobError(f"{key}: cannot be pickled for the workers: {why}; {advice}") from error
