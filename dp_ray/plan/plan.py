@@ -151,11 +151,11 @@ def batches(split: Split, workers: int) -> list[dict[str, Any]]:
     dealt = [list(worker_shards(split.shards, workers, rank)) for rank in range(workers)]
     return [
         {"steps": steps, "rows": rows, "shard_rows": chunk_sizes(rows, split.shards), "worker_shards": dealt}
-        for steps, rows in _first(split.batch_sizes(), split.total_steps)
+        for steps, rows in _first_steps(split.batch_sizes(), split.total_steps)
     ]
 
 
-def _first(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple[int, int]]:
+def _first_steps(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple[int, int]]:
     """The (steps, rows) of the first `steps` global batches."""
     for count, rows in kinds:
         if steps > 0:
