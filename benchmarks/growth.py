@@ -108,7 +108,7 @@ def _reports_a_second(folder: Path, workers: int) -> float:
     split, tensorboard = Split(workers * steps, workers, workers), TensorBoardWriter(Storage(str(folder)))
     monitor = Monitor(job, split, ReportFile(path), tensorboard, Console("growth", quiet=True), False)
     started = time.perf_counter()
-    with listening(monitor, lambda: receive(channel)):
+    with listening(monitor, lambda wait: receive(channel, wait)):
         ray.get([replay.send.remote(channel) for replay in replays])
     monitor.close()
     taken = time.perf_counter() - started

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from dp_ray.job import Job
     from dp_ray.replica.devices import devices
     from dp_ray.results.result import Result, load
+    from dp_ray.sessions import Session, session
 
-__all__ = ["Error", "Job", "Result", "devices", "errors", "load", "run"]
+__all__ = ["Error", "Job", "Result", "Session", "devices", "errors", "load", "run", "session"]
 
 # Imported when first used, so that `dp-ray plan` and `import dp_ray` wait neither for torch nor for Ray.
 _HOMES = {
@@ -19,7 +20,9 @@ _HOMES = {
     "Result": "dp_ray.results.result",
     "devices": "dp_ray.replica.devices",
     "load": "dp_ray.results.result",
+    "Session": "dp_ray.sessions",
     "run": "dp_ray.driver",
+    "session": "dp_ray.sessions",
 }
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dp_ray.checks import check_targets
@@ -61,6 +61,13 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     caller says that they are the same. Without a `name`, a run from Python is named by its time.
     Raises an Error of dp_ray.errors, and RunInterrupted if SIGINT or SIGTERM stopped the run.
     """
+    return run_with(execute, job, keys)
+
+
+def run_with(
+    execute: Callable[[Job, Options], Result], job: Job | str | os.PathLike[str] | None, keys: dict[str, Any]
+) -> Result:
+    """Run the job and options that the caller of `run` gives, by `execute`; errors show no inner frames of dp_ray."""
     names = {field.name for field in dataclasses.fields(Options)}
     if not isinstance(keys.get("resume", False), bool):
         names.remove("resume")  # a path, as in other libraries: the job rejects that key with a hint
@@ -86,8 +93,14 @@ class Prepared:
     faults: tuple[Fault, ...]
 
 
-def execute(job: Job, options: Options) -> Result:
-    """Run a job to its end and return its result; the run directory keeps the result, also after a failure."""
+OnRay = Callable[[Prepared, RunDir, Monitor, Console], None]
+
+
+def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
+    """Run a job to its end and return its result; the run directory keeps the result, also after a failure.
+
+    `on_ray` runs the workers, by default new ones.
+    """
     started = time.monotonic()
     console = Console(job.run_name, options.quiet)
     prepared = prepare(job, options, console)
@@ -96,7 +109,7 @@ def execute(job: Job, options: Options) -> Result:
     claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume)
     for line in _resumption(prepared, claimed, killed):
         console.say(line)
-    execution = Execution(prepared, claimed, options, console, started)
+    execution = Execution(prepared, claimed, options, console, started, on_ray or _on_own_workers(options))
     with held(claimed, lambda: execution.steps_done):
         return execution.run()
 
@@ -131,11 +144,27 @@ def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> It
         yield f"the last attempt was {end.what}"
 
 
+def _on_own_workers(options: Options) -> OnRay:
+    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+        from dp_ray.cluster.workers import run_on_ray  # imports Ray, which `workers: 0` does not need
+
+        job, rows = prepared.job, prepared.plan.rows
+        run_on_ray(job, claimed, rows, monitor, console, options.address, options.verbose, prepared.faults)
+
+    return on_ray
+
+
 class Execution:
     """The run of a prepared job in a run directory that this driver has claimed."""
 
     def __init__(
-        self, prepared: Prepared, claimed: RunDir, options: Options, console: Console, started: float
+        self,
+        prepared: Prepared,
+        claimed: RunDir,
+        options: Options,
+        console: Console,
+        started: float,
+        on_ray: OnRay,
     ) -> None:
         self._prepared = prepared
         self._job = prepared.job
@@ -145,6 +174,7 @@ class Execution:
         self._options = options
         self._console = console
         self._started = started
+        self._on_ray = on_ray
         self._monitor: Monitor | None = None
 
     @property
@@ -181,16 +211,13 @@ class Execution:
 
     def _follow(self) -> None:
         """Run the workers to their end, followed by a monitor."""
-        job, options, rows = self._job, self._options, self._prepared.plan.rows
-        with monitoring(job, self._split, self._claimed, self._console, options.shapes) as monitor:
+        job, prepared = self._job, self._prepared
+        with monitoring(job, self._split, self._claimed, self._console, self._options.shapes) as monitor:
             self._monitor = monitor
             if job.max_workers == 0:
-                run_in_process(job, self._claimed, monitor, rows)
+                run_in_process(job, self._claimed, monitor, prepared.plan.rows)
             else:
-                from dp_ray.cluster.launch import run_on_ray  # imports Ray, which `workers: 0` does not need
-
-                faults = self._prepared.faults
-                run_on_ray(job, self._claimed, rows, monitor, self._console, options.address, options.verbose, faults)
+                self._on_ray(prepared, self._claimed, monitor, self._console)
 
     def _merge(self) -> None:
         """Merge the workers' parts or pieces of history, and verify that they are complete."""

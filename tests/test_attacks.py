@@ -207,7 +207,7 @@ def test_overwriting_needs_a_job_that_can_be_written_down(tmp_path: Path) -> Non
 
 
 def test_a_dataset_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    from dp_ray.cluster.launch import check_can_be_shipped
+    from dp_ray.cluster.workers import check_can_be_shipped
 
     data = models.Rows(9)
     data.lock = (number for number in range(3))  # type: ignore[attr-defined]

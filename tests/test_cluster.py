@@ -17,11 +17,11 @@ from ray.cluster_utils import Cluster as SeveralNodes
 
 import dp_ray
 from dp_ray.cluster.connect import in_ray_job
-from dp_ray.cluster.launch import backend_of
 from dp_ray.cluster.network import interface_of
 from dp_ray.cluster.ray_internals.core import wants_token
 from dp_ray.cluster.ray_internals.variables import JOB_CONFIG
 from dp_ray.cluster.resources import capacity_for
+from dp_ray.cluster.workers import backend_of
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
 from dp_ray.system.stop_signals import handlers_kept
@@ -55,17 +55,16 @@ def test_capacity_is_counted_node_by_node(
     [
         ({"workers": 2}, 0.5, "gloo"),  # they may share a GPU, which NCCL calls "Duplicate GPU"
         ({"workers": {"min": 1, "max": 4}}, 0.25, "gloo"),
-        ({"workers": 1}, 0.5, None),
-        ({"workers": 2}, 1, None),
-        ({"workers": 2}, 2, None),
-        ({"workers": 2}, 0, None),
+        ({"workers": 1}, 0.5, "nccl"),
+        ({"workers": 2}, 1, "nccl"),
+        ({"workers": 2}, 2, "nccl"),
+        ({"workers": 2}, 0, "gloo"),
+        ({"workers": 2, "gpus_per_worker": 0}, 1, "gloo"),
         ({"workers": 2, "devices": ["cpu", "cpu"]}, 0, "gloo"),
-        ({"workers": 2, "devices": ["cuda:0"]}, 1, None),
+        ({"workers": 2, "devices": ["cuda:0"]}, 1, "nccl"),
     ],
 )
-def test_workers_that_may_share_a_gpu_exchange_by_gloo(
-    keys: dict[str, Any], gpus: float, backend: str | None
-) -> None:
+def test_workers_that_may_share_a_gpu_exchange_by_gloo(keys: dict[str, Any], gpus: float, backend: str) -> None:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 8, **keys}, "job")
     assert backend_of(job, gpus) == backend
 

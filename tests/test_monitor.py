@@ -14,7 +14,7 @@ import torch
 import dp_ray
 from dp_ray import errors, in_process
 from dp_ray.cluster.channel import Channel
-from dp_ray.cluster.requests import END, NOTHING, Ask, Request, Why
+from dp_ray.cluster.requests import END, NOTHING, Ask, Request, Terms, Why
 from dp_ray.job import Job
 from dp_ray.monitor import console
 from dp_ray.monitor.console import Console, Progressed
@@ -118,7 +118,7 @@ def test_what_users_print_shows_its_rank_even_when_quiet(capsys: pytest.CaptureF
 
 
 def test_trouble_while_listening_ends_the_block_and_is_raised() -> None:
-    def receive() -> list[Message]:
+    def receive(wait: bool) -> list[Message]:
         raise errors.StorageError("the disk is full")
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have none
@@ -134,7 +134,7 @@ def test_trouble_while_listening_ends_the_block_and_is_raised() -> None:
 def test_what_was_sent_before_the_end_is_taken_in() -> None:
     waiting: list[Message] = [ready("a", 0), ready("a", 1)]
 
-    def receive() -> list[Message]:
+    def receive(wait: bool) -> list[Message]:
         time.sleep(0.01)
         taken, waiting[:] = list(waiting), []
         return taken
@@ -172,10 +172,11 @@ def test_a_monitor_that_is_closed_asks_nobody_to_stop() -> None:
 def test_the_order_to_end_stays() -> None:
     async def requests() -> Request:
         channel = Channel()
+        await channel.begin(Terms(1, 2), [])
         await channel.request(Request(Ask.STOP, Why.GROWTH, "there is room for 3 workers"))
         await channel.request(END)
         await channel.request(NOTHING)
-        return await channel.requested()
+        return (await channel.state())[0]
 
     assert asyncio.run(requests()) == Request(Ask.END, Why.USER, "the user stops the run")
 

@@ -274,17 +274,12 @@ def test_what_raised_is_named_on_every_worker_of_a_group(tmp_path: Path, failing
         run_group(Job.make(keys, "job"), tmp_path)
 
 
-class Heartbeat:
-    has_progressed = False
-
-
 def test_a_worker_sends_the_users_frames_and_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Failed] = []
     monkeypatch.setattr(worker, "send", lambda channel, message: told.append(message))
 
-    given: Any = worker.WorkerConfig(Job.make(keys_of_job(), "job"), "run", "token", None, False)
-    heartbeat: Any = Heartbeat()
-    with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), heartbeat):
+    given: Any = worker.WorkerConfig(None, False)
+    with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), lambda: False):
         step = worker_step()
         step(nn.Linear(6, 3), (torch.ones(4, 6), torch.ones(4)))
     (failed,) = told
@@ -314,9 +309,8 @@ def test_a_workers_error_reaches_the_driver_as_the_class_of_ours_that_it_is(
 ) -> None:
     told: list[bytes] = []
     monkeypatch.setattr(worker, "send", lambda channel, message: told.append(pickle.dumps(message)))
-    given: Any = worker.WorkerConfig(Job.make(keys_of_job(), "job"), "run", "token", None, False)
-    heartbeat: Any = Heartbeat()
-    with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), heartbeat):
+    given: Any = worker.WorkerConfig(None, False)
+    with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), lambda: False):
         raise error
     assert type(error_of(pickle.loads(told[0]))) is kind
 

@@ -80,7 +80,7 @@ class Channel:
             self._changed.notify_all()
 
     async def next_job(self, after: int) -> tuple[Terms, list[Any]] | Ask:
-        """The first job after number `after`, as soon as there is one; or Ask.END or Ask.STOP if the worker is to leave.
+        """The first job after number `after`, once there is one; Ask.END or Ask.STOP if the worker is to leave.
 
         An idle worker is asked to leave if the session ends, or if there are to be more or fewer workers.
         """

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.errors import WorkerError
 from dp_ray.replica.world import World
@@ -14,14 +15,15 @@ from dp_ray.system.environment import environment
 
 TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it; `timeouts.step` is usually shorter
 
-_stores: list[dist.TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
+_stores: list[TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
 
 
 @contextmanager
 def process_group(channel: Any, attempt: str, world: World, backend: str, local_world_size: int) -> Iterator[None]:
     """The default process group of the job's workers while the block runs.
 
-    Rank 0 holds the store. If the block raises, the group stays: peers may wait in it, and the process is about to end.
+    Rank 0 holds the store. If the block raises, the group stays, since peers may wait in it; the process is about to
+    end. Raises WorkerError if the group cannot be formed.
     """
     store = _open_store(channel, attempt, world)
     places = {
@@ -47,11 +49,11 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
         dist.destroy_process_group()
 
 
-def _open_store(channel: Any, attempt: str, world: World) -> dist.TCPStore:
+def _open_store(channel: Any, attempt: str, world: World) -> TCPStore:
     if world.rank == 0:
-        store = dist.TCPStore(world.node, 0, world.world_size, is_master=True, wait_for_workers=False)
+        store = TCPStore(world.node, 0, world.world_size, is_master=True, wait_for_workers=False)
         ray.get(channel.set_store.remote(attempt, world.node, store.port))
         _stores[:] = [store]
         return store
     host, port = ray.get(channel.store.remote(attempt))
-    return dist.TCPStore(host, port, world.world_size, is_master=False, wait_for_workers=False)
+    return TCPStore(host, port, world.world_size, is_master=False, wait_for_workers=False)

@@ -40,7 +40,7 @@ END = Request(Ask.END, Why.USER, Why.USER.value)
 
 @dataclass(frozen=True)
 class Terms:
-    """What is known of a job without unpickling it; `number` counts a session's jobs from 1, and 0 means that none runs.
+    """What is known of a job without unpickling it; `number` counts a session's jobs from 1, 0: none runs.
 
     `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it.
     """

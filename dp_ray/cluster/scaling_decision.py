@@ -19,8 +19,8 @@ SAY_SECONDS = 30.0  # between two lines that say what the run waits for
 class Wanted:
     """What the job asks of the cluster.
 
-    `each` are one worker's resources; `capacity_seconds` is the job's `timeouts.capacity`; `can_stop` says whether the
-    job keeps work to resume from.
+    `each` are one worker's resources; `capacity_seconds` is the job's `timeouts.capacity`; `can_stop` says whether
+    the job keeps work to resume from.
     """
 
     min_workers: int

@@ -96,7 +96,10 @@ def run_job(given: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str])
 
 
 def run_assigned(given: WorkerConfig, assigned: Assignment, attempt: str, world: World, heartbeat: Heartbeat) -> None:
-    """Run the task within the process group of the job's workers. Raises StopRequested if it stopped as it was asked."""
+    """Run the task within the process group of the job's workers.
+
+    Raises StopRequested if it stopped as it was asked.
+    """
     job = assigned.job
     with process_group(given.channel, attempt, world, assigned.backend, workers_on_node(world)):
         run = Storage(assigned.run_dir)
@@ -141,7 +144,8 @@ def with_devices(world: World, job: Job) -> World:
 def workers_on_node(world: World) -> int:
     """How many workers of the job this worker's node has; Ray Train numbers the workers node by node."""
     first = world.rank - world.local_rank
-    return min(world.world_size - first, ray.train.get_context().get_local_world_size())
+    started: int = ray.train.get_context().get_local_world_size()
+    return min(world.world_size - first, started)
 
 
 @contextmanager

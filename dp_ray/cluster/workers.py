@@ -1,8 +1,7 @@
 """A group of workers on Ray, which runs one job after another."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,9 +16,10 @@ from dp_ray.cluster.ray_internals.train import ControlledTrainer
 from dp_ray.cluster.requests import Terms
 from dp_ray.cluster.resources import Resources
 from dp_ray.cluster.worker import Assignment, WorkerConfig
-from dp_ray.errors import ClusterError, Error, JobError, WorkerError
+from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.job_keys import WorkerKeys
+from dp_ray.monitor.console import Console
 from dp_ray.monitor.failures import error_of
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.listening import listening
@@ -35,7 +35,9 @@ Say = Callable[[str], None]
 class Workers:
     """Workers on Ray, with torch imported and their resources held; they run one job at a time."""
 
-    def __init__(self, trainer: ControlledTrainer, channel: Any, each: Resources, is_own: bool, verbose: bool) -> None:
+    def __init__(
+        self, trainer: ControlledTrainer, channel: Any, each: Resources, is_own: bool, verbose: bool
+    ) -> None:
         self.each = each
         self.remains: tuple[str, ...] = ()
         self._trainer = trainer
@@ -73,9 +75,7 @@ class Workers:
             ray.get(self._channel.finish.remote(self._number))
         self._check_end(monitor)
 
-    def _packed(
-        self, job: Job, claimed: RunDir, rows: Mapping[str, int], faults: tuple[Fault, ...]
-    ) -> list[Any]:
+    def _packed(self, job: Job, claimed: RunDir, rows: Mapping[str, int], faults: tuple[Fault, ...]) -> list[Any]:
         """A reference to the bytes of the job's Assignment, and its `env`, which Ray might write to a disk there."""
         assigned = Assignment(
             job.model_copy(update={"env": {}}),
@@ -98,7 +98,7 @@ class Workers:
         raise self._cause(monitor) from None
 
     def _cause(self, monitor: Monitor) -> Error:
-        """The error that ended the job: the controller's own, else lost workers, else the first that a worker raised."""
+        """The error that ended the job: the controller's, else lost workers, else the first that a worker raised."""
         failure = self._trainer.failure() if self._trainer.has_ended else None
         cause = getattr(failure, "controller_failure", None)
         if isinstance(cause, Error):
@@ -112,12 +112,16 @@ class Workers:
             return WorkerError(f"the workers could not be started: {why_failed(cause)}")
         return Error(str(failure or "the workers have ended"))
 
-    def check_alive(self) -> None:
-        """Raise ClusterError if these workers have ended."""
-        if self._trainer.has_ended:
-            failure = self._trainer.failure()
-            says = why_failed(getattr(failure, "controller_failure", failure)) if failure else "it was closed"
-            raise ClusterError(f"the session has ended, since its workers have: {says}")
+    @property
+    def is_over(self) -> bool:
+        """Whether these workers have ended."""
+        return self._trainer.has_ended
+
+    @property
+    def why_over(self) -> str:
+        """Why these workers have ended."""
+        failure = self._trainer.failure()
+        return why_failed(getattr(failure, "controller_failure", failure)) if failure else "the last ones have ended"
 
     def close(self) -> None:
         """Have the workers leave, and free their resources."""
@@ -132,29 +136,44 @@ class Workers:
         self._trainer.abort()
 
 
-@contextmanager
-def open_workers(
-    keys: WorkerKeys, address: str | None, verbose: bool, begin: Say, say: Say
-) -> Iterator[Workers]:
-    """Workers on Ray for the block, which have begun to start; `begin` is told each phase, `say` what they wait for.
+def run_on_ray(
+    job: Job,
+    claimed: RunDir,
+    rows: Mapping[str, int],
+    monitor: Monitor,
+    console: Console,
+    address: str | None,
+    verbose: bool,
+    faults: tuple[Fault, ...],
+) -> None:
+    """Run a job on workers of its own to its end.
 
-    Raises ClusterError if no Ray answers, or if the workers can never fit.
+    Raises StopRequested if the user stopped the run, else the error that ended it.
     """
+    check_can_be_shipped(job)
     is_own = not ray.is_initialized()
-    begin(what_begins(address))
-    with connected(keys, address, verbose), TemporaryDirectory() as folder:
-        each = worker_resources(keys)
-        if waiting := check_fits(keys, each):
-            say(waiting)
-        channel = open_channel(keys.max_workers)
-        begin("starting Ray Train")
-        config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
-        trainer = launch(keys, each, config, folder, is_own, verbose)
-        workers = Workers(trainer, channel, each, is_own, verbose)
+    monitor.begin(what_begins(address))
+    with connected(job, address, verbose), TemporaryDirectory() as folder:
+        workers = start_workers(job, folder, is_own, verbose, console.say)
         try:
-            yield workers
+            monitor.begin("starting Ray Train")
+            workers.run(job, claimed, rows, monitor, faults, is_last=True)
         finally:
             workers.close()
+
+
+def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say) -> Workers:
+    """Start workers on the Ray that is connected; does not wait for them. `say` is told what they must wait for.
+
+    `folder` is for Ray Train's own files; `is_own` says that its Ray, or the connection to it, ends with the workers.
+    Raises ClusterError if they can never fit.
+    """
+    each = worker_resources(keys)
+    if waiting := check_fits(keys, each):
+        say(waiting)
+    channel = open_channel(keys.max_workers)
+    config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
+    return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, is_own, verbose)
 
 
 def what_begins(address: str | None) -> str:

@@ -13,9 +13,11 @@ INTERRUPT_SECONDS = 10.0
 
 @contextmanager
 def listening(
-    monitor: Monitor, receive: Callable[[], list[Message]], abort: Callable[[], None] = lambda: None
+    monitor: Monitor, receive: Callable[[bool], list[Message]], abort: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Feed the monitor in the background; when the block ends, all messages sent by then are taken in.
+
+    `receive` gives the messages that have arrived; if its argument is True, it waits a moment for the first.
 
     `receive` gives the messages that have arrived; if its argument is True, it waits a moment for the first.
 
@@ -29,8 +31,8 @@ def listening(
     def listen() -> None:
         try:
             while True:
-                last = ended.is_set()
-                for message in receive():
+                last = ended.is_set() or monitor.ended.is_set()
+                for message in receive(not last):
                     monitor.take(message)
                 monitor.tick()
                 if last:

@@ -85,6 +85,11 @@ class Monitor:
         """The log of the run's incidents so far."""
         return self._interruptions.log
 
+    @property
+    def finished(self) -> tuple[Finished, ...]:
+        """How the newest attempt's workers have left the job, if all have."""
+        return self._attempts.finished
+
     def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
         """Take in the shape reports that a resumed run has of its finished steps."""
         self._reports.restore(spans)

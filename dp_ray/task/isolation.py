@@ -1,7 +1,8 @@
 """Restores a worker's process after a job, so that the next job finds what a fresh process would have.
 
-What can be undone is undone: the environment, the working directory, torch's settings, hooks of all modules, processes
-and memory. What cannot be undone is named: threads and open files. A worker with such remains is started anew.
+What can be undone is undone: the environment, the working directory, torch's settings, hooks of all modules,
+processes and memory. What cannot be undone is named: threads and open files. A worker with such remains is started
+anew.
 """
 
 import gc
@@ -128,7 +129,8 @@ def _working_directory() -> Restore:
 
 def _lists() -> Restore:
     """The lists of the interpreter and of torch that user code may add to."""
-    kept = [(one, list(one)) for one in (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)]
+    lists: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
+    kept = [(one, list(one)) for one in lists]
 
     def restore() -> None:
         for one, before in kept:
@@ -162,7 +164,7 @@ def _hooks() -> Restore:
 
 def _torch_settings() -> Restore:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    fill: Any = torch.utils.deterministic  # type: ignore[attr-defined]
+    fill: Any = torch.utils.deterministic
     fields = [
         (owner, name, getattr(owner, name))
         for owner, names in (
@@ -174,7 +176,10 @@ def _torch_settings() -> Restore:
     ]
     dtype, device = torch.get_default_dtype(), _default_device()
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    algorithms, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    algorithms, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     grad, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
 
     def restore() -> None:

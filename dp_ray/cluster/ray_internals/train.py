@@ -225,10 +225,10 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         """The error with which the controller has ended; None if it ended without."""
         try:
             self._ended.result()
-            error: BaseException | None = ray.get(self._controller.get_result.remote()).error
+            result: Any = ray.get(self._controller.get_result.remote())
         except ray.exceptions.RayError as lost:
             return lost
-        return error
+        return result.error  # type: ignore[no-any-return]
 
     def abort(self) -> None:
         """Kill the controller, and with it its workers."""
