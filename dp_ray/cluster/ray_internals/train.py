@@ -228,7 +228,8 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
             result: Any = ray.get(self._controller.get_result.remote())
         except ray.exceptions.RayError as lost:
             return lost
-        return result.error  # type: ignore[no-any-return]
+        error: BaseException | None = result.error
+        return error
 
     def abort(self) -> None:
         """Kill the controller, and with it its workers."""
