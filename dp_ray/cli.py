@@ -1,9 +1,11 @@
 """The command line: run, plan, verify, submit, evaluate, predict, report, schema."""
 
+import contextlib
 import json
 import shlex
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,7 +65,7 @@ def cli() -> None:
 
 
 @cli.command()
-@JOB
+@click.argument("job_files", metavar="JOB.yaml...", nargs=-1, required=True, type=click.Path())
 @WORKERS
 @SETTINGS
 @click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
@@ -74,32 +76,67 @@ def cli() -> None:
 )
 @click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
 @INJECT
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+@click.option("--keep-going", is_flag=True, help="Of several jobs: run the rest after one has failed.")
+@click.option("--json", "as_json", is_flag=True, help="Print each result as JSON, the last one on the last line.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 @click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
 @click.option("--env-from", hidden=True, help="Where `submit` left the settings of env.")
 def run(
-    job_file: str,
+    job_files: tuple[str, ...],
     workers: str | None,
     settings: tuple[str, ...],
     name: str | None,
     storage: str | None,
+    keep_going: bool,
     as_json: bool,
     env_from: str | None,
     **flags: Any,
 ) -> None:
-    """Run a job to its end, or resume its unfinished run."""
+    """Run a job to its end, or resume its unfinished run; several jobs run on the same workers, one after another."""
     if env_from is not None:
         from dp_ray.cluster.submit import take_settings
 
         settings = (*settings, *take_settings(env_from))
-    job = _load(job_file, workers, settings, name=name, storage=storage)
-    _say_import(job.run_name, flags["quiet"])
+    jobs = [_load(job_file, workers, settings, name=name, storage=storage) for job_file in job_files]
+    _say_import(jobs[0].run_name, flags["quiet"])
     from dp_ray.driver import Options, execute
 
-    result = execute(job, Options(**flags))
-    if as_json:
-        click.echo(json.dumps(result.to_json()))
+    with _session_for(jobs, **flags) as session:
+        failures = _run_each(jobs, session.execute if session else execute, Options(**flags), as_json, keep_going)
+    if failures:
+        sys.exit(max(failures))
+
+
+def _session_for(jobs: list[Job], address: str | None, quiet: bool, verbose: bool, **_: Any) -> Any:
+    """A session on whose workers all jobs run; none for a single job, or if no job needs workers."""
+    with_workers = [job for job in jobs if job.max_workers > 0]
+    if len(jobs) == 1 or not with_workers:
+        return contextlib.nullcontext()
+    if len({job.run_name for job in jobs}) < len(jobs):
+        names = ", ".join(job.run_name for job in jobs)
+        raise JobError(f"--name: several jobs need names of their own, got {names}")
+    from dp_ray.sessions import Session, keys_for
+
+    return Session(keys_for(with_workers), address, None, quiet, verbose)
+
+
+def _run_each(
+    jobs: list[Job], execute: Callable[..., Any], options: Any, as_json: bool, keep_going: bool
+) -> list[int]:
+    """Run the jobs in order; return the exit statuses of those that failed. Without `keep_going` the first raises."""
+    failures = []
+    for job in jobs:
+        try:
+            result = execute(job, options)
+        except Error as error:
+            if not keep_going:
+                raise
+            _show(error, options.verbose)
+            failures.append(error.exit_status)
+        else:
+            if as_json:
+                click.echo(json.dumps(result.to_json()))
+    return failures
 
 
 @cli.command()

@@ -96,7 +96,7 @@ class Session:
             self._renew(Console(job.run_name, options.quiet))
             return execute(job, options, self._run_on_workers)
         except RunInterrupted:
-            if self._workers.is_over:
+            if self._workers.is_interrupted_twice:
                 self._end("it was interrupted")
             raise
         finally:
@@ -128,7 +128,7 @@ class Session:
             opening.enter_context(connected(self._keys, self._address, self._verbose))
             self._folder = opening.enter_context(TemporaryDirectory())
             self._start_workers(say)
-            opening.callback(lambda: self._workers.close())
+            opening.callback(lambda: self._workers.close(wait=not self._is_own))
             self._open = opening.pop_all()
 
     def _start_workers(self, say: Any) -> None:
@@ -142,11 +142,12 @@ class Session:
             return
         console.say(f"the workers are started anew: {why}")
         self._sources.forget()
-        if edited and self._is_own and self._address:
-            self._open.close()  # the code is sent to the cluster with the connection
+        # A connection sends the code to the cluster. Its end frees what an aborted group of workers holds.
+        if self._is_own and (self._workers.is_aborted or (edited and self._address)):
+            self._open.close()
             self._connect()
         else:
-            self._workers.close()
+            self._workers.close(wait=True)
             self._start_workers(console.say)
 
     def _why_renewed(self, edited: list[str]) -> Iterator[str]:

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from dp_ray.cluster.connect import connected
 from dp_ray.driver import Options, execute
 from dp_ray.errors import JobError, RunInterrupted
 from dp_ray.job import Job
@@ -74,45 +74,63 @@ class Verdict:
         return f"{'the same up to rounding' if self.same else 'NOT the same'}: {judged}"
 
 
+Run = Callable[..., Result]
+
+
 def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float | None = None) -> Verdict:
-    """Run the job on each number of workers and compare every run with the first.
+    """Run the job on each number of workers, all in one session, and compare every run with the first.
 
     Bitwise jobs and predictions must give the same bits. Other jobs are compared by the largest relative difference,
     of a training's weights or an evaluation's metrics, against `tolerance`. Raises JobError for an impossible count,
     and the Errors of the runs.
     """
     _check(job, counts)
-    shards = job.shards or max(1, *counts)
-    bitwise = job.bitwise or job.task == "predict"
+    job = job.model_copy(update={"shards": job.shards or max(1, *counts), "metrics": _metrics(job)})
     tolerance = TOLERANCE[job.precision] if tolerance is None else tolerance
-    runs: list[Result] = []
-
-    def run(count: int, **changes: Any) -> Result:
-        changes = {"name": f"{job.run_name}-verify-{count}", "workers": count, "shards": shards, **changes}
-        try:
-            return execute(job.model_copy(update={"metrics": _metrics(job), **changes}), options)
-        except RunInterrupted:
-            raise RunInterrupted("interrupted; verify begins anew") from None
-
-    def compare_all() -> Verdict:
-        runs.extend(run(count) for count in counts)
-        rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
-        different = [at for at, row in enumerate(rows) if not row.same]
-        first = None
-        if different and bitwise:
-            first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
-        kept = [one.run_dir for one in (runs if different else [])]
-        return Verdict(rows, bitwise, tolerance, first, kept)
-
-    if max(counts) == 0:
-        verdict = compare_all()
-    else:
-        with connected(job.model_copy(update={"workers": max(counts)}), options.address, options.verbose):
-            verdict = compare_all()
+    with _running(job, counts, options) as run:
+        runs = [run(count) for count in counts]
+        verdict = _verdict(job, counts, runs, tolerance, run)
     if verdict.same:
         for one in runs:
             one.storage().remove()
     return verdict
+
+
+@contextmanager
+def _running(job: Job, counts: Sequence[int], options: Options) -> Iterator[Run]:
+    """A function that runs the job on a number of workers, with other keys changed."""
+    with _session(job, max(counts), options) as session:
+        execute_one = session.execute if session else execute
+
+        def run(count: int, **changes: Any) -> Result:
+            changes = {"name": f"{job.run_name}-verify-{count}", "workers": count, **changes}
+            try:
+                return execute_one(job.model_copy(update=changes), options)
+            except RunInterrupted:
+                raise RunInterrupted("interrupted; verify begins anew") from None
+
+        yield run
+
+
+def _session(job: Job, workers: int, options: Options) -> Any:
+    """A session with so many workers; none for 0."""
+    if workers == 0:
+        return nullcontext()
+    from dp_ray.sessions import Session, keys_for  # imports Ray
+
+    largest = job.model_copy(update={"workers": workers})
+    return Session(keys_for([largest]), options.address, None, options.quiet, options.verbose)
+
+
+def _verdict(job: Job, counts: Sequence[int], runs: list[Result], tolerance: float, run: Run) -> Verdict:
+    bitwise = job.bitwise or job.task == "predict"
+    rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
+    different = [at for at, row in enumerate(rows) if not row.same]
+    first = None
+    if different and bitwise:
+        first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
+    kept = [one.run_dir for one in (runs if different else [])]
+    return Verdict(rows, bitwise, tolerance, first, kept)
 
 
 def _check(job: Job, counts: Sequence[int]) -> None:
@@ -194,7 +212,7 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
     return largest / max(float(a.abs().nan_to_num().max()), 1e-30), largest
 
 
-def _first_difference(run: Callable[..., Result], first: tuple[int, Result], other: tuple[int, Result]) -> str:
+def _first_difference(run: Run, first: tuple[int, Result], other: tuple[int, Result]) -> str:
     """Where the runs on two numbers of workers first differ: the step, and the first parameter after it."""
     who = f"on {other[0]} workers against {first[0]}"
     if first[1].task != "train":
@@ -211,7 +229,7 @@ def _first_difference(run: Callable[..., Result], first: tuple[int, Result], oth
     return f"{who}, first in step {step}: {', '.join(told) or 'nothing that is kept'}, and no parameter with it"
 
 
-def _first_parameter(run: Callable[..., Result], first: int, other: int, steps: int) -> str | None:
+def _first_parameter(run: Run, first: int, other: int, steps: int) -> str | None:
     """The first tensor of the state that differs after `steps` steps, and by how much; None if none differs."""
     ends = [run(count, max_steps=steps, name=f"verify-{count}-until-{steps}") for count in (first, other)]
     states = [load_checkpoint(one.storage().child(CHECKPOINTS), name_of(steps))[1]["model"] for one in ends]

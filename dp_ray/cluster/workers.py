@@ -35,14 +35,13 @@ Say = Callable[[str], None]
 class Workers:
     """Workers on Ray, with torch imported and their resources held; they run one job at a time."""
 
-    def __init__(
-        self, trainer: ControlledTrainer, channel: Any, each: Resources, is_own: bool, verbose: bool
-    ) -> None:
+    def __init__(self, trainer: ControlledTrainer, channel: Any, each: Resources, verbose: bool) -> None:
         self.each = each
-        self.remains: tuple[str, ...] = ()
+        self.remains: tuple[str, ...] = ()  # what the last job left behind in their processes
+        self.is_aborted = False
+        self.is_interrupted_twice = False
         self._trainer = trainer
         self._channel = channel
-        self._is_own = is_own
         self._verbose = verbose
         self._number = 0
 
@@ -66,10 +65,11 @@ class Workers:
         self._trainer.when_ended(monitor.ended.set)
         ray.get(self._channel.begin.remote(terms, self._packed(job, claimed, rows, faults)))
         try:
-            with listening(monitor, lambda wait: receive(self._channel, wait), self.abort):
+            with listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
                 monitor.ended.wait()
-        except BaseException:
-            self.abort()
+        except BaseException as error:
+            self.is_interrupted_twice = isinstance(error, KeyboardInterrupt) and monitor.is_stopping
+            self._abort()
             raise
         if not self._trainer.has_ended:
             ray.get(self._channel.finish.remote(self._number))
@@ -115,24 +115,27 @@ class Workers:
     @property
     def is_over(self) -> bool:
         """Whether these workers have ended."""
-        return self._trainer.has_ended
+        return self.is_aborted or self._trainer.has_ended
 
     @property
     def why_over(self) -> str:
         """Why these workers have ended."""
+        if self.is_aborted:
+            return "the last ones were ended at once"
         failure = self._trainer.failure()
         return why_failed(getattr(failure, "controller_failure", failure)) if failure else "the last ones have ended"
 
-    def close(self) -> None:
-        """Have the workers leave, and free their resources."""
-        if not self._trainer.has_ended:
+    def close(self, wait: bool) -> None:
+        """Have the workers leave and free their resources; with `wait`, return once they have."""
+        if not self.is_over:
             ray.get(self._channel.close.remote())
-        if not self._is_own:  # else they end with the connection
-            self._trainer.wait(CLOSE_SECONDS)
-        self.abort()
+            if wait:
+                self._trainer.wait(CLOSE_SECONDS)
+        self._abort()
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         """End the workers at once."""
+        self.is_aborted = True
         self._trainer.abort()
 
 
@@ -159,7 +162,7 @@ def run_on_ray(
             monitor.begin("starting Ray Train")
             workers.run(job, claimed, rows, monitor, faults, is_last=True)
         finally:
-            workers.close()
+            workers.close(wait=not is_own)  # else they end with the connection
 
 
 def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say) -> Workers:
@@ -173,7 +176,7 @@ def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, sa
         say(waiting)
     channel = open_channel(keys.max_workers)
     config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
-    return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, is_own, verbose)
+    return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, verbose)
 
 
 def what_begins(address: str | None) -> str:

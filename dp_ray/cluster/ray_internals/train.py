@@ -223,12 +223,12 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
 
     def failure(self) -> BaseException | None:
         """The error with which the controller has ended; None if it ended without."""
+        error: BaseException | None
         try:
             self._ended.result()
-            result: Any = ray.get(self._controller.get_result.remote())
+            error = ray.get(self._controller.get_result.remote()).error
         except ray.exceptions.RayError as lost:
-            return lost
-        error: BaseException | None = result.error
+            error = lost
         return error
 
     def abort(self) -> None:
