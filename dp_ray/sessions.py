@@ -103,6 +103,11 @@ class Session:
             self._wait_idle()
             self._runs.release()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the session has ended: it was closed, was idle for long, or was interrupted twice."""
+        return bool(self._ended)
+
     def close(self) -> None:
         """End the session and free its resources."""
         self._stay_awake()

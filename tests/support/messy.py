@@ -1,0 +1,91 @@
+"""Jobs that leave something behind in their process, and jobs that look for it."""
+
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.models import Rows
+
+
+def hook(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+class Messy(nn.Module):
+    """A model that changes all settings of its process that it can reach."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        os.environ["MESSY"] = "left"
+        os.environ.pop("RANK", None)
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        warnings.simplefilter("error")
+        logging.getLogger().setLevel(logging.DEBUG)
+        logging.getLogger().addHandler(logging.NullHandler())
+        nn.modules.module.register_module_forward_hook(hook)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_num_threads(3)
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = True
+        torch.set_grad_enabled(False)
+        torch.autograd.set_detect_anomaly(True)
+        torch.set_autocast_enabled("cpu", True)
+        torch.manual_seed(99)
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
+
+
+def settings() -> dict[str, Any]:
+    """What a job may have changed, in plain values."""
+    return {
+        "MESSY": os.environ.get("MESSY"),
+        "folder": os.getcwd(),
+        "path": sys.path[:1],
+        "filters": len(warnings.filters),
+        "level": logging.getLogger().level,
+        "handlers": len(logging.getLogger().handlers),
+        "hooks": len(nn.modules.module._global_forward_hooks),
+        "dtype": str(torch.get_default_dtype()),
+        "device": str(torch.get_default_device()),
+        "threads": torch.get_num_threads(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "grad": torch.is_grad_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "random": torch.initial_seed(),
+        "children": len(multiprocessing.active_children()),
+    }
+
+
+class Settings(Rows):
+    """A dataset that prints its process's settings when it is built on a worker."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        print("settings", settings())
+
+
+class Threaded(nn.Module):
+    """A model that starts a thread which does not end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        threading.Thread(target=time.sleep, args=(600,), name="endless", daemon=True).start()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs

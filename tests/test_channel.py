@@ -1,0 +1,119 @@
+"""The channel hands jobs to workers, one after another; the actor's class, without Ray."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from dp_ray.cluster.channel import Channel
+from dp_ray.cluster.requests import END, NOTHING, Ask, Request, Terms, Why
+
+RESIZE = Request(Ask.STOP, Why.GROWTH, "there is room for more")
+
+
+def played(play: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(play, 10))
+
+
+async def soon(waiting: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    """The task of a call that is waiting by now."""
+    task = asyncio.create_task(waiting)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return task
+
+
+def test_a_worker_waits_for_the_job_after_its_last_one() -> None:
+    async def play() -> None:
+        channel = Channel()
+        first = await soon(channel.next_job(0))
+        assert not first.done()
+        await channel.begin(Terms(1, 2), ["one"])
+        assert await first == (Terms(1, 2), ["one"])
+        second = await soon(channel.next_job(1))
+        await channel.finish(1)
+        assert not second.done()
+        await channel.begin(Terms(2, 2), ["two"])
+        assert await second == (Terms(2, 2), ["two"])
+
+    played(play())
+
+
+def test_workers_that_start_during_a_job_join_it_and_after_it_wait() -> None:
+    async def play() -> None:
+        channel = Channel()
+        await channel.begin(Terms(7, 2), ["job"])
+        assert await channel.next_job(0) == (Terms(7, 2), ["job"])
+        await channel.give_up(7, b"gave up")
+        assert not (await soon(channel.next_job(0))).done()
+        assert await channel.receive() == [b"gave up"]
+
+    played(play())
+
+
+def test_a_job_that_has_ended_is_not_given_up() -> None:
+    async def play() -> None:
+        channel = Channel()
+        await channel.begin(Terms(1, 2), [])
+        await channel.finish(1)
+        await channel.give_up(1, b"late")
+        assert await channel.receive(wait=False) == []
+
+    played(play())
+
+
+def test_idle_workers_leave_for_others_and_at_the_end_but_not_during_a_job() -> None:
+    async def play() -> None:
+        channel = Channel()
+        await channel.begin(Terms(1, 1), [])
+        third = await soon(channel.next_job(1))  # a worker that the job does not need
+        await channel.request(RESIZE)
+        assert not third.done(), "it would end the group under the job's workers"
+        await channel.finish(1)
+        await channel.request(RESIZE)
+        assert await third is Ask.STOP
+        await channel.request(NOTHING)
+        last = await soon(channel.next_job(1))
+        await channel.close()
+        assert await last is Ask.END
+
+    played(play())
+
+
+def test_a_users_stop_holds_for_one_job_only() -> None:
+    async def play() -> None:
+        channel = Channel()
+        await channel.begin(Terms(1, 1), [])
+        assert await channel.request(END)
+        assert not await channel.request(RESIZE), "the user's stop is final"
+        await channel.finish(1)
+        await channel.begin(Terms(2, 1), [])
+        assert (await channel.state())[0] == NOTHING
+
+    played(play())
+
+
+def test_a_job_gets_no_messages_of_the_idle_time_but_how_far_the_start_is() -> None:
+    async def play() -> None:
+        channel = Channel()
+        await channel.put(b"a worker was lost while idle")
+        await channel.put_phase(b"starting 2 workers")
+        await channel.begin(Terms(1, 2), [])
+        assert await channel.receive() == [b"starting 2 workers"]
+        await channel.next_job(0)
+        await channel.finish(1)
+        await channel.begin(Terms(2, 2), [])
+        assert await channel.receive(wait=False) == []
+
+    played(play())
+
+
+def test_workers_meet_at_the_store_of_their_own_attempt() -> None:
+    async def play() -> None:
+        channel = Channel()
+        waiting = await soon(channel.store("b"))
+        await channel.set_store("a", "host", 1)
+        assert not waiting.done()
+        await channel.set_store("b", "host", 2)
+        assert await waiting == ("host", 2)
+
+    played(play())

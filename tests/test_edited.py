@@ -1,0 +1,60 @@
+"""Source files that were edited after their modules were imported."""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dp_ray.system.edited import Sources
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of two modules, from which this process imports."""
+    (tmp_path / "edited_one.py").write_text("VALUE = 1\n")
+    (tmp_path / "edited_two.py").write_text("from edited_one import VALUE\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("edited_one", "edited_two"):
+        sys.modules.pop(name, None)
+
+
+def edit(path: Path, text: str) -> None:
+    path.write_text(text)
+    os.utime(path, ns=(1, 1))  # another time than before, however fast this runs
+
+
+def test_only_files_that_changed_since_they_were_noted_are_edited(folder: Path) -> None:
+    importlib.import_module("edited_two")
+    sources = Sources(folder)
+    assert sources.edited() == []
+    sources.note()
+    sources.note()
+    assert sources.edited() == []
+    edit(folder / "edited_one.py", "VALUE = 2\n")
+    assert sources.edited() == ["edited_one.py"]
+    (folder / "edited_two.py").unlink()
+    assert sources.edited() == ["edited_one.py", "edited_two.py"]
+
+
+def test_what_is_forgotten_is_imported_anew_with_all_that_uses_it(folder: Path) -> None:
+    assert importlib.import_module("edited_two").VALUE == 1
+    sources = Sources(folder)
+    sources.note()
+    edit(folder / "edited_one.py", "VALUE = 22\n")
+    sources.forget()
+    assert sources.edited() == []
+    assert importlib.import_module("edited_two").VALUE == 22
+
+
+def test_modules_from_elsewhere_and_our_own_stay(folder: Path) -> None:
+    import dp_ray.job
+
+    sources = Sources(Path(dp_ray.job.__file__).parents[1])
+    sources.note()
+    sources.forget()
+    assert sys.modules["dp_ray.job"] is dp_ray.job
+    assert "torch" in sys.modules

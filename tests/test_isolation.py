@@ -1,0 +1,91 @@
+"""What a job leaves behind in its process: undone, or named."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from dp_ray.task import isolation
+from dp_ray.task.isolation import isolated
+from tests.support.messy import Messy, settings
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The settings of this process, whatever a test finds."""
+    folder = Path.cwd()
+    yield
+    os.chdir(folder)
+
+
+def test_all_that_a_job_changes_is_as_before(tmp_path: Path) -> None:
+    before, children = settings(), psutil.Process().children()
+    with isolated() as remains:
+        Messy(str(tmp_path))
+        changed = {key for key, value in settings().items() if value != before[key]}
+        assert changed == before.keys(), "the messy model changes all that is looked at"
+    del before["random"], before["children"]
+    after = settings()
+    assert {key: after[key] for key in before} == before
+    assert psutil.Process().children() == children, "processes that the job started have ended"
+    assert remains == []
+
+
+def test_it_is_as_before_after_an_error_too(tmp_path: Path) -> None:
+    before = settings()
+    with contextlib.suppress(LookupError), isolated():
+        Messy(str(tmp_path))
+        raise LookupError
+    assert settings()["folder"] == before["folder"]
+    assert settings()["dtype"] == before["dtype"]
+
+
+def test_a_thread_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "END_SECONDS", 0.1)
+    end = threading.Event()
+    with isolated() as remains:
+        threading.Thread(target=end.wait, name="endless").start()
+    end.set()
+    assert remains == ["the thread 'endless'"]
+
+
+def test_a_thread_that_ends_soon_does_not_remain() -> None:
+    with isolated() as remains:
+        threading.Timer(0.2, lambda: None).start()
+    assert remains == []
+
+
+def test_an_open_file_is_named(tmp_path: Path) -> None:
+    kept: list[Any] = []
+    with isolated() as remains:
+        kept.append((tmp_path / "open.txt").open("w"))
+        (tmp_path / "closed.txt").open("w").close()
+    kept[0].close()
+    assert remains == [f"the open file {tmp_path / 'open.txt'}"]
+
+
+class Cycle:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self, path: Path) -> None:
+        self.me, self.file = self, path.open("w")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_a_file_that_nobody_holds_any_more_is_closed(tmp_path: Path) -> None:
+    with isolated() as remains:
+        Cycle(tmp_path / "open.txt")
+    assert remains == []
+
+
+def test_random_numbers_are_left_to_the_task() -> None:
+    torch.manual_seed(5)
+    with isolated():
+        pass
+    assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(5)))

@@ -1,0 +1,272 @@
+"""Sessions on Ray: workers that stay and run one job after another, and leave each as if it ran alone."""
+
+import ast
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import dp_ray
+from dp_ray.errors import ClusterError, JobError, ModelError, WorkerError
+from dp_ray.sessions import Session
+from tests.support import models
+from tests.support.cluster import ROOT, Cluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+Lines = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def session(cluster: Cluster) -> Iterator[Session]:
+    """One session of three workers for the tests of this file."""
+    with contextlib.chdir(ROOT), dp_ray.session(address=cluster.address, workers=3) as opened:
+        yield opened
+
+
+def pids(result: dp_ray.Result) -> list[int]:
+    return [worker["pid"] for worker in result.workers]
+
+
+def alone(tmp_path: Path, job: str, **keys: Any) -> dp_ray.Result:
+    """The job in one process, without Ray."""
+    return dp_ray.run(job, workers=0, shards=3, storage=str(tmp_path), name="alone", quiet=True, **keys)
+
+
+@pytest.mark.parametrize("job", ["jobs/tutorial.yaml", "jobs/digits.yaml"])
+def test_jobs_on_the_same_workers_give_what_one_process_gives(
+    session: Session, tmp_path: Path, in_project: Path, job: str
+) -> None:
+    task: dict[str, Any] = {"max_steps": 20, "bitwise": True} if "digits" in job else {}
+    expected = alone(tmp_path, job, **task)
+    results = [
+        session.run(job, workers=count, shards=3, storage=str(tmp_path), name=f"on-{count}", **task)
+        for count in (2, 3, 1)
+    ]
+    assert [one.world_sizes for one in results] == [[2], [3], [1]]
+    for one in results:
+        assert (one.outputs_sha256, one.weights_sha256) == (expected.outputs_sha256, expected.weights_sha256)
+    assert pids(results[0]) == pids(results[1])[:2], "the workers stay"
+    assert pids(results[2]) == pids(results[1])[:1]
+
+
+def test_a_job_starts_from_what_an_earlier_one_trained(session: Session, tmp_path: Path, in_project: Path) -> None:
+    keys: dict[str, Any] = {"workers": 2, "storage": str(tmp_path)}
+    trained = session.run("jobs/digits.yaml", name="trained", max_steps=5, **keys)
+    scored = session.run("jobs/digits_predict.yaml", name="scored", init_from=trained, **keys)
+    untrained = session.run("jobs/digits_predict.yaml", name="untrained", **keys)
+    assert scored.outputs_sha256 != untrained.outputs_sha256
+    assert scored.rows == untrained.rows == 1797
+
+
+def test_a_job_that_needs_more_is_refused_before_there_is_a_run_directory(
+    session: Session, tmp_path: Path, in_project: Path
+) -> None:
+    with pytest.raises(JobError, match="workers: the job needs 4, the session has 3"):
+        session.run("jobs/tutorial.yaml", workers=4, shards=4, storage=str(tmp_path), name="run")
+    with pytest.raises(JobError, match="address: belongs to the session"):
+        session.run("jobs/tutorial.yaml", address="elsewhere")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lost_worker_is_replaced_and_the_session_goes_on(
+    session: Session, tmp_path: Path, in_project: Path
+) -> None:
+    keys: dict[str, Any] = {"workers": 2, "storage": str(tmp_path)}
+    expected = alone(tmp_path, "jobs/tutorial.yaml")
+    killed = session.run("jobs/tutorial.yaml", name="killed", inject="kill worker 1 at step 2", **keys)
+    assert (killed.restarts, killed.interruptions[0]["kind"]) == (1, "worker")
+    with pytest.raises(WorkerError, match="workers were lost, more often than retries allows: rank 0"):
+        session.run("jobs/tutorial.yaml", name="lost", inject="kill worker 0 at step 1", retries=0, **keys)
+    after = session.run("jobs/tutorial.yaml", name="after", **keys)
+    assert killed.outputs_sha256 == after.outputs_sha256 == expected.outputs_sha256
+    assert after.restarts == 0
+
+
+def test_an_error_of_user_code_ends_its_job_only(session: Session, tmp_path: Path, in_project: Path) -> None:
+    keys: dict[str, Any] = {"dataset": models.Rows(9), "batch_size": 4, "workers": 2, "storage": str(tmp_path)}
+    with pytest.raises(ModelError, match=r"rank 0 on .*: step 0.*no rows today"):
+        session.run(None, model="tests.test_sessions:Raising", name="failed", **keys)
+    result = session.run(None, model="tests.support.models:Linear", name="after", **keys)
+    assert (result.status, result.rows) == ("done", 9)
+    assert dp_ray.load(tmp_path / "failed").status == "failed"
+
+
+class Raising(models.Linear):
+    """A model that raises on rank 0."""
+
+    def forward(self, inputs: Any) -> Any:
+        if os.environ["RANK"] == "0":
+            raise LookupError("no rows today")
+        return super().forward(inputs)
+
+
+def printed_settings(lines: Lines) -> list[dict[str, Any]]:
+    return [ast.literal_eval(found) for found in re.findall(r"settings (\{.*\})", lines.readouterr().err)]
+
+
+def test_a_job_finds_nothing_of_the_one_before_it(
+    session: Session, tmp_path: Path, in_project: Path, capfd: Lines
+) -> None:
+    keys: dict[str, Any] = {"batch_size": 2, "workers": 2, "storage": str(tmp_path)}
+    look = {"model": "torch.nn:Identity", "dataset": "tests.support.messy:Settings", **keys}
+    clean = session.run(None, name="clean", **look)
+    before = printed_settings(capfd)
+    messy = {"target": "tests.support.messy:Messy", "args": {"folder": str(tmp_path)}}
+    with contextlib.suppress(dp_ray.Error):  # such settings may well break the job itself
+        session.run(None, model=messy, dataset="tests.support.models:Rows", name="messy", env={"SET": "1"}, **keys)
+    capfd.readouterr()
+    after = session.run(None, name="after", **look)
+    assert printed_settings(capfd) == before
+    assert len(before) >= 2
+    assert after.outputs_sha256 == clean.outputs_sha256
+
+
+def test_workers_with_remains_are_started_anew_with_the_reason(
+    session: Session, tmp_path: Path, in_project: Path, capfd: Lines
+) -> None:
+    keys: dict[str, Any] = {"dataset": models.Rows(4), "batch_size": 2, "workers": 2, "storage": str(tmp_path)}
+    left = session.run(None, model="tests.support.messy:Threaded", name="left", **keys)
+    after = session.run(None, model="torch.nn:Identity", name="after", **keys)
+    told = "after: the workers are started anew: the last job left the thread 'endless' behind\n"
+    assert told in capfd.readouterr().err
+    assert not set(pids(left)) & set(pids(after))
+
+
+def test_fifty_jobs_leave_workers_as_they_were(session: Session, tmp_path: Path, in_project: Path) -> None:
+    def run(number: int) -> list[psutil.Process]:
+        keys: dict[str, Any] = {"storage": str(tmp_path), "name": f"run-{number}", "quiet": True}
+        loader = {"processes": 1} if number % 10 == 0 else {}
+        result = session.run("jobs/tutorial.yaml", workers=2, loader=loader, **keys)
+        return [psutil.Process(pid) for pid in pids(result)]
+
+    def measured(workers: list[psutil.Process]) -> list[tuple[int, int, int]]:
+        return [(one.num_fds(), one.num_threads(), len(one.children(recursive=True))) for one in workers]
+
+    for number in range(5):
+        workers = run(number)
+    before, memory = measured(workers), [one.memory_info().rss for one in workers]
+    for number in range(5, 50):
+        workers = run(number)
+    for (fds, threads, children), (fds_before, threads_before, children_before) in zip(
+        measured(workers), before, strict=True
+    ):
+        assert (fds - fds_before, threads - threads_before, children - children_before) <= (4, 2, 0)
+    for one, was in zip(workers, memory, strict=True):
+        assert one.memory_info().rss < 1.1 * was
+
+
+def test_a_session_runs_one_job_at_a_time(session: Session, tmp_path: Path, in_project: Path) -> None:
+    keys: dict[str, Any] = {"model": "tests.support.models:Linear", "batch_size": 1, "workers": 1}
+    keys |= {"storage": str(tmp_path), "dataset": models.Rows(4)}
+    results: list[dp_ray.Result] = []
+    slow = {"inject": "pause worker 0 for 3s at step 1"}
+    thread = threading.Thread(target=lambda: results.append(session.run(None, name="slow", **slow, **keys)))
+    thread.start()
+    time.sleep(1)
+    with pytest.raises(ClusterError, match="the session runs another job"):
+        session.run(None, name="second", **keys)
+    thread.join()
+    assert results[0].status == "done"
+
+
+SCRIPT = """
+    import os, signal, sys, threading, time
+    import dp_ray
+
+    def interrupt_at(step):
+        def watch():
+            journal = os.path.join("runs", "stopped", "history")
+            while not os.path.isdir(journal) or not os.listdir(journal):
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=watch, daemon=True).start()
+
+    with dp_ray.session(address=sys.argv[1], workers=2) as session:
+        keys = dict(workers=2, name="stopped", bitwise=True, epochs=2, checkpoint={"every_steps": 5})
+        interrupt_at(5)
+        try:
+            session.run(sys.argv[2], **keys)
+        except dp_ray.errors.RunInterrupted as stopped:
+            print("STOPPED", stopped, flush=True)
+        result = session.run(sys.argv[2], **keys)
+        print("RESULT", result.status, result.world_sizes, result.weights_sha256, flush=True)
+"""
+
+
+def test_ctrl_c_stops_the_job_and_the_session_stays(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
+    expected = alone(tmp_path, "jobs/digits.yaml", bitwise=True, epochs=2)
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, script, cluster.address, ROOT / "jobs" / "digits.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "STOPPED" in done.stdout
+    assert f"RESULT done [2] {expected.weights_sha256}" in done.stdout, done.stdout
+    assert done.stderr.count("importing torch") <= 2, "the workers stay"
+
+
+def test_a_session_that_is_idle_for_long_ends_and_says_so(cluster: Cluster, in_project: Path) -> None:
+    with dp_ray.session(address=cluster.address, workers=1, idle_seconds=0.5) as session:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not session.has_ended:
+            time.sleep(0.2)
+        with pytest.raises(ClusterError, match=r"the session has ended: it ran no job for 0\.5 s"):
+            session.run("jobs/tutorial.yaml")
+
+
+def test_code_that_was_edited_between_two_jobs_is_what_runs(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Lines
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "edited_model.py"
+    model.write_text(
+        "import torch\n\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return x + 1\n"
+    )
+    keys: dict[str, Any] = {"model": "edited_model:Model", "dataset": models.Rows(4), "batch_size": 2, "workers": 1}
+    with dp_ray.session(address=cluster.address, workers=1) as session:
+        first = session.run(None, name="first", **keys)
+        model.write_text(model.read_text().replace("x + 1", "x + 2000"))
+        second = session.run(None, name="second", **keys)
+        third = session.run(None, name="third", **keys)
+    sys.modules.pop("edited_model", None)
+    assert "second: the workers are started anew: edited_model.py was edited\n" in capfd.readouterr().err
+    assert (second.outputs - first.outputs).round().unique().tolist() == [1999]
+    assert pids(first) != pids(second) == pids(third)
+
+
+def test_the_death_of_the_driver_ends_its_session(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
+    code = f"""
+        import dp_ray, os, time
+        with dp_ray.session(address={cluster.address!r}, workers=2) as session:
+            result = session.run("jobs/tutorial.yaml", workers=2, storage={str(tmp_path)!r}, name="run")
+            print("PIDS", *(worker["pid"] for worker in result.workers), flush=True)
+            time.sleep(600)
+    """
+    line = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        found = re.search(r"PIDS (\d+) (\d+)", driver.stdout.readline())
+        assert found is not None
+        workers = [psutil.Process(int(pid)) for pid in found.groups()]
+        driver.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert not alive
