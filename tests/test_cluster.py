@@ -19,7 +19,8 @@ import dp_ray
 from dp_ray.cluster.connect import in_ray_job
 from dp_ray.cluster.launch import backend_of
 from dp_ray.cluster.network import interface_of
-from dp_ray.cluster.ray_internals import JOB_CONFIG, wants_token
+from dp_ray.cluster.ray_internals.core import wants_token
+from dp_ray.cluster.ray_internals.variables import JOB_CONFIG
 from dp_ray.cluster.resources import capacity_for
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
@@ -154,7 +155,7 @@ def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_p
 
 def test_the_cluster_file_is_one_that_ray_takes() -> None:
     """`ray up` checks a cluster file against its own schema before it does anything."""
-    code = "import yaml; from dp_ray.cluster.ray_internals import check_cluster_file\n"
+    code = "import yaml; from dp_ray.cluster.ray_internals.core import check_cluster_file\n"
     code += "check_cluster_file(yaml.safe_load(open('cluster.yaml')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -13,20 +13,22 @@ from typing import Any
 import ray
 
 import dp_ray
-from dp_ray.cluster.ray_internals import (
+from dp_ray.cluster.ray_internals.core import (
+    autoscales,
+    find_users_token,
+    raylets_hushed,
+    shown_as,
+    start_local,
+    wants_token,
+)
+from dp_ray.cluster.ray_internals.variables import (
     ADDRESS,
     AUTH_MODE,
     AUTH_TOKEN,
     JOB_CONFIG,
     TRAIN_ENVIRONMENT,
     USE_TLS,
-    autoscales,
-    find_users_token,
     forget_variables,
-    raylets_hushed,
-    shown_as,
-    start_local,
-    wants_token,
 )
 from dp_ray.cluster.resources import Resources, capacity_for, text_of, times
 from dp_ray.errors import ClusterError

@@ -14,7 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from dp_ray.cluster.channel import open_channel, receive, send
 from dp_ray.cluster.connect import address_of, check_fits, connected, train_environment, worker_resources
 from dp_ray.cluster.network import BoundTorchConfig
-from dp_ray.cluster.ray_internals import ControlledTrainer, WorkersStart, is_death, why_failed
+from dp_ray.cluster.ray_internals.failures import is_death, why_failed
+from dp_ray.cluster.ray_internals.train import ControlledTrainer, WorkersStart
 from dp_ray.cluster.requests import END
 from dp_ray.cluster.restarts import RestartPolicy
 from dp_ray.cluster.scaling import ElasticScalingPolicy, answers_at

@@ -7,7 +7,7 @@ import ray
 from ray.train import FailureConfig
 
 from dp_ray.cluster.channel import send
-from dp_ray.cluster.ray_internals import WorkerRestarts
+from dp_ray.cluster.ray_internals.train import WorkerRestarts
 from dp_ray.cluster.restart_decision import Do, Memory, Snapshot, StartFailed, WorkersFailed, decide
 
 

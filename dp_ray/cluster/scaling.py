@@ -17,7 +17,8 @@ import ray
 from ray.train import ScalingConfig
 
 from dp_ray.cluster.channel import send
-from dp_ray.cluster.ray_internals import RunningWorkers, WorkerScaling, autoscales, draining_nodes, free_resources
+from dp_ray.cluster.ray_internals.core import autoscales, draining_nodes, free_resources
+from dp_ray.cluster.ray_internals.train import RunningWorkers, WorkerScaling
 from dp_ray.cluster.requests import NOTHING, Ask, Request
 from dp_ray.cluster.resources import Resources
 from dp_ray.cluster.scaling_decision import Do, Idle, LastCount, Running, Wanted, decide, is_worth_a_look
