@@ -42,7 +42,10 @@ def check_targets(job: Job) -> tuple[Split, dict[str, int]]:
     if job.task == "train" and job.eval is not None:
         rows["eval.dataset"] = len(seeded_dataset(job.over_eval(), "eval.dataset"))
     if split.steps == 0:
-        raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")
+        raise DataError(
+            f"drop_last: drops all {split.rows} rows, because batch_size is {split.batch_size}; "
+            "set a smaller batch_size, or drop_last: false"
+        )
     if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.batch_sizes()):
         raise JobError(
             "sync_batchnorm: the last batch leaves workers empty, and empty workers would deadlock SyncBatchNorm; "

@@ -112,7 +112,7 @@ def prepare(job: Job, options: Options, console: Console) -> Prepared:
     job = job.for_task()
     faults = parse_faults(options.inject)
     if faults and job.max_workers == 0:
-        raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
+        raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
     if job.max_workers > 0:
         check_ray()
     if job.init_from is not None:
@@ -135,15 +135,15 @@ def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> It
     if prepared.job.num_shards != prepared.asked.num_shards:
         yield _taken_over(prepared.asked, prepared.job)
     if claimed.lengths:
-        yield f"goes on to step {prepared.split.total_steps} ({claimed.lengths})"
+        yield f"continues to step {prepared.split.total_steps} ({claimed.lengths})"
     if end := last_end(prepared.job, prepared.split, claimed.storage, killed):
         yield f"the last attempt was {end.what}"
 
 
 def _taken_over(asked: Job, job: Job) -> str:
     """A line on what a resumed run keeps, although the given job would change it."""
-    fewer = f"; at most so many workers share them, {asked.max_workers} were asked for"
-    kept = f"shards: {job.num_shards}, with which this run began"
+    fewer = f"; so at most {job.num_shards} workers run, not {asked.max_workers}"
+    kept = f"shards: {job.num_shards}, as when this run began"
     return kept + fewer * (asked.max_workers > job.num_shards)
 
 

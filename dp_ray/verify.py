@@ -92,7 +92,7 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
         try:
             return execute(job.model_copy(update={"metrics": _metrics(job), **changes}), options)
         except RunInterrupted:
-            raise RunInterrupted("interrupted; verify begins anew") from None
+            raise RunInterrupted("interrupted; run verify again, it begins anew") from None
 
     def compare_all() -> Verdict:
         runs.extend(run(count) for count in counts)
@@ -208,7 +208,8 @@ def _first_difference(run: Callable[..., Result], first: tuple[int, Result], oth
     for until in (step, step + 1):
         if until and (found := _first_parameter(run, first[0], other[0], until)):
             return f"{who}, first after step {until - 1}: {found}"
-    return f"{who}, first in step {step}: {', '.join(told) or 'nothing that is kept'}, and no parameter with it"
+    values = ", ".join(told) or "no value that is kept"
+    return f"{who}, first in step {step}: {values} differs, and no parameter does"
 
 
 def _first_parameter(run: Callable[..., Result], first: int, other: int, steps: int) -> str | None:

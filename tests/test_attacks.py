@@ -108,7 +108,7 @@ def test_outputs_that_cannot_be_kept_are_told_by_step_and_shard(tmp_path: Path) 
 
 
 def test_dropping_everything_is_an_error_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="drop_last leaves none of the 5 rows: batch_size is 7"):
+    with pytest.raises(DataError, match="drop_last: drops all 5 rows, because batch_size is 7"):
         run(tmp_path, models.Doubler(), models.Rows(5), drop_last=True)
     assert not (tmp_path / "run").exists()
 

@@ -40,7 +40,7 @@ def test_a_job_that_sets_no_shards_goes_on_on_other_numbers_of_workers(
     killed(tmp_path, 20, workers=2, checkpoint={"every_steps": 5})
     result = dp_ray.run(job(tmp_path, workers=0))
     told = [line for line in capsys.readouterr().err.splitlines() if "shards: " in line]
-    assert told == ["run: shards: 2, with which this run began"]
+    assert told == ["run: shards: 2, as when this run began"]
     assert result.shards == 2
     run_group(job(tmp_path, workers=2), tmp_path / "undisturbed")
     undisturbed = weights_of(tmp_path / "undisturbed")
@@ -75,7 +75,7 @@ def test_a_finished_training_goes_on_for_longer(
     keys: dict[str, Any] = {"eval": EVAL, "scheduler": "tests.support.training:warm_up"}
     ends = len(run(tmp_path, **keys, **first).history) - 1
     result = dp_ray.run(job(tmp_path, **keys, **then))
-    assert f"run: goes on to step {len(result.history)} (" in capsys.readouterr().err
+    assert f"run: continues to step {len(result.history)} (" in capsys.readouterr().err
     undisturbed = run(tmp_path, name="undisturbed", **keys, **then)
     assert ends + 1 < len(result.history) == len(undisturbed.history)
     ours, theirs = result.history, undisturbed.history
@@ -129,7 +129,7 @@ def test_a_run_of_a_version_that_hashed_the_lengths_goes_on(
 def test_a_training_is_never_cut_below_what_is_done(tmp_path: Path) -> None:
     run(tmp_path, epochs=2)
     with pytest.raises(
-        JobError, match=r"30 steps on, and this job has 15 \(epochs: 2 before, 1 now\); give it another"
+        JobError, match=r"which has done 30 steps, and this job has 15 \(epochs: 2 before, 1 now\); give it another"
     ):
         run(tmp_path, epochs=1)
     with pytest.raises(JobError, match=r"holds this run, finished; use it .*give it another name"):
@@ -142,7 +142,9 @@ def test_a_finished_training_without_its_checkpoints_does_not_begin_anew(tmp_pat
     run(tmp_path, epochs=2)
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.unlink()
-    with pytest.raises(JobError, match="finished, without the checkpoints and the history from which it could go on"):
+    with pytest.raises(
+        JobError, match="finished, without the checkpoints and the history from which it could resume"
+    ):
         run(tmp_path, epochs=3)
 
 
@@ -192,9 +194,7 @@ def test_python_objects_go_on_if_the_caller_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sector 50"):
         dp_ray.run(**of_objects(tmp_path, dataset), resume=True)
     dataset.broken = False
-    says = (
-        "a run of Python objects; whether these are the same is unknown: if they are, resume=True carries it on; else"
-    )
+    says = "a run of Python objects; whether these are the same is unknown: if they are, resume=True resumes it; else"
     with pytest.raises(JobError, match=says):
         dp_ray.run(**of_objects(tmp_path, dataset))
     with pytest.raises(JobError, match=r"a run of a different job \(batch_size: 7 there, 8 here\)"):

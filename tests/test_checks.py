@@ -83,7 +83,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"model": f"{HERE}:NoModule"},
             JobError,
-            "model: must give a torch.nn.Module, and NoModule is no class of them",
+            "model: must give a torch.nn.Module, and NoModule is no subclass of it",
         ),
         ({"model": NoModule()}, JobError, "model: must be a torch.nn.Module, got a NoModule"),
         (

@@ -174,7 +174,9 @@ def test_a_job_that_finds_no_room_any_more_says_so_and_can_be_run_again_with_les
         up[2].kill()
         assert driver.end() == 1
     said = "".join(driver.said)
-    assert "error: 3 workers need 3 CPU, 3 slot (1 CPU, 1 slot each); 2 nodes have room for 2, and none came" in said
+    assert (
+        "error: 3 workers need 3 CPU, 3 slot (1 CPU, 1 slot each); 2 nodes have room for 2, and no more came" in said
+    )
     assert "in 4 s (timeouts.capacity)" in said
     result = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="run", quiet=True)
     here = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="here", quiet=True)

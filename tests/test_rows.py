@@ -99,7 +99,9 @@ def test_a_checkpoint_itself_is_not_carried_on_over_other_rows(tmp_path: Path) -
     job = job_of("mlp", from_file(tmp_path), workers=1, epochs=2, batch_size=10, checkpoint={"every_steps": 2})
     run_group(job, tmp_path / "run")
     (tmp_path / "rows").write_text("60")
-    with pytest.raises(ProcessExit, match=r"step-10.safetensors are others: .*'rows': 50.* there, .*'rows': 60"):
+    with pytest.raises(
+        ProcessExit, match=r"step-10.safetensors differ from this job's: .*'rows': 50.* there, .*'rows': 60"
+    ):
         run_group(job, tmp_path / "run")
 
 

@@ -57,7 +57,7 @@ def claim(
     text = json.dumps(says, indent=2, default=str) + "\n"
     if overwrite:
         _check_is_run(storage)
-    is_resumed = not overwrite and _check_may_carry_on(job, storage, rows or {}, steps, resume)
+    is_resumed = not overwrite and _check_may_resume(job, storage, rows or {}, steps, resume)
     _check_start(job, storage, is_resumed)
     lengths = _changed_lengths(read_claim(storage), job) if is_resumed else ""
     if is_resumed and is_finished(storage):
@@ -129,7 +129,7 @@ def _in_shipped_folder() -> bool:
     return "runtime_resources" in Path(os.getcwd()).parts
 
 
-def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int], steps: int | None, resume: bool) -> bool:
+def _check_may_resume(job: Job, storage: Storage, rows: Mapping[str, int], steps: int | None, resume: bool) -> bool:
     claimed = read_claim(storage)
     if not claimed:
         _check_is_run(storage)
@@ -142,7 +142,7 @@ def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int], ste
         use *= told == "finished" and job.task == "train"
         raise JobError(f"{storage} holds this run, {told}; {use}{advice}")
     if not job.is_all_targets and not resume:
-        unknown = "whether these are the same is unknown: if they are, resume=True carries it on"
+        unknown = "whether these are the same is unknown: if they are, resume=True resumes it"
         raise JobError(f"{storage} holds a run of Python objects; {unknown}; else {advice}")
     return True
 
@@ -152,13 +152,13 @@ def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) 
     kept = steps_of(storage.child(CHECKPOINTS)) if job.task == "train" else []
     done = max(kept, default=0)
     if steps is not None and steps < done:
-        return f"{done} steps on, and this job has {steps} ({lengths})"
+        return f"which has done {done} steps, and this job has {steps} ({lengths})"
     if not is_finished(storage):
         return ""
     if not lengths or steps == done:
         return "finished"
     if not kept or not storage.exists(METRICS):
-        return "finished, without the checkpoints and the history from which it could go on"
+        return "finished, without the checkpoints and the history from which it could resume"
     return ""
 
 
