@@ -1,4 +1,4 @@
-"""Workers and drivers that are killed, stopped, or hang: the end is the undisturbed run's, and the story is told."""
+"""Workers and drivers that are killed, stopped, or hang: the end is the undisturbed run's; each incident is told."""
 
 import contextlib
 import os

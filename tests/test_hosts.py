@@ -137,7 +137,7 @@ def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(
     assert [one["kind"] for one in told] == ["worker", "node", "resize", "preemption"]
     assert result.world_sizes == [3, 3, 2, 3, 2]
     assert told[1]["nodes"] == ["10.77.0.3"]
-    assert [one["step"] - one["resumed_step"] for one in told[2:]] == [0, 0], "at a step's border nothing is lost"
+    assert [one["step"] - one["resumed_step"] for one in told[2:]] == [0, 0], "nothing is lost between two steps"
     assert told[3]["what"] == "Ray drains 10.77.0.2"
     assert "10.77.0.2" not in {worker["node"] for worker in result.workers}
     up[1].kill()  # a node that was drained takes no more work

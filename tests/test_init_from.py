@@ -30,10 +30,10 @@ def keep(folder: Path, step: int, value: float, keeps: int = 1) -> None:
     checkpoints.create()
     torch.manual_seed(0)
     model = {name: torch.full_like(one, value) for name, one in training.mlp().state_dict().items()}
-    saver = CheckpointWriter(checkpoints, keeps)
-    saver.save(step, {"fingerprint": "another job's"}, {"model": model})
-    saver.wait()
-    saver.close()
+    writer = CheckpointWriter(checkpoints, keeps)
+    writer.save(step, {"fingerprint": "another job's"}, {"model": model})
+    writer.wait()
+    writer.close()
 
 
 class Fragile(training.Pairs):

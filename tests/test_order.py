@@ -78,7 +78,7 @@ def test_agrees_with_python_integers(n: int, seed: int, epoch: int, data: st.Dat
     ],
 )
 def test_the_bits_never_change(order: Order, start: int, expected: list[int]) -> None:
-    """Whoever changes these values breaks every run that is to be carried on or repeated."""
+    """Whoever changes these values breaks every run that is to be resumed or repeated."""
     assert order.indices(start, start + len(expected)).tolist() == expected
 
 

@@ -1,4 +1,4 @@
-"""Trainings that are killed and carried on, anywhere, end at the bits of those that were not."""
+"""Trainings that are killed and resumed, anywhere, end at the bits of those that were not."""
 
 import os
 import random

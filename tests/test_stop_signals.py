@@ -112,7 +112,7 @@ def test_an_evaluation_has_nothing_to_keep_and_leaves_at_once(tmp_path: Path) ->
         dp_ray.run(**keys)
 
 
-def test_what_would_destroy_what_is_kept_is_not_what_carries_on(tmp_path: Path) -> None:
+def test_what_would_destroy_what_is_kept_is_not_how_to_resume(tmp_path: Path) -> None:
     keys = training(tmp_path, 2, "SIGINT")
     with pytest.raises(RunInterrupted, match=r"after step 1 of 48; run it again without --overwrite to resume$"):
         dp_ray.run(**keys, overwrite=True)

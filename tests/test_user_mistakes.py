@@ -1,4 +1,4 @@
-"""What users' code may do wrong, and what the world may do to a run: each ends in one clear error, nothing lost."""
+"""Mistakes in user code, and what the world may do to a run: each ends in one clear error, and nothing is lost."""
 
 import sys
 from pathlib import Path
@@ -135,8 +135,8 @@ def test_stdout_is_for_what_was_asked_for(
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
-        "{model: 'tests.support.models:Doubler', dataset: 'tests.test_attacks:Prints', batch_size: 9, workers: 0, "
-        f"storage: '{tmp_path}'}}"
+        "{model: 'tests.support.models:Doubler', dataset: 'tests.test_user_mistakes:Prints', batch_size: 9, "
+        f"workers: 0, storage: '{tmp_path}'}}"
     )
     for args in (["run", "--shapes", "--json"], ["plan", "--json"]):
         monkeypatch.setattr(sys, "argv", ["dp-ray", args[0], str(job), *args[1:]])
@@ -146,7 +146,7 @@ def test_stdout_is_for_what_was_asked_for(
 
 
 def test_env_is_there_in_this_process_too_and_gone_afterwards(tmp_path: Path) -> None:
-    dataset = {"target": "tests.test_attacks:NeedsVariable"}
+    dataset = {"target": "tests.test_user_mistakes:NeedsVariable"}
     assert run(tmp_path, "tests.support.models:Doubler", dataset, env={"DP_RAY_TEST": "5"}).rows == 9
 
 
@@ -185,7 +185,7 @@ class TakesOver(nn.Module):
 
 
 def test_the_result_of_another_driver_is_left_alone(tmp_path: Path) -> None:
-    model = {"target": "tests.test_attacks:TakesOver", "args": {"folder": str(tmp_path)}}
+    model = {"target": "tests.test_user_mistakes:TakesOver", "args": {"folder": str(tmp_path)}}
     with pytest.raises(StorageError, match="was taken over by another driver"):
         run(tmp_path, model, "tests.support.models:Rows")
     assert not (tmp_path / "run" / "result.json").exists()

@@ -1,4 +1,4 @@
-"""Runs that go on: on other workers, for longer, as Python objects; and what is told of them meanwhile."""
+"""Runs that are resumed: on other workers, for longer, as Python objects; and what the console says of them."""
 
 import functools
 from pathlib import Path
@@ -34,7 +34,7 @@ def killed(folder: Path, before: int, **keys: Any) -> None:
     assert list((folder / made.run_name / "checkpoints").iterdir())
 
 
-def test_a_job_that_sets_no_shards_goes_on_on_other_numbers_of_workers(
+def test_a_job_that_sets_no_shards_resumes_on_other_numbers_of_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed(tmp_path, 20, workers=2, checkpoint={"every_steps": 5})
@@ -69,7 +69,7 @@ EVAL = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length":
     [({"epochs": 2}, {"epochs": 4}), ({"max_steps": 20}, {"max_steps": 33}), ({"max_steps": 12}, {})],
     ids=["epochs", "max_steps", "no max_steps"],
 )
-def test_a_finished_training_goes_on_for_longer(
+def test_a_finished_training_resumes_for_longer(
     tmp_path: Path, first: dict[str, Any], then: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys: dict[str, Any] = {"eval": EVAL, "scheduler": "tests.support.training:warm_up"}
@@ -88,12 +88,12 @@ def test_a_finished_training_goes_on_for_longer(
     assert not (tmp_path / "run" / "history").exists()
 
 
-def test_an_unfinished_training_goes_on_for_longer(tmp_path: Path) -> None:
+def test_an_unfinished_training_resumes_for_longer(tmp_path: Path) -> None:
     killed(tmp_path, 20, checkpoint={"every_steps": 5}, epochs=2)
     assert same(run(tmp_path, epochs=4), run(tmp_path, epochs=4, name="undisturbed"))
 
 
-def test_a_longer_run_that_is_killed_goes_on_too(tmp_path: Path) -> None:
+def test_a_longer_run_that_is_killed_resumes_too(tmp_path: Path) -> None:
     """The result of the shorter one is gone by then, its history is not."""
     run(tmp_path, epochs=2)
     longer = job(tmp_path, epochs=4, checkpoint={"every_steps": 5}, workers=1)
@@ -111,7 +111,7 @@ def test_a_damaged_last_checkpoint_costs_no_history(tmp_path: Path) -> None:
     assert same(run(tmp_path, epochs=4), run(tmp_path, epochs=4, name="undisturbed"))
 
 
-def test_a_run_of_a_version_that_hashed_the_lengths_goes_on(
+def test_a_run_of_a_version_that_hashed_the_lengths_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hashed = Job.fingerprint
@@ -188,7 +188,7 @@ def of_objects(folder: Path, dataset: Breaks, **keys: Any) -> dict[str, Any]:
     return {**given, **made, "checkpoint": {"every_steps": 2}, "name": "run", "storage": str(folder), **keys}
 
 
-def test_python_objects_go_on_if_the_caller_says_so(tmp_path: Path) -> None:
+def test_python_objects_resume_if_the_caller_says_so(tmp_path: Path) -> None:
     dataset = Breaks()
     dataset.broken = True
     with pytest.raises(DataError, match="sector 50"):
