@@ -11,6 +11,7 @@ from torch import nn
 
 import dp_ray
 from dp_ray import cli
+from dp_ray.cluster.launch import check_can_be_shipped
 from dp_ray.errors import DataError, Error, JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job import Job
 from dp_ray.replica.model import build_model, synchronise
@@ -207,8 +208,6 @@ def test_overwriting_needs_a_job_that_can_be_written_down(tmp_path: Path) -> Non
 
 
 def test_a_dataset_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    from dp_ray.cluster.launch import check_can_be_shipped
-
     data = models.Rows(9)
     data.lock = (number for number in range(3))  # type: ignore[attr-defined]
     job = Job.make({"model": models.Doubler(), "dataset": data, "batch_size": 1}, "run")
