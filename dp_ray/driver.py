@@ -178,9 +178,9 @@ class Execution:
                 check_ours(self._claimed)
                 self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
-            told = RunInterrupted(interruption(self._job, self._storage, self._split, self._options.overwrite))
-            self._keep_unfinished("interrupted", told)
-            raise told from (None if isinstance(stopped, StopRequested) else stopped)
+            interrupted = RunInterrupted(interruption(self._job, self._storage, self._split, self._options.overwrite))
+            self._keep_unfinished("interrupted", interrupted)
+            raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
             self._keep_unfinished("failed", error)
             raise
