@@ -52,7 +52,7 @@ def checkpoints_of(job: Job) -> Checkpoints:
     when = job.checkpoint
     is_auto = when.every_seconds == "auto" and when.every_steps is None
     schedule = Schedule(when.every_steps, 1 if is_auto else None)
-    return Checkpoints(schedule, when.every_seconds, when.best.metric if when.best else None)
+    return Checkpoints(schedule, when.keep, when.every_seconds, when.best.metric if when.best else None)
 
 
 def _check(job: Job, split: Split) -> None:
