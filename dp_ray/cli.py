@@ -1,6 +1,5 @@
 """The command line: run, plan, verify, submit, evaluate, predict, report, schema."""
 
-import contextlib
 import json
 import shlex
 import sys
@@ -109,25 +108,13 @@ def run(
 @SETTINGS
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
-    """Show how a job is cut into steps and shards, and which worker gets which; starts no Ray."""
-    job = _load(job_file, workers, settings).for_task()
-    from dp_ray.plan.plan import plan as plan_of
-    from dp_ray.plan.plan import table
-    from dp_ray.plan.split import Split
-    from dp_ray.replica.targets import build_dataset
-    from dp_ray.system.environment import environment
+    """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
+    job = _load(job_file, workers, settings)
+    from dp_ray.plan.table import table
+    from dp_ray.planning import plan_job
 
-    with contextlib.redirect_stdout(sys.stderr), environment(job.env):
-        epochs, most = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
-        split = Split(
-            len(build_dataset(job, job.dataset_key)), job.batch_size, job.num_shards, job.drop_last, epochs, most
-        )
-        planned = plan_of(split, job.max_workers)
-        if job.device_map is not None:
-            from dp_ray.replica.devices import plan_blocks
-
-            planned["blocks"] = plan_blocks(job)
-    click.echo(json.dumps(planned) if as_json else table(planned))
+    planned = plan_job(job)
+    click.echo(json.dumps(planned.to_json()) if as_json else table(planned))
 
 
 @cli.command()

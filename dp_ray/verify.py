@@ -85,7 +85,6 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
     shards = job.shards or max(1, *counts)
     bitwise = job.bitwise or job.task == "predict"
     tolerance = TOLERANCE[job.precision] if tolerance is None else tolerance
-    runs: list[Result] = []
 
     def run(count: int, **changes: Any) -> Result:
         changes = {"name": f"{job.run_name}-verify-{count}", "workers": count, "shards": shards, **changes}
@@ -94,21 +93,21 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
         except RunInterrupted:
             raise RunInterrupted("interrupted; run verify again, it begins anew") from None
 
-    def compare_all() -> Verdict:
-        runs.extend(run(count) for count in counts)
+    def compare_all() -> tuple[Verdict, list[Result]]:
+        runs = [run(count) for count in counts]
         rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
         different = [at for at, row in enumerate(rows) if not row.same]
         first = None
         if different and bitwise:
             first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
         kept = [one.run_dir for one in (runs if different else [])]
-        return Verdict(rows, bitwise, tolerance, first, kept)
+        return Verdict(rows, bitwise, tolerance, first, kept), runs
 
     if max(counts) == 0:
-        verdict = compare_all()
+        verdict, runs = compare_all()
     else:
         with connected(job.model_copy(update={"workers": max(counts)}), options.address, options.verbose):
-            verdict = compare_all()
+            verdict, runs = compare_all()
     if verdict.same:
         for one in runs:
             one.storage().remove()

@@ -160,8 +160,10 @@ def test_batches_that_leave_workers_idle_are_told(split: Split, workers: int, sa
 
 
 @pytest.mark.usefixtures("in_project")
-def test_the_plan_tells_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", "jobs/tutorial.yaml", "--workers", "3", "--set", "batch_size=300"]
+def test_the_plan_tells_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", "jobs/tutorial.yaml", "--workers", "3", "--set", "batch_size=300", "--set", f"storage={tmp_path}"]
     assert status_of(monkeypatch, *args) == 0
     line = "batch_size 300 is larger than the dataset: its 100 rows are one batch"
     assert line in capsys.readouterr().out.splitlines()

@@ -13,6 +13,7 @@ from typing import Any
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
+from dp_ray.plan.seeds import derive_seed
 
 
 def build(key: str, target: Any) -> Any:
@@ -55,6 +56,11 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
     if rows == 0:
         raise DataError(f"{key}: {type(dataset).__qualname__} is empty, there is nothing to run")
     return dataset
+
+
+def dataset_seed(job: Job, key: str) -> int:
+    """The seed with which the dataset of the job's `key` is built."""
+    return derive_seed(job.seed, "dataset", key != "dataset")
 
 
 def _has(dataset: Any, name: str) -> bool:

@@ -1,11 +1,9 @@
 """Claims a run directory for a driver, and decides whether its run can be resumed."""
 
 import json
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dp_ray.errors import JobError, StorageError
@@ -17,6 +15,7 @@ from dp_ray.rundir.differences import differences
 from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.rundir.history_file import METRICS, unmerge_history
 from dp_ray.rundir.incidents import read_incidents
+from dp_ray.rundir.location import located_at
 from dp_ray.rundir.weights import check_start, find_start
 from dp_ray.storage import Storage
 
@@ -57,7 +56,7 @@ def claim(
     text = json.dumps(says, indent=2, default=str) + "\n"
     if overwrite:
         _check_is_run(storage)
-    is_resumed = not overwrite and _check_may_resume(job, storage, rows or {}, steps, resume)
+    is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume)
     _check_start(job, storage, is_resumed)
     lengths = _changed_lengths(read_claim(storage), job) if is_resumed else ""
     if is_resumed and is_finished(storage):
@@ -116,20 +115,24 @@ def base_storage(job: Job) -> Storage:
 
 
 def located(location: str) -> Storage:
-    """A folder of runs, or a path in one, where all workers find it.
+    """A folder of runs, or a path in one, where all workers find it."""
+    return Storage(located_at(location))
 
-    In a submitted Ray job, a relative path is below the home directory: Ray removes the copied working directory.
+
+def with_full_init_from(job: Job) -> Job:
+    """The job with `init_from` as all workers find it."""
+    if job.init_from is None:
+        return job
+    return job.model_copy(update={"init_from": located(job.init_from).location})
+
+
+def check_resumable(
+    job: Job, storage: Storage, rows: Mapping[str, int], steps: int | None, resume: bool = False
+) -> bool:
+    """Whether the job resumes the run in `storage`; False if there is none.
+
+    The arguments are those of `claim`. Raises JobError if the directory holds another run, or no run but other files.
     """
-    if "://" in location or Path(location).is_absolute() or not _in_shipped_folder():
-        return Storage(location)
-    return Storage(str(Path.home() / location))
-
-
-def _in_shipped_folder() -> bool:
-    return "runtime_resources" in Path(os.getcwd()).parts
-
-
-def _check_may_resume(job: Job, storage: Storage, rows: Mapping[str, int], steps: int | None, resume: bool) -> bool:
     claimed = read_claim(storage)
     if not claimed:
         _check_is_run(storage)

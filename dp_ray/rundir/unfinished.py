@@ -81,6 +81,13 @@ def kept_steps(run: Storage, task: str, split: Split) -> int:
     return done.through(range(num_filled(min(split.rows, split.batch_size), split.shards)))
 
 
+def resumption(run: Storage, task: str, split: Split) -> str:
+    """A line on the step after which a job resumes the run."""
+    kept = kept_steps(run, task, split)
+    after = f"after step {kept} of {split.total_steps}" if kept else "from its start, since no step is kept yet"
+    return f"resumes {run} {after}"
+
+
 def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Interruption | None:
     """How the last driver of a resumed run ended; None if no driver had workers yet.
 

@@ -1,18 +1,10 @@
-"""How a job cuts its dataset into steps."""
+"""Which samples the steps of a checkpoint hold, and whether they are those of a job."""
 
-import dataclasses
 from typing import Any
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.plan.split import Split
-
-
-def split_of(job: Job, dataset: Any) -> Split:
-    """The split of the dataset into steps and shards, over all of the job's epochs."""
-    cut = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
-    is_train = job.task == "train"
-    return dataclasses.replace(cut, epochs=job.epochs, max_steps=job.max_steps) if is_train else cut
 
 
 def cut_of(job: Job, split: Split) -> dict[str, Any]:
