@@ -1,7 +1,7 @@
 """What grows with the workers, and what does not: 4,096 of them against 8.
 
 The plan of 10**9 rows, the steps of one worker, and the shape reports that the driver takes in a second: three
-processes replay what the workers would send, through a real Inbox, into the driver's own Monitor.
+processes replay what the workers would send, through a real Channel, into the driver's own Monitor.
 """
 
 import json

@@ -232,11 +232,13 @@ def _of_a_training(command: Any) -> Any:
             "--dataset", metavar="TARGET", help="Another dataset: module:attribute, or {target: ..., args: ...}."
         ),
         click.option(
-            "--weights", type=click.Choice(["best", "last"]), help="Default best, where there are, else last."
+            "--weights",
+            type=click.Choice(["best", "last"]),
+            help="Default: best if the training kept them, else last.",
         ),
         WORKERS,
         SETTINGS,
-        click.option("--name", help="The run's name; by default the training's with the task behind it."),
+        click.option("--name", help="The run's name. Default: the training's name, then the task."),
         click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own."),
         click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
         click.option("--shapes", is_flag=True, help="Print what every shard's model saw."),
@@ -302,7 +304,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
     if found and not as_json:
         click.echo(found)
         if found.status != "running":
-            click.echo("run the same command to carry on")
+            click.echo("run the same command to resume")
     if found and not found.has_result:
         if as_json:
             click.echo(json.dumps(found.to_json()))
@@ -310,7 +312,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
     result, *others = map(load, run_dirs)
     if others:
         if shapes:
-            raise click.UsageError("--shapes prints those of one run: give one RUN_DIR")
+            raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")
         results = [result, *others]
         click.echo(json.dumps(compared_values(results)) if as_json else compared(results))
         return

@@ -119,7 +119,7 @@ def prepare(job: Job, options: Options, console: Console) -> Prepared:
     job = job.for_task()
     faults = parse_faults(options.inject)
     if faults and job.max_workers == 0:
-        raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
+        raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
     if job.max_workers > 0:
         check_ray()
     asked = with_full_init_from(job)
@@ -139,7 +139,7 @@ def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> It
         return
     split = prepared.plan.split
     if claimed.lengths:
-        yield f"goes on to step {split.total_steps} ({claimed.lengths})"
+        yield f"continues to step {split.total_steps} ({claimed.lengths})"
     if end := last_end(prepared.job, split, claimed.storage, killed):
         yield f"the last attempt was {end.what}"
 
@@ -192,9 +192,9 @@ class Execution:
                 check_ours(self._claimed)
                 self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
-            told = RunInterrupted(interruption(self._job, self._storage, self._split, self._options.overwrite))
-            self._keep_unfinished("interrupted", told)
-            raise told from (None if isinstance(stopped, StopRequested) else stopped)
+            interrupted = RunInterrupted(interruption(self._job, self._storage, self._split, self._options.overwrite))
+            self._keep_unfinished("interrupted", interrupted)
+            raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
             self._keep_unfinished("failed", error)
             raise

@@ -52,12 +52,15 @@ def checkpoints_of(job: Job) -> Checkpoints:
     when = job.checkpoint
     is_auto = when.every_seconds == "auto" and when.every_steps is None
     schedule = Schedule(when.every_steps, 1 if is_auto else None)
-    return Checkpoints(schedule, when.every_seconds, when.best.metric if when.best else None)
+    return Checkpoints(schedule, when.keep, when.every_seconds, when.best.metric if when.best else None)
 
 
 def _check(job: Job, split: Split) -> None:
     if split.steps == 0:
-        raise DataError(f"drop_last leaves none of the {split.rows} rows: batch_size is {split.batch_size}")
+        raise DataError(
+            f"drop_last: drops all {split.rows} rows, because batch_size is {split.batch_size}; "
+            "set a smaller batch_size, or drop_last: false"
+        )
     if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.batch_sizes()):
         raise JobError(
             "sync_batchnorm: the last batch leaves workers empty, and empty workers would deadlock SyncBatchNorm; "

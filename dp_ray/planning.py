@@ -63,8 +63,8 @@ def taken_over(asked: Job, job: Job) -> list[str]:
     """A line on the shards that a resumed run keeps, if the job that was `asked` for would change them."""
     if asked.num_shards == job.num_shards:
         return []
-    fewer = f"; at most so many workers share them, {asked.max_workers} were asked for"
-    return [f"shards: {job.num_shards}, with which this run began" + fewer * (asked.max_workers > job.num_shards)]
+    fewer = f"; so at most {job.num_shards} workers run, not {asked.max_workers}"
+    return [f"shards: {job.num_shards}, as when this run began" + fewer * (asked.max_workers > job.num_shards)]
 
 
 def _may_hold_run(job: Job) -> bool:

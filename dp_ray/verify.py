@@ -107,7 +107,7 @@ def _running(job: Job, counts: Sequence[int], options: Options) -> Iterator[Run]
             try:
                 return execute_one(job.model_copy(update=changes), options)
             except RunInterrupted:
-                raise RunInterrupted("interrupted; verify begins anew") from None
+                raise RunInterrupted("interrupted; run verify again, it begins anew") from None
 
         yield run
 
@@ -226,7 +226,8 @@ def _first_difference(run: Run, first: tuple[int, Result], other: tuple[int, Res
     for until in (step, step + 1):
         if until and (found := _first_parameter(run, first[0], other[0], until)):
             return f"{who}, first after step {until - 1}: {found}"
-    return f"{who}, first in step {step}: {', '.join(told) or 'nothing that is kept'}, and no parameter with it"
+    values = ", ".join(told) or "no value that is kept"
+    return f"{who}, first in step {step}: {values} differs, and no parameter does"
 
 
 def _first_parameter(run: Run, first: int, other: int, steps: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The driver's ear: what workers send, in order; what goes wrong while listening ends the job."""
+"""The monitor: it takes in what workers send, in order; an error while it listens ends the job."""
 
 import asyncio
 import io
@@ -221,7 +221,7 @@ def test_progress_says_what_goes_on_and_how_far_it_is(clock: Clock) -> None:
     assert str(progress) == "step 10/10, 100 rows, finishing"
 
 
-def test_progress_of_a_run_that_is_carried_on_is_that_of_its_own_steps(clock: Clock) -> None:
+def test_progress_of_a_run_that_is_resumed_is_that_of_its_own_steps(clock: Clock) -> None:
     progress = Progressed("job", steps=10, rows=100)
     progress.advance(6, 60)
     progress.start([World(0)])

@@ -149,7 +149,7 @@ def _after_start(failure: StartFailed, memory: Memory) -> Decision:
     """Decide after a failed start: no capacity, workers that died meanwhile, or an error."""
     match failure.trouble:
         case StartTrouble.NO_CAPACITY:  # another job took it: the next start waits for capacity
-            message = Waits("the room that there was is taken, or lies in pieces too small: waiting")
+            message = Waits("the free resources were taken, or no node has enough of them for a worker: waiting")
             return Decision(Do.RESTART, Reason.NO_CAPACITY, memory, message)
         case StartTrouble.LOST:
             what = f"the workers could not be started: {failure.cause}"

@@ -209,5 +209,5 @@ def check_can_be_shipped(job: Job) -> None:
                 ray.cloudpickle.dump(given, nowhere)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            advice = "name a target in its place, which each worker calls for itself"
+            advice = "give a target instead, which each worker calls for itself"
             raise JobError(f"{key}: cannot be pickled for the workers: {why}; {advice}") from error

@@ -162,7 +162,7 @@ class Monitor:
 
     def _stop(self) -> None:
         self.node_control.stop()
-        self._console.say("stops after this step, which is kept; once more leaves at once")
+        self._console.say("stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once")
 
     def close(self) -> None:
         """Finish the shape reports and TensorBoard's files; workers can no longer be asked to stop."""

@@ -50,13 +50,14 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a training: after which steps, and which more there may be.
+    """The checkpoints of a training: after which steps, how many are kept, and which more there may be.
 
     `every_seconds` is the job's: more by the clock, unless it is None. `best` is the metric of an evaluation: one
-    more whenever it is better than before.
+    more, which is kept, whenever it is better than before.
     """
 
     schedule: Schedule
+    keep: int
     every_seconds: float | Literal["auto"] | None = None
     best: str | None = None
 
@@ -136,8 +137,8 @@ class Plan:
             due = self.evaluations.schedule.to_json(self.split)
             found["evaluate"] = {**sizes, **due, "batches": batches(own, self.max_workers)}
         if self.checkpoints:
-            more = _given({"every_seconds": self.checkpoints.every_seconds, "best": self.checkpoints.best})
-            found["checkpoints"] = {**self.checkpoints.schedule.to_json(self.split), **more}
+            more = {key: value for key, value in asdict(self.checkpoints).items() if key != "schedule"}
+            found["checkpoints"] = {**self.checkpoints.schedule.to_json(self.split), **_given(more)}
         return found
 
 

@@ -48,7 +48,7 @@ def _epochs(plan: Plan) -> str:
 
 def _evaluations(evaluations: Evaluations, training: Split, workers: int) -> Iterator[str]:
     own = evaluations.split
-    yield f"evaluates {_often(evaluations.schedule, training)}"
+    yield f"evaluations {_often(evaluations.schedule, training)}"
     yield f"  {own.rows:,} rows in global batches of {own.batch_size:,}: {_number(own.steps, 'step')}"
     yield from (f"  {line}" for line in _batches(own, workers))
 
@@ -56,8 +56,10 @@ def _evaluations(evaluations: Evaluations, training: Split, workers: int) -> Ite
 def _checkpoints(checkpoints: Checkpoints, training: Split) -> str:
     every, best = checkpoints.every_seconds, checkpoints.best
     clock = "more by the clock" if every == "auto" else f"more every {every:g} s" if every is not None else ""
-    more = [clock, f"one more for each better {best}" if best else ""]
-    return "; ".join([f"keeps checkpoints {_often(checkpoints.schedule, training)}", *filter(None, more)])
+    better = f"one more for each better {best}" if best else ""
+    kept = f"kept: the newest {checkpoints.keep:,}{' and the best' if best else ''}"
+    parts = (f"checkpoints {_often(checkpoints.schedule, training)}", clock, better, kept)
+    return "; ".join(part for part in parts if part)
 
 
 def _often(schedule: Schedule, training: Split) -> str:

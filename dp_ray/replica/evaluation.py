@@ -56,8 +56,8 @@ def check_watched(job: Job, states: Mapping[str, Any]) -> None:
     for where, name in job.watched.items():
         if name not in job.eval_names and not set(job.owners(name)) & states.keys():
             raise JobError(
-                f"{where}: eval measures {', '.join(job.eval_names)}, and of a metric with a state each element by "
-                f"its name, like eval_recall_0; got {name!r}"
+                f"{where}: eval measures {', '.join(job.eval_names)}, and the elements of a metric that has several, "
+                f"like eval_recall_0; got {name!r}"
             )
 
 

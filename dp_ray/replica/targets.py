@@ -95,7 +95,7 @@ def check_gives(key: str, found: Any, kind: type, name: str) -> None:
     if not inspect.isclass(found) or issubclass(found, kind):
         return
     if found.__new__ is object.__new__ and type(found).__call__ is type.__call__:
-        raise JobError(f"{key}: must give a {name}, and {found.__qualname__} is no class of them")
+        raise JobError(f"{key}: must give a {name}, and {found.__qualname__} is no subclass of it")
 
 
 def resolve(key: str, target: Target) -> Any:

@@ -141,27 +141,26 @@ def check_resumable(
     if others := _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows):
         raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
     if told := _cannot_become(job, storage, _changed_lengths(claimed, job), steps):
-        use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
-        use *= told == "finished" and job.task == "train"
-        raise JobError(f"{storage} holds this run, {told}; {use}{advice}")
+        raise JobError(f"{storage} holds this run, {told}{advice}")
     if not job.is_all_targets and not resume:
-        unknown = "whether these are the same is unknown: if they are, resume=True carries it on"
+        unknown = "whether these are the same is unknown: if they are, resume=True resumes it"
         raise JobError(f"{storage} holds a run of Python objects; {unknown}; else {advice}")
     return True
 
 
 def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) -> str:
-    """Why the run cannot be resumed with this many steps; empty if it can."""
+    """Why the run cannot be resumed with this many steps, up to the advice; empty if it can."""
     kept = steps_of(storage.child(CHECKPOINTS)) if job.task == "train" else []
     done = max(kept, default=0)
     if steps is not None and steps < done:
-        return f"{done} steps on, and this job has {steps} ({lengths})"
+        return f"which has done {done} steps, and this job has {steps} ({lengths}); "
     if not is_finished(storage):
         return ""
     if not lengths or steps == done:
-        return "finished"
+        use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
+        return "finished; " + use * (job.task == "train")
     if not kept or not storage.exists(METRICS):
-        return "finished, without the checkpoints and the history from which it could go on"
+        return "finished, without the checkpoints and the history from which it could resume; "
     return ""
 
 

@@ -96,7 +96,7 @@ def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Inte
     incidents = read_incidents(run)
     if killed and incidents.world_sizes and not incidents.driver_end:
         step = max(killed.step, kept_steps(run, job.task, split), first_step(run))
-        what = f"killed, or its machine lost, after step {step} (last heard of)"
+        what = f"killed, or its machine lost, after step {step} (the last it reported)"
         incidents = incidents.interrupted(Interruption(IncidentKind.DRIVER, what, step))
         incidents.save(run)
     return incidents.driver_end
@@ -108,7 +108,7 @@ def interruption(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
         return "interrupted; an evaluation keeps nothing: it begins anew"
     kept = kept_steps(run, job.task, split)
     where = f"after step {kept} of {split.total_steps}" if kept else "before a step was kept"
-    return f"interrupted {where}; {_again(job, overwrite)} to {'carry on' if kept else 'begin anew'}"
+    return f"interrupted {where}; {_again(job, overwrite)} to {'resume' if kept else 'begin anew'}"
 
 
 def _again(job: Job, overwrite: bool) -> str:

@@ -16,4 +16,4 @@ def cut_of(job: Job, split: Split) -> dict[str, Any]:
 def check_cut(what: str, about: dict[str, Any], job: Job, split: Split, advice: str) -> None:
     """Raise JobError if a checkpoint's steps hold other samples than this job's; the error names `what`."""
     if (there := about.get("cut")) != (here := cut_of(job, split)):
-        raise JobError(f"{what} are others: {there} there, {here} here; {advice}")
+        raise JobError(f"{what} differ from this job's: {there} there, {here} here; {advice}")
