@@ -36,8 +36,8 @@ def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
     step = max(monitor.steps_done, kept)
     if result.status == "failed":
         return Interruption("driver", f"ended after step {step} by {str(result.error).splitlines()[0]}", step)
-    step = kept if monitor.is_stopping else step  # a planned stop keeps the step after which it stops
-    return Interruption("driver", f"stopped by {monitor.stopped_by or 'an interrupt'} after step {step}", step)
+    step = kept if monitor.planned_stop.is_asked else step  # a planned stop keeps the step after which it stops
+    return Interruption("driver", f"stopped by {monitor.planned_stop.by or 'an interrupt'} after step {step}", step)
 
 
 def summary_of(result: Result, is_resumed: bool) -> str:

@@ -105,7 +105,7 @@ def run_on_ray(
             with planned_stops(monitor.ask_to_stop), listening(monitor, lambda: drain(channel), trainer.abort):
                 trainer.fit()
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
-            if monitor.is_stopping and (monitor.failed is None or monitor.failed.kind == WorkerError.__name__):
+            if monitor.planned_stop.is_asked and (monitor.failed is None or monitor.failed.is_lost_peer):
                 raise StopRequested("stopped as it was asked") from None
             raise _cause(error, monitor, verbose) from None
 

@@ -35,7 +35,7 @@ def listening(
                     return
         except BaseException as error:
             trouble.append(error)
-            monitor.is_deaf = True
+            monitor.planned_stop.is_closed = True
             while not ended.is_set():
                 abort()
                 if caller is threading.main_thread():

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from dp_ray.errors import WorkerError
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Report
 
@@ -63,6 +64,11 @@ class Failed:
     text: str
     traceback: str
     frames: str = ""
+
+    @property
+    def is_lost_peer(self) -> bool:
+        """Whether the worker only lost another one, which has the cause."""
+        return self.kind == WorkerError.__name__
 
 
 @dataclass(frozen=True)
