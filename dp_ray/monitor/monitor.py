@@ -19,18 +19,18 @@ from dp_ray.monitor.messages import (
     Shapes,
     Started,
     Starting,
-    Told,
+    TaskMessage,
     Waits,
     WorkerReady,
 )
 from dp_ray.monitor.planned_stop import PlannedStop
 from dp_ray.monitor.shapes import ShapeReports
-from dp_ray.monitor.task_notices import TaskNotices
+from dp_ray.monitor.task_messages import TaskMessages
 from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
 from dp_ray.results.shape_journal import Journal
-from dp_ray.results.shape_recorder import Run
+from dp_ray.results.shape_recorder import ShardSpan
 from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
 from dp_ray.rundir.incidents import IncidentLog
@@ -61,7 +61,7 @@ class Monitor:
         self._console = console
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
         self._reports = ShapeReports(file, journal, console, shapes, job.batch_dim, self._on_steps)
-        self._notices = TaskNotices(self._reports, tensorboard, self.progress, console)
+        self._task_messages = TaskMessages(self._reports, tensorboard, self.progress, console)
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -71,16 +71,16 @@ class Monitor:
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics that an evaluation measured."""
-        return self._notices.metrics
+        return self._task_messages.metrics
 
     @property
     def incidents(self) -> IncidentLog:
         """The log of the run's incidents so far."""
         return self._interruptions.log
 
-    def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
+    def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
         """Take in the shape reports that a resumed run has of its finished steps."""
-        self._reports.restore(runs)
+        self._reports.restore(spans)
 
     def take(self, message: Message) -> None:
         """Process a message."""
@@ -89,8 +89,8 @@ class Monitor:
                 self._worker_ready(message)
             case Shapes():
                 self._shapes(message)
-            case Told(what=what):
-                self._notices.take(what)
+            case TaskMessage(what=what):
+                self._task_messages.take(what)
             case Printed(world=world, lines=lines):
                 for line in lines:
                     self._console.printed(world, line)
@@ -140,7 +140,7 @@ class Monitor:
         """Finish the shape reports and TensorBoard's files; workers can no longer be asked to stop."""
         self.planned_stop.is_closed = True
         self._reports.close()
-        self._notices.close()
+        self._task_messages.close()
 
     def _worker_ready(self, worker: WorkerReady) -> None:
         """Begin an attempt once all of its workers are ready."""

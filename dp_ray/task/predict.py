@@ -37,17 +37,17 @@ def predict_outputs(
     attempt, committed = begin_attempt(run)
     work = Work(split_of(job, dataset), world.world_size, world.rank, Done(ledger.done_ranges(committed)))
 
-    def tell(text: str) -> None:
+    def note(text: str) -> None:
         if world.rank == 0:  # rank 0 has a shard of every batch, so other ranks would only repeat it
             send(Note(text))
 
     with (
         Recorder(world, send) as recorder,
         Probe(model, job.batch_dim) as probe,
-        PartWriter(run.child(PARTS), work.shards, job.batch_dim, recorder.keep, attempt, tell) as writer,
+        PartWriter(run.child(PARTS), work.shards, job.batch_dim, recorder.keep, attempt, note) as writer,
     ):
         keeper = OutputKeeper(recorder, probe, writer, control)
-        batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, tell))
+        batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note))
         predict(model, job, world.device, work, batches, keeper.on_shard, keeper.on_step, keeper.goes_on)
         control.through()
     if keeper.stops:

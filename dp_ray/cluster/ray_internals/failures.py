@@ -27,7 +27,7 @@ _DEATHS = {
 _EXIT_DETAIL = "Worker exit detail: "
 
 
-def cause_of(error: Any) -> str:
+def why_failed(error: Any) -> str:
     """Why a worker failed, in one line; Ray's own text is a page. Public: none; Ray's errors have no such field."""
     if isinstance(error, WorkerHealthCheckFailedError):
         error = error.health_check_failure
@@ -51,9 +51,9 @@ def failure_of(error: Exception) -> WorkersFailed | StartFailed:
     if isinstance(error, ray.train.WorkerGroupError):
         failures = error.worker_failures
         ended = {rank: one for rank, one in failures.items() if isinstance(one, WorkerExit)}
-        return WorkersFailed(ended, {rank: cause_of(one) for rank, one in failures.items() if rank not in ended})
+        return WorkersFailed(ended, {rank: why_failed(one) for rank, one in failures.items() if rank not in ended})
     cause = getattr(error, "controller_failure", error)
     if isinstance(cause, WorkerGroupStartupTimeoutError):
-        return StartFailed(StartTrouble.NO_ROOM, cause_of(cause))
+        return StartFailed(StartTrouble.NO_CAPACITY, why_failed(cause))
     is_lost = isinstance(cause, WorkerGroupStartupFailedError | ray.exceptions.RayError)
-    return StartFailed(StartTrouble.LOST if is_lost else StartTrouble.ERROR, cause_of(cause))
+    return StartFailed(StartTrouble.LOST if is_lost else StartTrouble.ERROR, why_failed(cause))

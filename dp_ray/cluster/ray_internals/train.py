@@ -191,7 +191,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
     def _initialize_and_run_controller(self, **given: Any) -> Any:
         """Run Ray Train's controller on this node so that it can be aborted at any time.
 
-        Ray's own method asks the controller to abort itself, but a controller that waits for room does not react.
+        Ray's own method asks the controller to abort itself, but a controller that waits for capacity does not react.
         """
         here = label_of(ray.get_runtime_context().get_node_id())
         variables = {WARN_BLOCKING: "0", **get_env_vars_to_propagate()}

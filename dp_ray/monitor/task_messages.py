@@ -1,4 +1,4 @@
-"""What a task tells the driver besides its shape reports: notes, its history, the metrics of an evaluation."""
+"""Takes in what a task sends besides its shape reports: notes, its history, the metrics of an evaluation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from dp_ray.results.shape_recorder import Keep
 from dp_ray.task.notices import Measured, Note
 
 
-class TaskNotices:
-    """Takes in what a task tells; `metrics` are the last that an evaluation measured."""
+class TaskMessages:
+    """Takes in what a task sends; `metrics` are the last that an evaluation measured."""
 
     def __init__(
         self, reports: ShapeReports, tensorboard: TensorBoardWriter, progress: Progressed, console: Console
@@ -26,7 +26,7 @@ class TaskNotices:
         self._losses = Losses(console)
 
     def take(self, what: Any) -> None:
-        """Process a notice."""
+        """Process what a task sent."""
         match what:
             case Note(text=text):
                 self._console.say(text)
