@@ -27,6 +27,16 @@ INJECT = click.option(
     default="",
     help="Faults to inject: 'kill worker 1 at step 20; kill node 2 at step 40'.",
 )
+STORAGE = click.option("--storage", help="Folder or URL of the run directories.")
+ADDRESS = click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
+SHAPES = click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+RESULT_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+QUIET = click.option("--quiet", is_flag=True, help="No progress.")
+VERBOSE = click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
+OVERWRITE = click.option(
+    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
+)
 
 
 def main() -> None:
@@ -68,16 +78,14 @@ def cli() -> None:
 @WORKERS
 @SETTINGS
 @click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
-@click.option("--storage", help="Folder or URL of the run directories.")
-@click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
-@click.option(
-    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
-)
-@click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+@STORAGE
+@ADDRESS
+@OVERWRITE
+@SHAPES
 @INJECT
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
-@click.option("--quiet", is_flag=True, help="No progress.")
-@click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
+@RESULT_JSON
+@QUIET
+@VERBOSE
 @click.option("--env-from", hidden=True, help="Where `submit` left the settings of env.")
 def run(
     job_file: str,
@@ -107,7 +115,7 @@ def run(
 @JOB
 @WORKERS
 @SETTINGS
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@JSON
 def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Show how a job is cut into steps and shards, and which worker gets which; starts no Ray."""
     job = _load(job_file, workers, settings).for_task()
@@ -134,12 +142,12 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
 @JOB
 @click.option("--workers", metavar="N,N,...", required=True, help="The numbers of workers to compare: 1,2,3,8.")
 @SETTINGS
-@click.option("--storage", help="Folder or URL of the run directories.")
-@click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
+@STORAGE
+@ADDRESS
 @click.option("--tolerance", type=float, help="Relative difference to allow where the job is not bitwise.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--quiet", is_flag=True, help="No progress.")
-@click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
+@JSON
+@QUIET
+@VERBOSE
 def verify(
     job_file: str,
     workers: str,
@@ -171,12 +179,10 @@ def verify(
 @click.option("--name", help="The run's name.")
 @click.option("--storage", help="Folder or URL of the run directories, as the cluster sees it.")
 @click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
-@click.option(
-    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
-)
-@click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+@OVERWRITE
+@SHAPES
 @INJECT
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+@RESULT_JSON
 def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it."""
     _load(job_file, workers, settings, name=options["name"], storage=options["storage"])
@@ -213,11 +219,11 @@ def _of_a_training(command: Any) -> Any:
         WORKERS,
         SETTINGS,
         click.option("--name", help="The run's name; by default the training's with the task behind it."),
-        click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own."),
+        ADDRESS,
         click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
-        click.option("--shapes", is_flag=True, help="Print what every shard's model saw."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line."),
-        click.option("--quiet", is_flag=True, help="No progress."),
+        SHAPES,
+        RESULT_JSON,
+        QUIET,
         click.option("--verbose", is_flag=True, help="With Ray's own log lines."),
     ]
     for option in reversed(options):
@@ -266,8 +272,8 @@ def _follow_up(
 
 @cli.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-@click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+@SHAPES
+@RESULT_JSON
 def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
     """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
     from dp_ray.results.report import compared, compared_values, lines

@@ -1,6 +1,6 @@
 """The gradient of a whole batch: forward and backward of this worker's shards, reduced over all workers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,10 @@ from dp_ray.replica.reduction import DdpReduction, Reduction, check_one_type
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import sparse_parameters
-from dp_ray.replica.step import StepOutput
+from dp_ray.replica.step import OnShard
 from dp_ray.replica.user_code import at, raising
 from dp_ray.replica.world import World
 from dp_ray.system.waiting import waiting
-
-OnShard = Callable[[Shard, Any, StepOutput], None]
 
 
 class BatchGradient:

@@ -3,8 +3,7 @@
 from typing import Any
 
 from dp_ray.plan.split import Shard
-from dp_ray.replica.batch_gradient import OnShard
-from dp_ray.replica.step import StepOutput
+from dp_ray.replica.step import OnShard, StepOutput
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe, Seen, encode_sizes
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
-from dp_ray.replica.batch_gradient import OnShard
 from dp_ray.replica.data import Indices
+from dp_ray.replica.step import OnShard
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.replica.user_code import raising
 from dp_ray.replica.world import World
