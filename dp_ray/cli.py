@@ -28,6 +28,16 @@ INJECT = click.option(
     default="",
     help="Faults to inject: 'kill worker 1 at step 20; kill node 2 at step 40'.",
 )
+STORAGE = click.option("--storage", help="Folder or URL of the run directories.")
+ADDRESS = click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
+SHAPES = click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+RESULT_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+QUIET = click.option("--quiet", is_flag=True, help="No progress.")
+VERBOSE = click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
+OVERWRITE = click.option(
+    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
+)
 
 
 def main() -> None:
@@ -69,17 +79,15 @@ def cli() -> None:
 @WORKERS
 @SETTINGS
 @click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
-@click.option("--storage", help="Folder or URL of the run directories.")
-@click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
-@click.option(
-    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
-)
-@click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+@STORAGE
+@ADDRESS
+@OVERWRITE
+@SHAPES
 @INJECT
 @click.option("--keep-going", is_flag=True, help="Of several jobs: run the rest after one has failed.")
-@click.option("--json", "as_json", is_flag=True, help="Print each result as JSON, the last one on the last line.")
-@click.option("--quiet", is_flag=True, help="No progress.")
-@click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
+@RESULT_JSON
+@QUIET
+@VERBOSE
 @click.option("--env-from", hidden=True, help="Where `submit` left the settings of env.")
 def run(
     job_files: tuple[str, ...],
@@ -143,7 +151,7 @@ def _run_each(
 @JOB
 @WORKERS
 @SETTINGS
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@JSON
 def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
     job = _load(job_file, workers, settings)
@@ -158,12 +166,12 @@ def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json:
 @JOB
 @click.option("--workers", metavar="N,N,...", required=True, help="The numbers of workers to compare: 1,2,3,8.")
 @SETTINGS
-@click.option("--storage", help="Folder or URL of the run directories.")
-@click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
+@STORAGE
+@ADDRESS
 @click.option("--tolerance", type=float, help="Relative difference to allow where the job is not bitwise.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--quiet", is_flag=True, help="No progress.")
-@click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
+@JSON
+@QUIET
+@VERBOSE
 def verify(
     job_file: str,
     workers: str,
@@ -195,12 +203,10 @@ def verify(
 @click.option("--name", help="The run's name.")
 @click.option("--storage", help="Folder or URL of the run directories, as the cluster sees it.")
 @click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
-@click.option(
-    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
-)
-@click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+@OVERWRITE
+@SHAPES
 @INJECT
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+@RESULT_JSON
 def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it."""
     _load(job_file, workers, settings, name=options["name"], storage=options["storage"])
@@ -239,11 +245,11 @@ def _of_a_training(command: Any) -> Any:
         WORKERS,
         SETTINGS,
         click.option("--name", help="The run's name. Default: the training's name, then the task."),
-        click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own."),
+        ADDRESS,
         click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
-        click.option("--shapes", is_flag=True, help="Print what every shard's model saw."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line."),
-        click.option("--quiet", is_flag=True, help="No progress."),
+        SHAPES,
+        RESULT_JSON,
+        QUIET,
         click.option("--verbose", is_flag=True, help="With Ray's own log lines."),
     ]
     for option in reversed(options):
@@ -292,8 +298,8 @@ def _follow_up(
 
 @cli.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-@click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+@SHAPES
+@RESULT_JSON
 def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
     """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
     from dp_ray.results.report import compared, compared_values, lines

@@ -1,16 +1,15 @@
 """Builds the job that evaluates a training or predicts with it, in a run directory beside the training's."""
 
 import itertools
-import json
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from dp_ray.errors import JobError, StorageError
+from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_file import job_of
 from dp_ray.key_hints import renamed
 from dp_ray.rundir.claim import located
-from dp_ray.rundir.files import RESULT, RUN
+from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
 
@@ -56,7 +55,7 @@ def _job_kept(run: Storage) -> dict[str, Any]:
     """The job in a training's run.json."""
     if not run.exists(RUN):
         raise JobError(f"{run} holds no {RUN}: name the run directory of a training")
-    kept = renamed(_read(run, RUN)["job"])
+    kept = renamed(read_json(run, RUN)["job"])
     if kept["task"] != "train":
         raise JobError(f"{run} is a run of task {kept['task']}, not of a training")
     return kept
@@ -114,8 +113,8 @@ def _free_name(job: Job, default: str) -> str:
 def _is_free(run: Storage, job: Job) -> bool:
     if not run.exists(RUN):
         return run.is_empty()
-    is_done = run.exists(RESULT) and _read(run, RESULT).get("status") == "done"
-    return not is_done and job.has_fingerprint(_read(run, RUN).get("fingerprint"))
+    is_done = run.exists(RESULT) and read_json(run, RESULT).get("status") == "done"
+    return not is_done and job.has_fingerprint(read_json(run, RUN).get("fingerprint"))
 
 
 def _lines(job: Job, run: Storage, which: Weights, kept: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
@@ -130,10 +129,3 @@ def _lines(job: Job, run: Storage, which: Weights, kept: dict[str, Any], overrid
         again = ", ".join(f"--set env.{key}=..." for key in lost)
         lines.append(f"{job.run_name}: its env is not kept: set it again where it is needed ({again})")
     return lines
-
-
-def _read(run: Storage, name: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(run.read_text(name)))
-    except (ValueError, TypeError) as error:
-        raise StorageError(f"{run}/{name}: is damaged: {error}") from None

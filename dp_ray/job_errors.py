@@ -12,6 +12,7 @@ from dp_ray.job_parts import Best, Checkpoint, Elastic, Eval, Loader, Optimizer,
 from dp_ray.job_target import Target
 from dp_ray.key_hints import answer_to
 from dp_ray.secrets import hide
+from dp_ray.text import did_you_mean
 
 
 def explain(error: ValidationError) -> list[str]:
@@ -46,8 +47,7 @@ def _message(path: str, detail: Any) -> str:
     if kind == "value_error":
         return str(detail["ctx"]["error"])
     if kind == "literal_error" and isinstance(got, str) and path not in _ALLOWED:
-        close = difflib.get_close_matches(got, re.findall(r"'([^']+)'", detail["ctx"]["expected"]), n=1)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
+        meant = did_you_mean(got, re.findall(r"'([^']+)'", detail["ctx"]["expected"]))
         return f"{detail['msg'].replace('Input should be', 'must be')}, got {got!r:.80}{meant}"
     allowed = _ALLOWED.get(path)
     says = f"must be {allowed}" if allowed else detail["msg"].replace("Input should be", "must be")

@@ -38,9 +38,9 @@ def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
         return Interruption(
             IncidentKind.DRIVER, f"ended after step {step} by {str(result.error).splitlines()[0]}", step
         )
-    step = kept if monitor.is_stopping else step  # a planned stop keeps the step after which it stops
+    step = kept if monitor.planned_stop.is_asked else step  # a planned stop keeps the step after which it stops
     return Interruption(
-        IncidentKind.DRIVER, f"stopped by {monitor.stopped_by or 'an interrupt'} after step {step}", step
+        IncidentKind.DRIVER, f"stopped by {monitor.planned_stop.by or 'an interrupt'} after step {step}", step
     )
 
 

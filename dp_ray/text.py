@@ -1,5 +1,6 @@
 """Format lists and counts for messages."""
 
+import difflib
 from collections.abc import Iterable
 
 SHOWN = 8
@@ -15,3 +16,9 @@ def listed(things: Iterable[object]) -> str:
 def counted(number: int, noun: str) -> str:
     """`1 worker`, `2 workers`."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'train'?` if one of the known words is close, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -62,13 +62,13 @@ class Workers:
         monitor.node_control = RayNodeControl(self._channel)
         self._number += 1
         terms = Terms(self._number, job.max_workers, job.retries, job.task != "evaluate", is_last)
-        self._trainer.when_ended(monitor.ended.set)
+        self._trainer.when_ended(monitor.end.come)
         ray.get(self._channel.begin.remote(terms, self._packed(job, claimed, rows, faults)))
         try:
             with listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
-                monitor.ended.wait()
+                monitor.end.wait()
         except BaseException as error:
-            self.is_interrupted_twice = isinstance(error, KeyboardInterrupt) and monitor.is_stopping
+            self.is_interrupted_twice = isinstance(error, KeyboardInterrupt) and monitor.planned_stop.is_asked
             self._abort()
             raise
         if not self._trainer.has_ended:
@@ -88,12 +88,12 @@ class Workers:
         return [ray.put(ray.cloudpickle.dumps(assigned)), job.env]
 
     def _check_end(self, monitor: Monitor) -> None:
-        if monitor.finished:
-            self.remains = tuple(sorted({one for worker in monitor.finished for one in worker.remains}))
-            if any(worker.is_stopped for worker in monitor.finished):
+        if monitor.end.finished:
+            self.remains = tuple(sorted({one for worker in monitor.end.finished for one in worker.remains}))
+            if any(worker.is_stopped for worker in monitor.end.finished):
                 raise StopRequested("stopped as it was asked")
             return
-        if monitor.is_stopping and (monitor.failed is None or monitor.failed.is_lost_peer):
+        if monitor.planned_stop.is_asked and (monitor.failed is None or monitor.failed.is_lost_peer):
             raise StopRequested("stopped as it was asked")
         raise self._cause(monitor) from None
 
@@ -103,7 +103,7 @@ class Workers:
         cause = getattr(failure, "controller_failure", None)
         if isinstance(cause, Error):
             return cause
-        if monitor.gave_up is not None and (died := monitor.gave_up.died):
+        if monitor.end.gave_up is not None and (died := monitor.end.gave_up.died):
             says = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(died.items()))
             return WorkerError(f"workers were lost, more often than retries allows: {says}")
         if monitor.failed:

@@ -62,12 +62,8 @@ class Attempts:
         newest = {one.world.rank: one for one in self.begun[-1].workers} if self.begun else {}
         return [newest[rank] for rank in ranks if rank in newest]
 
-    def finish(self, message: Finished) -> None:
-        """Note that a worker has left the job."""
+    def finish(self, message: Finished) -> tuple[Finished, ...]:
+        """Note that a worker has left the job; return how the newest attempt's workers have, once all have."""
         self._finished.setdefault(message.attempt, {})[message.rank] = message
-
-    @property
-    def finished(self) -> tuple[Finished, ...]:
-        """How the newest attempt's workers have left the job, if all have."""
         here = self._finished.get(self._current or "", {})
         return tuple(here.values()) if self.begun and len(here) == len(self.begun[-1].workers) else ()

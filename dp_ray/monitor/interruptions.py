@@ -1,9 +1,11 @@
 """The incidents of a run: printed on the console, and kept in its log."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dp_ray.monitor.console import Console
+from dp_ray.monitor.hangs import NodeControl
+from dp_ray.monitor.messages import Interrupted, WorkerReady
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 
 
@@ -40,3 +42,18 @@ class Interruptions:
         self.log = self.log.resumed(step, seconds)
         self._console.say(self.log.interruptions[-1].resumption)
         self._save(self.log)
+
+
+def interruption_of(
+    message: Interrupted, lost: Sequence[WorkerReady], hung: str, step: int, control: NodeControl
+) -> Interruption:
+    """The interruption after `step` that lost these workers; `hung` says how they hung, "" if they did not.
+
+    If the node of a lost worker does not answer, the node was lost.
+    """
+    kind, what = message.kind, message.what
+    if kind is IncidentKind.WORKER and any(control.is_gone(one.node_id) for one in lost):
+        kind = IncidentKind.NODE
+    if hung:
+        kind, what = IncidentKind.HANG, hung
+    return Interruption(kind, what, step, message.ranks, tuple(sorted({one.world.node for one in lost})))

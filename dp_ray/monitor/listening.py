@@ -52,7 +52,7 @@ class Listener(threading.Thread):
             self._listen()
         except BaseException as error:
             self.failure = error
-            self._monitor.is_deaf = True
+            self._monitor.planned_stop.is_closed = True
             self._interrupt()
 
     def finish(self) -> None:
@@ -68,7 +68,7 @@ class Listener(threading.Thread):
     def _listen(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._ended.is_set() or self._monitor.ended.is_set()
+            is_last = self._ended.is_set() or self._monitor.end.has_come
             for message in self._receive(not is_last):
                 self._monitor.take(message)
             self._monitor.tick()

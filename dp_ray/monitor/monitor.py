@@ -2,16 +2,14 @@
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from dp_ray.job import Job
 from dp_ray.monitor.attempts import Attempt, Attempts
 from dp_ray.monitor.console import Console, Progressed
 from dp_ray.monitor.hangs import Hangs, NodeControl
-from dp_ray.monitor.interruptions import Interruptions
-from dp_ray.monitor.losses import Losses
+from dp_ray.monitor.interruptions import Interruptions, interruption_of
+from dp_ray.monitor.job_end import JobEnd
 from dp_ray.monitor.messages import (
     Beat,
     Failed,
@@ -28,17 +26,17 @@ from dp_ray.monitor.messages import (
     Waits,
     WorkerReady,
 )
+from dp_ray.monitor.planned_stop import PlannedStop
 from dp_ray.monitor.shapes import ShapeReports
+from dp_ray.monitor.task_messages import TaskMessages
 from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
-from dp_ray.results.history import Logged
 from dp_ray.results.shape_journal import Journal
-from dp_ray.results.shape_recorder import Keep, ShardSpan
+from dp_ray.results.shape_recorder import ShardSpan
 from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
-from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
-from dp_ray.task.notices import Measured, Note
+from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.text import counted
 
 
@@ -59,21 +57,15 @@ class Monitor:
     ) -> None:
         self.node_control = NodeControl()
         self.failed: Failed | None = None
-        self.is_stopping = False
-        self.stopped_by = ""  # the name of the last signal
-        self.ended = threading.Event()  # set when all workers have left the job, or the job is given up
-        self.gave_up: GaveUp | None = None
-        self.is_deaf = False  # messages are no longer read, so workers cannot be asked to stop
-        self.metrics: dict[str, float] = {}
+        self.end = JobEnd()
         self.progress = Progressed(job.run_name, split.total_steps, split.total_rows)
-        self._task = job.task
+        self.planned_stop = PlannedStop(job.task != "evaluate", console)  # an evaluation keeps nothing
         self._attempts = Attempts()
         self._interruptions = Interruptions(incidents or IncidentLog(), console, save_incidents)
         self._console = console
-        self._tensorboard = tensorboard
-        self._losses = Losses(console)
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
         self._reports = ShapeReports(file, journal, console, shapes, job.batch_dim, self._on_steps)
+        self._task_messages = TaskMessages(self._reports, tensorboard, self.progress, console)
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -81,14 +73,14 @@ class Monitor:
         return self._attempts.begun
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that an evaluation measured."""
+        return self._task_messages.metrics
+
+    @property
     def incidents(self) -> IncidentLog:
         """The log of the run's incidents so far."""
         return self._interruptions.log
-
-    @property
-    def finished(self) -> tuple[Finished, ...]:
-        """How the newest attempt's workers have left the job, if all have."""
-        return self._attempts.finished
 
     def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
         """Take in the shape reports that a resumed run has of its finished steps."""
@@ -102,7 +94,7 @@ class Monitor:
             case Shapes():
                 self._shapes(message)
             case TaskMessage(what=what):
-                self._task_message(what)
+                self._task_messages.take(what)
             case Printed(world=world, lines=lines):
                 for line in lines:
                     self._console.printed(world, line)
@@ -120,14 +112,11 @@ class Monitor:
             case FaultInjected():
                 self._fault_injected(message)
             case Finished():
-                self._attempts.finish(message)
-                if self.finished:
-                    self.ended.set()
+                self.end.finish(self._attempts.finish(message))
             case GaveUp():
-                self.gave_up = message
-                self.ended.set()
+                self.end.give_up(message)
             case Failed():
-                if self.failed is None or self.failed.is_lost_peer:
+                if self.failed is None or self.failed.is_lost_peer:  # which only follows from another worker's end
                     self.failed = message
 
     def begin(self, what: str) -> None:
@@ -150,39 +139,16 @@ class Monitor:
         """Ask the run to stop after its current step and keep it; return whether it will.
 
         It cannot before the first step, during an interruption, in an evaluation, which keeps nothing, or if it was
-        asked before. A signal handler calls this, so all that may block runs in a thread.
+        asked before. A signal handler calls this.
         """
-        self.stopped_by = signal_name
         runs_a_step = self._attempts.runs_a_step and not self.incidents.is_interrupted
-        if self.is_deaf or self.is_stopping or not runs_a_step or self._task == "evaluate":
-            return False
-        self.is_stopping = True
-        threading.Thread(target=self._stop, name="planned stop", daemon=True).start()
-        return True
-
-    def _stop(self) -> None:
-        self.node_control.stop()
-        self._console.say("stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once")
+        return self.planned_stop.ask(self.node_control, runs_a_step, signal_name)
 
     def close(self) -> None:
         """Finish the shape reports and TensorBoard's files; workers can no longer be asked to stop."""
-        self.is_deaf = True
+        self.planned_stop.is_closed = True
         self._reports.close()
-        self._tensorboard.close()
-
-    def _task_message(self, what: Any) -> None:
-        match what:
-            case Note(text=text):
-                self._console.say(text)
-            case Keep():
-                self._reports.keep()
-            case Measured(metrics=metrics):
-                self.metrics = metrics
-            case Logged(rows=rows):
-                self.progress.last = rows[-1]
-                self._tensorboard.add(rows)
-                for row in rows:
-                    self._losses.say(row)
+        self._task_messages.close()
 
     def _worker_ready(self, worker: WorkerReady) -> None:
         """Begin an attempt once all of its workers are ready."""
@@ -218,15 +184,9 @@ class Monitor:
             self._interruptions.resume(message.step)
 
     def _interrupted(self, message: Interrupted) -> None:
-        lost = self._attempts.workers(message.ranks)
-        kind, what = message.kind, message.what
-        if kind is IncidentKind.WORKER and any(self.node_control.is_gone(one.node_id) for one in lost):
-            kind = IncidentKind.NODE
-        if hung := self._hangs.end(message.ranks):
-            kind, what = IncidentKind.HANG, hung
+        lost, hung = self._attempts.workers(message.ranks), self._hangs.end(message.ranks)
         self.failed = None
-        nodes = tuple(sorted({one.world.node for one in lost}))
-        self._interruptions.interrupt(Interruption(kind, what, self.progress.step, message.ranks, nodes))
+        self._interruptions.interrupt(interruption_of(message, lost, hung, self.progress.step, self.node_control))
 
     def _fault_injected(self, message: FaultInjected) -> None:
         self._console.say(f"fault injection: {message.what}, by {message.world}")

@@ -108,10 +108,15 @@ def plan_blocks(job: Job) -> tuple[PlacedBlock, ...]:
         model = _built_on("meta", job, len(names))
     except JobError:  # a constructor that reads its weights from a file, or computes with them, needs real memory
         model = _built_on("cpu", job, len(names))
+    found = blocks_of(job, as_module(model), len(names))
+    return tuple(PlacedBlock(block.name, block.bytes, names[block.device]) for block in found)
+
+
+def as_module(model: object) -> nn.Module:
+    """What the key `model` gave; raises JobError unless it is a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
-    found = blocks_of(job, model, len(names))
-    return tuple(PlacedBlock(block.name, block.bytes, names[block.device]) for block in found)
+    return model
 
 
 def _parts_of(model: nn.Module) -> list[str]:

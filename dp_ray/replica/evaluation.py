@@ -18,7 +18,7 @@ from dp_ray.replica.data import Indices
 from dp_ray.replica.model import autocast, evaluating
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.stateful import keeps_state
-from dp_ray.replica.step import Metrics, Step, StepOutput, as_row, run_step
+from dp_ray.replica.step import Metrics, OnShard, Step, StepOutput, as_row, run_step
 from dp_ray.replica.targets import bound, build, resolve
 from dp_ray.replica.user_code import at, got, raising
 from dp_ray.replica.world import gathered
@@ -89,7 +89,7 @@ class Evaluation:
         model: nn.Module,
         work: Work,
         batches: Iterator[tuple[Indices, Any]],
-        on_shard: Callable[[Shard, Any, StepOutput], None] = lambda *_: None,
+        on_shard: OnShard = lambda *_: None,
         on_step: Callable[[int], None] = lambda _: None,
     ) -> dict[str, float]:
         """The mean of the loss and of each metric over all samples, on every rank; every rank calls this.
@@ -104,7 +104,7 @@ class Evaluation:
         model: nn.Module,
         work: Work,
         batches: Iterator[tuple[Indices, Any]],
-        on_shard: Callable[[Shard, Any, StepOutput], None],
+        on_shard: OnShard,
         on_step: Callable[[int], None],
         buffers: UnchangedBuffers,
     ) -> dict[str, float]:

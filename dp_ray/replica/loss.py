@@ -140,18 +140,23 @@ def build_loss(given: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     return compare
 
 
+def _made(found: Any, target: Target) -> Any:
+    """The loss: an object of the class `found`, or the function `found` with the target's args."""
+    return bind("loss", target)() if inspect.isclass(found) else bound("loss", target)
+
+
 def _named_loss(target: Target, batch_dim: int) -> Any:
     found = resolve("loss", target)
     if found in _AS_MODULES:
         return _named_loss(Target(target=f"torch.nn:{_AS_MODULES[found]}", args=target.args), batch_dim)
     is_torchs = getattr(found, "__module__", "").startswith("torch.nn.")
     if not is_torchs or "reduction" not in inspect.signature(found).parameters:
-        return bind("loss", target)() if inspect.isclass(found) else bound("loss", target)
+        return _made(found, target)
     reduction = target.args.get("reduction", "none")
     if reduction not in ("none", "mean") and (found, reduction) != (nn.KLDivLoss, "batchmean"):
         raise JobError(f"loss.args.reduction: {_means(reduction)}")
     target = _unreduced(target)
-    made = bind("loss", target)() if inspect.isclass(found) else bound("loss", target)
+    made = _made(found, target)
     return functools.partial(_per_row, made, batch_dim) if reduction == "batchmean" else made
 
 

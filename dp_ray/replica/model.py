@@ -16,7 +16,7 @@ from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.replica.buffers import UnchangedBuffers
-from dp_ray.replica.devices import building_on, spread, with_devices
+from dp_ray.replica.devices import as_module, building_on, spread, with_devices
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.targets import build, check_gives, resolve
 from dp_ray.replica.world import broadcast, gathered
@@ -35,9 +35,8 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
         resolve("model", job.model)  # before seeding: a module may draw random numbers, but on its first import only
     seed_all(job.seed, devices[0])
     with building_on(devices):
-        model = build("model", with_devices(job.model, devices))
-    if not isinstance(model, nn.Module):
-        raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
+        built = build("model", with_devices(job.model, devices))
+    model = as_module(built)
     if len(devices) > 1 and job.device_map is None and not isinstance(job.model, Target):
         raise JobError(
             f"model: an object that is made already cannot place its parts on {len(devices)} devices; "
@@ -173,11 +172,16 @@ def _state_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
+def check_has_shape(name: str, tensor: torch.Tensor) -> None:
+    """Raise ModelError if a lazy module has not given its tensor a shape yet."""
+    if is_lazy(tensor):
+        raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
+
+
 def _check_alike(model: nn.Module) -> None:
     """Raise ModelError, on every rank, unless all have the same tensors in the same order, in which they are sent."""
     for name, tensor in _state_of(model):
-        if is_lazy(tensor):
-            raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
+        check_has_shape(name, tensor)
     mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in _state_of(model)]
     digests = gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest())
     if len(set(digests)) == 1:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.job_parts import Optimizer, Scheduler
+from dp_ray.replica.model import check_has_shape
 from dp_ray.replica.targets import bind, check_gives
 from dp_ray.replica.user_code import raising
 from dp_ray.tensors.layout import is_dense, laid_out, overlaps
@@ -32,8 +32,7 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
     if not named:
         raise JobError("model: has no parameter that requires a gradient, there is nothing to train")
     for name, parameter in named.items():
-        if is_lazy(parameter):
-            raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
+        check_has_shape(name, parameter)
         if overlaps(parameter):
             raise ModelError(f"{name} is an expanded tensor, whose elements no optimizer can update: clone() it")
     check_unbuilt(given)

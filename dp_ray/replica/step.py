@@ -9,6 +9,7 @@ from torch import nn
 
 from dp_ray.errors import ModelError
 from dp_ray.job import Job
+from dp_ray.plan.split import Shard
 from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.loss import Compare, Weighted, build_loss, has_fixed_size, may_have_fixed_size, weighted_sum
@@ -33,6 +34,8 @@ class StepOutput(NamedTuple):
     target: Any = None
     compare: Compare | None = None
 
+
+OnShard: TypeAlias = Callable[[Shard, Any, StepOutput], None]  # gets each shard with its batch and output
 
 NAMED = ("loss", "outputs", "target")
 

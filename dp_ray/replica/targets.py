@@ -1,6 +1,5 @@
 """Import what a target names, and call it; an error names the job's key."""
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -14,6 +13,7 @@ from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.plan.seeds import derive_seed
+from dp_ray.text import did_you_mean
 
 
 def build(key: str, target: Any) -> Any:
@@ -109,9 +109,7 @@ def resolve(key: str, target: Target) -> Any:
     found: Any = _import(key, module_name)
     for name in attribute.split("."):
         if not hasattr(found, name):
-            close = difflib.get_close_matches(name, dir(found), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise JobError(f"{key}: {module_name} has no attribute {name!r}{hint}")
+            raise JobError(f"{key}: {module_name} has no attribute {name!r}{did_you_mean(name, dir(found))}")
         found = getattr(found, name)
     return found
 

@@ -116,7 +116,6 @@ class Layout:
 
 
 Rows = list[torch.Tensor]  # one tensor per leaf of the outputs, rows in dimension 0
-Ragged = list[Rows]
 
 
 def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:

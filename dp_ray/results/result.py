@@ -18,7 +18,7 @@ from dp_ray.results.shape_reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
 from dp_ray.results.shown import as_html, key_lines, shown
 from dp_ray.results.table import Table
-from dp_ray.rundir.files import RESULT, RUN, SHAPES
+from dp_ray.rundir.files import RESULT, RUN, SHAPES, write_json
 from dp_ray.rundir.history_file import read_history
 from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
@@ -139,7 +139,7 @@ class Result:
 
     def save(self, run: Storage) -> None:
         """Write `result.json` to a run directory."""
-        run.write_text(RESULT, json.dumps(self.to_json(), indent=2) + "\n")
+        write_json(run, RESULT, self.to_json())
 
     def storage(self) -> Storage:
         """The run directory."""

@@ -12,7 +12,7 @@ from dp_ray.job_parts import Elastic
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.differences import differences
-from dp_ray.rundir.files import RESULT, RUN
+from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.history_file import METRICS, unmerge_history
 from dp_ray.rundir.incidents import read_incidents
 from dp_ray.rundir.location import located_at
@@ -173,7 +173,7 @@ def _changed_lengths(claimed: dict[str, Any], job: Job) -> str:
 
 def is_finished(storage: Storage) -> bool:
     """Whether a run directory holds a finished run."""
-    return storage.exists(RESULT) and _read(storage, RESULT).get("status") == "done"
+    return storage.exists(RESULT) and read_json(storage, RESULT).get("status") == "done"
 
 
 def _reopen(storage: Storage) -> None:
@@ -214,14 +214,7 @@ def _check_is_run(storage: Storage) -> None:
 
 def read_claim(storage: Storage) -> dict[str, Any]:
     """What the newest driver wrote when it claimed the run directory; empty if there is no run."""
-    return _read(storage, RUN) if storage.exists(RUN) else {}
-
-
-def _read(storage: Storage, name: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(storage.read_text(name)))
-    except (ValueError, TypeError) as error:
-        raise StorageError(f"{storage}/{name}: is damaged: {error}") from None
+    return read_json(storage, RUN) if storage.exists(RUN) else {}
 
 
 def _without_secrets(job: Job) -> dict[str, Any]:

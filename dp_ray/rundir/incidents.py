@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from dp_ray.errors import StorageError
+from dp_ray.rundir.files import write_json
 from dp_ray.storage import Storage
 
 INCIDENTS = "story.json"
@@ -111,7 +112,7 @@ class IncidentLog:
 
     def save(self, run: Storage) -> None:
         """Write the log to the run directory."""
-        run.write_text(INCIDENTS, json.dumps(self.to_json(), indent=2) + "\n")
+        write_json(run, INCIDENTS, self.to_json())
 
 
 def read_incidents(run: Storage, name: str = INCIDENTS) -> IncidentLog:

@@ -20,6 +20,7 @@ from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.replica.world import broadcast, is_rank_0
 from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, load_checkpoint, name_of, parse, steps_of
 from dp_ray.rundir.contents import replacing
+from dp_ray.rundir.files import write_json
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import parse_tensors, read_text, write_tensors
 
@@ -167,7 +168,7 @@ def _pin(run: Storage, location: str) -> Start:
     source, links = storage.child(folder) if folder else storage, run.child(LINKS)
     links.create()
     start = Start(folder, name, (links if links.link(name, source) else source).sha256(name))
-    run.write_text(PIN, json.dumps(asdict(start), indent=2) + "\n")
+    write_json(run, PIN, asdict(start))
     return start
 
 

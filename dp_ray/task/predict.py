@@ -9,20 +9,20 @@ from dp_ray.job import Job
 from dp_ray.job_plan import split_of
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Work
-from dp_ray.replica.data import Indices, load_shards, seeded_dataset
+from dp_ray.replica.data import Indices, load_shards
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.inputs import PredictInputs
 from dp_ray.replica.model import compiled
 from dp_ray.replica.predict import predict
-from dp_ray.replica.world import World, check_rows
+from dp_ray.replica.world import World
 from dp_ray.results.outputs import PartWriter
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import PARTS, begin_attempt
 from dp_ray.storage import Storage
-from dp_ray.task.evaluate import started
 from dp_ray.task.notices import Note, Send
+from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.step_control import StepControl
 
 
@@ -30,15 +30,12 @@ def predict_outputs(
     job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
 ) -> None:
     """Run this worker's shards of every step and write their outputs; committed shards are skipped."""
-    dataset = seeded_dataset(job)
-    check_rows("dataset", len(dataset), rows_on_driver)
-    bare = started(job, world, run, send)
+    dataset = load_dataset(job, rows_on_driver)
+    bare = model_with_weights(job, world, run, send)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
-    parts = run.child(PARTS)
     attempt, committed = begin_attempt(run)
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank, Done(ledger.done_ranges(committed)))
-    is_stopped = False
 
     def note(text: str) -> None:
         if world.rank == 0:  # rank 0 has a shard of every batch, so other ranks would only repeat it
@@ -47,33 +44,46 @@ def predict_outputs(
     with (
         Recorder(world, send) as recorder,
         Probe(model, job.batch_dim) as probe,
-        PartWriter(parts, work.shards, job.batch_dim, recorder.keep, attempt, note) as writer,
+        PartWriter(run.child(PARTS), work.shards, job.batch_dim, recorder.keep, attempt, note) as writer,
     ):
-
-        def goes_on(step: int) -> bool:
-            nonlocal is_stopped
-            control.before(step)
-            if control.wants_stop:
-                is_stopped = True
-            elif control.take_save():
-                writer.commit()
-            return not is_stopped
-
-        def on_shard(shard: Shard, indices: Indices, outputs: Any) -> None:
-            recorder.on_shard(shard, *probe.take())
-            with naming(shard):
-                writer.on_shard(shard, indices, outputs)
-
-        def on_step(step: int) -> None:
-            recorder.on_step(step)
-            writer.on_step(step)
-
+        keeper = OutputKeeper(recorder, probe, writer, control)
         batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note))
-        predict(model, job, world.device, work, batches, on_shard, on_step, goes_on)
+        predict(model, job, world.device, work, batches, keeper.on_shard, keeper.on_step, keeper.goes_on)
         control.through()
-    if is_stopped:
+    if keeper.stops:
         control.leave()
     control.end()
+
+
+class OutputKeeper:
+    """Writes and reports each shard of a prediction, and ends it before the next step if the worker is to stop."""
+
+    def __init__(self, recorder: Recorder, probe: Probe, writer: PartWriter, control: StepControl) -> None:
+        self.stops = False
+        self._recorder = recorder
+        self._probe = probe
+        self._writer = writer
+        self._control = control
+
+    def goes_on(self, step: int) -> bool:
+        """Whether to run `step`; commits the outputs so far if that is asked for."""
+        self._control.before(step)
+        if self._control.wants_stop:
+            self.stops = True
+        elif self._control.take_save():
+            self._writer.commit()
+        return not self.stops
+
+    def on_shard(self, shard: Shard, indices: Indices, outputs: Any) -> None:
+        """Report a shard's shapes, and write its outputs."""
+        self._recorder.on_shard(shard, *self._probe.take())
+        with naming(shard):
+            self._writer.on_shard(shard, indices, outputs)
+
+    def on_step(self, step: int) -> None:
+        """Note that this worker has finished its shards of `step`."""
+        self._recorder.on_step(step)
+        self._writer.on_step(step)
 
 
 @contextmanager

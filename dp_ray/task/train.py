@@ -1,9 +1,7 @@
 """The task `train`: one worker's part, from its dataset to the final weights, without Ray; `send` takes reports."""
 
-import contextlib
 from collections.abc import Mapping
-from contextlib import closing
-from typing import Any
+from contextlib import closing, nullcontext
 
 import torch
 from torch import nn
@@ -11,18 +9,16 @@ from torch import nn
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
 from dp_ray.job_plan import split_of
-from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards, seeded_dataset
+from dp_ray.replica.data import load_shards
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
-from dp_ray.replica.step import StepOutput, build_step
-from dp_ray.replica.trainer import Trainer, Update
-from dp_ray.replica.user_code import raising
-from dp_ray.replica.world import World, check_rows
+from dp_ray.replica.step import build_step
+from dp_ray.replica.trainer import Trainer
+from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Recorder
-from dp_ray.results.shapes import Probe, Seen, encode_sizes
+from dp_ray.results.shapes import Probe
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.ledger import begin_attempt, check_newest
 from dp_ray.rundir.weights import BEST, WEIGHTS, write_best
@@ -31,7 +27,10 @@ from dp_ray.task.checkpointer import Checkpointer
 from dp_ray.task.evaluator import Evaluator
 from dp_ray.task.notices import Note, Send
 from dp_ray.task.resume import restore
+from dp_ray.task.setup import load_dataset
+from dp_ray.task.shard_reports import reporting
 from dp_ray.task.step_control import StepControl
+from dp_ray.task.training_loop import TrainingLoop
 from dp_ray.tensors.file import write_tensors
 
 
@@ -42,8 +41,7 @@ def train(
 
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
-    dataset = seeded_dataset(job)
-    check_rows("dataset", len(dataset), rows_on_driver)
+    dataset = load_dataset(job, rows_on_driver)
     split = split_of(job, len(dataset))
     model = with_synced_batchnorm(build_model(job, world.devices), job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
@@ -58,29 +56,15 @@ def train(
         evaluation = Evaluation(job, step, measures, states, world.device)
         evaluator = Evaluator(job, called, evaluation, world, control, rows_on_driver)
         checkpointer = Checkpointer(job, trainer, split, train_state, run, attempt, send) if world.rank == 0 else None
+        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control)
         work = Work(split, world.world_size, world.rank, start=train_state.step)
         batches = load_shards(job, dataset, work, world.device)
         with (
-            contextlib.closing(checkpointer) if checkpointer else contextlib.nullcontext(),
+            closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,
         ):
-            if checkpointer:
-                checkpointer.before_commit = recorder.keep
-
-            def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
-                recorder.on_shard(shard, *seen(probe, shard, batch, step_output))
-
-            steps = Steps(trainer, split, train_state, evaluator, checkpointer, control)
-            for number, shards in work:
-                control.before(number)
-                update = trainer.step(split, number, shards, batches, on_shard, control.wants_stop)
-                recorder.on_step(number)
-                if steps.after(number, update, is_alone=world.world_size == 1):
-                    break
-            control.through()
-            if checkpointer:
-                checkpointer.finish()
+            loop.run(work, batches, world, recorder, reporting(recorder, probe))
     if train_state.step < split.total_steps:
         control.leave()
     control.end()
@@ -117,62 +101,6 @@ def with_synced_batchnorm(model: nn.Module, job: Job, world: World) -> nn.Module
         raise JobError("sync_batchnorm: torch's SyncBatchNorm runs on GPUs only")
     synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return synced
-
-
-def seen(probe: Probe, shard: Shard, batch: Any, step_output: StepOutput) -> tuple[Seen, float]:
-    """The sizes that the model saw, and its milliseconds.
-
-    If the user's step bypassed the model's forward: the sizes of the step's batch and loss, and 0.
-    """
-    if probe.has_seen:
-        return probe.take()
-    return Seen(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0
-
-
-class Steps:
-    """What follows each step of a training: count it, evaluate, run the scheduler, and keep the state."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        split: Split,
-        train_state: TrainState,
-        evaluator: Evaluator,
-        checkpointer: Checkpointer | None,
-        control: StepControl,
-    ) -> None:
-        self._trainer = trainer
-        self._split = split
-        self._train_state = train_state
-        self._evaluator = evaluator
-        self._checkpointer = checkpointer
-        self._control = control
-
-    def after(self, step: int, update: Update, is_alone: bool) -> bool:
-        """Process a finished `step`; return whether the training stops here, in which case its state is kept.
-
-        A worker that `is_alone` stops as soon as it is asked; several stop after the step on which they agree.
-        """
-        measured = self._measure(step, update)
-        is_asked = update.stops or (is_alone and self._control.wants_stop)
-        stops = is_asked and step + 1 < self._split.total_steps
-        if self._checkpointer:
-            must_save = stops or self._control.take_save()
-            self._checkpointer.after_step(step, update, measured, must_save)
-        return stops
-
-    def _measure(self, step: int, update: Update) -> dict[str, float]:
-        """The values measured after the step: an evaluation's metrics and, at an epoch's end, the epoch's loss."""
-        train_state = self._train_state
-        train_state.step = step + 1
-        train_state.add(update.totals[:2])
-        measured = self._evaluator.after_step(self._split, step)
-        train_state.measured.update(measured)
-        if (step + 1) % self._split.steps == 0:
-            measured = {**measured, "epoch_loss": train_state.end_epoch()}
-            with raising(f"step {step}: scheduler"):
-                self._trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
-        return measured
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,149 @@
+"""The gradient of a whole batch: forward and backward of this worker's shards, reduced over all workers."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_ray.job import Job
+from dp_ray.plan.split import Shard, Split, num_filled
+from dp_ray.replica.buffers import Buffers
+from dp_ray.replica.data import Indices
+from dp_ray.replica.optimizer_step import OptimizerStep
+from dp_ray.replica.reducer import ShardSums
+from dp_ray.replica.reduction import DdpReduction, Reduction, check_one_type
+from dp_ray.replica.rng import ForwardSeeds
+from dp_ray.replica.shard_loss import ShardLoss
+from dp_ray.replica.sparse import sparse_parameters
+from dp_ray.replica.step import OnShard
+from dp_ray.replica.user_code import at, raising
+from dp_ray.replica.world import World
+from dp_ray.system.waiting import waiting
+
+
+class BatchGradient:
+    """Computes the gradient of the summed loss of a batch, divided by the batch's rows, on every worker.
+
+    `optimizer_step` scales the loss, if the job has a loss scaler. The reduction is built in the first step.
+    """
+
+    def __init__(
+        self, job: Job, model: nn.Module, loss: ShardLoss, optimizer_step: OptimizerStep, world: World
+    ) -> None:
+        self._job = job
+        self._world = world
+        self._optimizer_step = optimizer_step
+        self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._sparse = sparse_parameters(model)
+        self._buffers = Buffers(model)
+        self._seeds = ForwardSeeds(job.seed, model, world.device)
+        self._loss = loss
+        self._reduction: Reduction | None = None
+
+    def close(self) -> None:
+        """Stop the reduction's threads."""
+        if self._reduction is not None:
+            self._reduction.close()
+
+    def compute(
+        self,
+        split: Split,
+        step: int,
+        shards: Sequence[Shard],
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: OnShard,
+        stats: torch.Tensor,
+    ) -> None:
+        """Set the gradients of step `step`, of which this worker runs `shards`; every rank calls this.
+
+        Sums `stats` over the workers, after each shard with rows has set its row: float64 [shards + 1, columns].
+        """
+        start, stop = split.batch(step)
+        rows = stop - start
+        pending = [next(batches)[1] for _ in shards[:1]]
+        if self._reduction is None:
+            self._reduction = self._build_reduction(shards[:1], pending)
+        self._reduction.begin([shard.shard for shard in shards], num_filled(rows, split.shards))
+        self._buffers.begin(len(shards))
+        for number, shard in enumerate(shards):
+            batch = pending.pop() if pending else next(batches)[1]
+            if number:
+                self._buffers.restore()
+            self._shard(shard, batch, rows, stats, number == len(shards) - 1, on_shard)
+        if not shards:
+            self._last_backward(self._reduction, self._reduction.replica(None, 0), stats, f"step {step}")
+        self._reduction.check(step)
+        self._buffers.finish()
+        self._reduction.finish()
+
+    def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any]) -> Reduction:
+        """The reduction for the job; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
+        parameters = list(self._parameters.values())
+        sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
+        if self._world.world_size == 1:
+            return Reduction(self._loss, sums, self._sparse)
+        check_one_type(parameters)
+        unused = self._job.find_unused_parameters
+        if unused == "auto":
+            unused = self._finds_unused(shards, batches)
+        return DdpReduction(self._loss, sums, self._world, self._parameters, self._sparse, bool(unused))
+
+    def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
+        """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
+        found = torch.zeros(1, device=self._world.device)
+        self._buffers.begin(2)
+        for shard, batch in zip(shards, batches, strict=True):
+            _backward(self._forward(self._loss, shard, batch), _place(shard))
+            sparse = {id(one) for one in self._sparse}
+            found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
+        self._buffers.restore()
+        self._optimizer_step.optimizer.zero_grad()
+        with waiting("the other workers' first shards"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+            return bool(found.item())
+
+    def _shard(
+        self, shard: Shard, batch: Any, rows: int, stats: torch.Tensor, is_last: bool, on_shard: OnShard
+    ) -> None:
+        """Forward and backward of a shard; the reduction begins in the last one's backward."""
+        reduction = self._reduction
+        assert reduction is not None
+        with reduction.shard(is_last):
+            loss = self._forward(reduction.replica, shard, batch)
+            assert self._loss.row is not None
+            stats[shard.shard] = self._loss.row
+            on_shard(shard, batch, self._loss.step_output)
+            if shard.shard == 0:
+                self._buffers.keep()
+            if is_last:
+                reduction.before_last()
+                self._last_backward(reduction, loss / rows, stats, _place(shard))
+            else:
+                _backward(self._optimizer_step.scaled(loss / rows), _place(shard))
+        reduction.after(shard.shard, is_last)
+
+    def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
+        self._seeds.begin(shard)
+        with at(_place(shard)):
+            loss: torch.Tensor = replica(batch, shard.rows)
+        return loss
+
+    def _last_backward(self, reduction: Reduction, loss: torch.Tensor, stats: torch.Tensor, where: str) -> None:
+        """The step's last backward; `stats` and buffers are sent at the same time."""
+        work = reduction.exchange(stats)
+        self._buffers.share()
+        with reduction.backward():
+            _backward(self._optimizer_step.scaled(loss), where)
+            if work is not None:
+                work.wait()
+
+
+def _place(shard: Shard) -> str:
+    return f"step {shard.step}, shard {shard.shard}"
+
+
+def _backward(loss: torch.Tensor, where: str) -> None:
+    with raising(f"{where}: backward"):
+        loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,39 @@
+"""What a task sets up first: its dataset, and the weights to run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dp_ray.job import Job
+from dp_ray.job_target import Target
+from dp_ray.replica.data import seeded_dataset
+from dp_ray.replica.model import build_model, synchronise
+from dp_ray.replica.rng import has_drawn
+from dp_ray.replica.world import World, check_rows
+from dp_ray.rundir.weights import describe_start, load_weights, read_start
+from dp_ray.storage import Storage
+from dp_ray.task.notices import Note, Send
+
+
+def load_dataset(job: Job, rows_on_driver: Mapping[str, int]) -> Any:
+    """The task's dataset; every rank calls this.
+
+    Raises DataError, on every rank, unless all ranks and the driver have a dataset of the same length.
+    """
+    dataset = seeded_dataset(job, job.dataset_key)
+    check_rows("dataset", len(dataset), rows_on_driver)
+    return dataset
+
+
+def model_with_weights(job: Job, world: World, run: Storage, send: Send) -> nn.Module:
+    """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights."""
+    model = build_model(job, world.devices)
+    if job.init_from is not None:
+        load_weights(model, read_start(run, job.init_from)[0], job.init_from)
+        if world.rank == 0:
+            send(Note(describe_start(run, job.init_from)))
+    elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
+        send(Note(f"untrained weights: init_from is not set (unless {job.model.label} loads trained ones itself)"))
+    synchronise(model)
+    return model

@@ -1,0 +1,79 @@
+"""The loop of a training: its steps, and what follows each."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Work
+from dp_ray.replica.data import Indices
+from dp_ray.replica.step import OnShard
+from dp_ray.replica.trainer import Trainer, Update
+from dp_ray.replica.user_code import raising
+from dp_ray.replica.world import World
+from dp_ray.results.shape_recorder import Recorder
+from dp_ray.rundir.checkpoint import TrainState
+from dp_ray.task.checkpointer import Checkpointer
+from dp_ray.task.evaluator import Evaluator
+from dp_ray.task.step_control import StepControl
+
+
+class TrainingLoop:
+    """Runs the steps of a training. After each it counts, evaluates, runs the scheduler, and keeps the state."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        split: Split,
+        train_state: TrainState,
+        evaluator: Evaluator,
+        checkpointer: Checkpointer | None,
+        control: StepControl,
+    ) -> None:
+        self._trainer = trainer
+        self._split = split
+        self._train_state = train_state
+        self._evaluator = evaluator
+        self._checkpointer = checkpointer
+        self._control = control
+
+    def run(
+        self, work: Work, batches: Iterator[tuple[Indices, Any]], world: World, recorder: Recorder, on_shard: OnShard
+    ) -> None:
+        """Run the steps of `work` to the last, or to the one after which the workers stop; keep the state."""
+        if self._checkpointer:
+            self._checkpointer.before_commit = recorder.keep
+        for step, shards in work:
+            self._control.before(step)
+            update = self._trainer.step(self._split, step, shards, batches, on_shard, self._control.wants_stop)
+            recorder.on_step(step)
+            if self._after(step, update, is_alone=world.world_size == 1):
+                break
+        self._control.through()
+        if self._checkpointer:
+            self._checkpointer.finish()
+
+    def _after(self, step: int, update: Update, is_alone: bool) -> bool:
+        """Process a finished `step`; return whether the training stops here, in which case its state is kept.
+
+        A worker that `is_alone` stops as soon as it is asked; several stop after the step on which they agree.
+        """
+        measured = self._measure(step, update)
+        is_asked = update.stops or (is_alone and self._control.wants_stop)
+        stops = is_asked and step + 1 < self._split.total_steps
+        if self._checkpointer:
+            must_save = stops or self._control.take_save()
+            self._checkpointer.after_step(step, update, measured, must_save)
+        return stops
+
+    def _measure(self, step: int, update: Update) -> dict[str, float]:
+        """The values measured after the step: an evaluation's metrics and, at an epoch's end, the epoch's loss."""
+        train_state = self._train_state
+        train_state.step = step + 1
+        train_state.add(update.totals[:2])
+        measured = self._evaluator.after_step(self._split, step)
+        train_state.measured.update(measured)
+        if (step + 1) % self._split.steps == 0:
+            measured = {**measured, "epoch_loss": train_state.end_epoch()}
+            with raising(f"step {step}: scheduler"):
+                self._trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
+        return measured
