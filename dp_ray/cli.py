@@ -1,6 +1,5 @@
 """The command line: run, plan, verify, submit, evaluate, predict, report, schema."""
 
-import contextlib
 import json
 import shlex
 import sys
@@ -75,7 +74,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("job_files", metavar="JOB.yaml...", nargs=-1, required=True, type=click.Path())
+@click.argument("job_files", metavar="JOB.yaml", nargs=-1, required=True, type=click.Path())
 @WORKERS
 @SETTINGS
 @click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
@@ -107,44 +106,26 @@ def run(
         settings = (*settings, *take_settings(env_from))
     jobs = [_load(job_file, workers, settings, name=name, storage=storage) for job_file in job_files]
     _say_import(jobs[0].run_name, flags["quiet"])
-    from dp_ray.driver import Options, execute
+    from dp_ray.driver import Options
+    from dp_ray.several import running
 
-    with _session_for(jobs, **flags) as session:
-        failures = _run_each(jobs, session.execute if session else execute, Options(**flags), as_json, keep_going)
-    if failures:
-        sys.exit(max(failures))
-
-
-def _session_for(jobs: list[Job], address: str | None, quiet: bool, verbose: bool, **_: Any) -> Any:
-    """A session on whose workers all jobs run; none for a single job, or if no job needs workers."""
-    with_workers = [job for job in jobs if job.max_workers > 0]
-    if len(jobs) == 1 or not with_workers:
-        return contextlib.nullcontext()
-    if len({job.run_name for job in jobs}) < len(jobs):
-        names = ", ".join(job.run_name for job in jobs)
-        raise JobError(f"--name: several jobs need names of their own, got {names}")
-    from dp_ray.sessions import Session, keys_for
-
-    return Session(keys_for(with_workers), address, None, quiet, verbose)
+    with running(jobs, Options(**flags)) as execute:
+        failures = [_run_one(execute, job, as_json, keep_going, flags["verbose"]) for job in jobs]
+    sys.exit(max(failures))
 
 
-def _run_each(
-    jobs: list[Job], execute: Callable[..., Any], options: Any, as_json: bool, keep_going: bool
-) -> list[int]:
-    """Run the jobs in order; return the exit statuses of those that failed. Without `keep_going` the first raises."""
-    failures = []
-    for job in jobs:
-        try:
-            result = execute(job, options)
-        except Error as error:
-            if not keep_going:
-                raise
-            _show(error, options.verbose)
-            failures.append(error.exit_status)
-        else:
-            if as_json:
-                click.echo(json.dumps(result.to_json()))
-    return failures
+def _run_one(execute: Callable[[Job], Any], job: Job, as_json: bool, keep_going: bool, verbose: bool) -> int:
+    """Run one of several jobs and return its exit status; a failure is raised without `keep_going`."""
+    try:
+        result = execute(job)
+    except Error as error:
+        if not keep_going:
+            raise
+        _show(error, verbose)
+        return error.exit_status
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+    return 0
 
 
 @cli.command()

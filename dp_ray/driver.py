@@ -61,27 +61,35 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
     caller says that they are the same. Without a `name`, a run from Python is named by its time.
     Raises an Error of dp_ray.errors, and RunInterrupted if SIGINT or SIGTERM stopped the run.
     """
-    return run_with(execute, job, keys)
+    options = options_of(keys)
+    with ShortErrors(options.verbose):
+        return execute(job_from(job, keys), options)
 
 
-def run_with(
-    execute: Callable[[Job, Options], Result], job: Job | str | os.PathLike[str] | None, keys: dict[str, Any]
-) -> Result:
-    """Run the job and options that the caller of `run` gives, by `execute`; errors show no inner frames of dp_ray."""
+def options_of(keys: dict[str, Any]) -> Options:
+    """Take the options out of the keywords of `run`, and leave the job's keys."""
     names = {field.name for field in dataclasses.fields(Options)}
     if not isinstance(keys.get("resume", False), bool):
         names.remove("resume")  # a path, as in other libraries: the job rejects that key with a hint
-    options = Options(**{name: keys.pop(name) for name in names & keys.keys()})
-    try:
-        return execute(job_from(job, keys), options)
-    except Error as error:
-        if not options.verbose:
+    return Options(**{name: keys.pop(name) for name in names & keys.keys()})
+
+
+class ShortErrors:
+    """Within the block, errors of dp_ray show no inner frames of dp_ray, unless `verbose`."""
+
+    def __init__(self, verbose: bool) -> None:
+        self._verbose = verbose
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._verbose or error is None:
+            return
+        if isinstance(error, Error):
             shorten(error)
-        raise error  # raised again here, so that Python shows no inner frames of dp_ray
-    except RunInterrupted as stopped:
-        if options.verbose:
-            raise
-        raise stopped.with_traceback(None) from None
+        elif isinstance(error, RunInterrupted):
+            error.__cause__, error.__suppress_context__, error.__traceback__ = None, True, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +188,7 @@ class Execution:
     @property
     def steps_done(self) -> int:
         """How many steps all workers have reported as done."""
-        return self._monitor.steps_done if self._monitor else 0
+        return self._monitor.progress.step if self._monitor else 0
 
     def run(self) -> Result:
         """Run the job to its end; its result is kept, also if the run is interrupted or fails."""

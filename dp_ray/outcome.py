@@ -33,7 +33,7 @@ def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor
 
 def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
     """How this driver ends, by an error or a stop; a killed driver cannot record its end."""
-    step = max(monitor.steps_done, kept)
+    step = max(monitor.progress.step, kept)
     if result.status == "failed":
         return Interruption(
             IncidentKind.DRIVER, f"ended after step {step} by {str(result.error).splitlines()[0]}", step

@@ -8,17 +8,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import ray
 from pydantic import ValidationError
 
-from dp_ray.cluster.connect import connected
+from dp_ray.cluster.connect import connected, is_connected
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.cluster.workers import check_can_be_shipped, start_workers, what_begins
-from dp_ray.driver import Options, Prepared, execute, run_with
+from dp_ray.driver import Options, Prepared, ShortErrors, execute, options_of
 from dp_ray.errors import ClusterError, JobError, RunInterrupted
 from dp_ray.job import Job
 from dp_ray.job_errors import explain
+from dp_ray.job_file import job_from
 from dp_ray.job_keys import WorkerKeys
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
@@ -67,7 +67,7 @@ class Session:
         self._timer: threading.Timer | None = None
         self._ended = ""  # why, once it has ended
         self._open = ExitStack()
-        self._is_own = not ray.is_initialized()
+        self._is_own = not is_connected()
         self._connect()
         self._wait_idle()
 
@@ -80,7 +80,9 @@ class Session:
         """
         if "address" in keys:
             raise JobError("address: belongs to the session; give it to dp_ray.session")
-        return run_with(self.execute, job, {"quiet": self._quiet, "verbose": self._verbose, **keys})
+        options = options_of(keys := {"quiet": self._quiet, "verbose": self._verbose, **keys})
+        with ShortErrors(options.verbose):
+            return self.execute(job_from(job, keys), options)
 
     def execute(self, job: Job, options: Options) -> Result:
         """Run a job on the session's workers and return its result."""

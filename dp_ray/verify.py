@@ -2,19 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from dp_ray.driver import Options, execute
+from dp_ray.driver import Options
 from dp_ray.errors import JobError, RunInterrupted
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.results.result import Result
 from dp_ray.rundir.checkpoint import CHECKPOINTS, load_checkpoint, name_of
+from dp_ray.several import running
 from dp_ray.tensors.digest import DIGEST, is_inner
 from dp_ray.tensors.nested import flatten
 
@@ -87,39 +87,24 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
     _check(job, counts)
     job = job.model_copy(update={"shards": job.shards or max(1, *counts), "metrics": _metrics(job)})
     tolerance = TOLERANCE[job.precision] if tolerance is None else tolerance
-    with _running(job, counts, options) as run:
+
+    def on(count: int) -> Job:
+        return job.model_copy(update={"name": f"{job.run_name}-verify-{count}", "workers": count})
+
+    with running([on(count) for count in counts], options) as execute:
+
+        def run(count: int, **changes: Any) -> Result:
+            try:
+                return execute(on(count).model_copy(update=changes))
+            except RunInterrupted:
+                raise RunInterrupted("interrupted; run verify again, it begins anew") from None
+
         runs = [run(count) for count in counts]
         verdict = _verdict(job, counts, runs, tolerance, run)
     if verdict.same:
         for one in runs:
             one.storage().remove()
     return verdict
-
-
-@contextmanager
-def _running(job: Job, counts: Sequence[int], options: Options) -> Iterator[Run]:
-    """A function that runs the job on a number of workers, with other keys changed."""
-    with _session(job, max(counts), options) as session:
-        execute_one = session.execute if session else execute
-
-        def run(count: int, **changes: Any) -> Result:
-            changes = {"name": f"{job.run_name}-verify-{count}", "workers": count, **changes}
-            try:
-                return execute_one(job.model_copy(update=changes), options)
-            except RunInterrupted:
-                raise RunInterrupted("interrupted; run verify again, it begins anew") from None
-
-        yield run
-
-
-def _session(job: Job, workers: int, options: Options) -> Any:
-    """A session with so many workers; none for 0."""
-    if workers == 0:
-        return nullcontext()
-    from dp_ray.sessions import Session, keys_for  # imports Ray
-
-    largest = job.model_copy(update={"workers": workers})
-    return Session(keys_for([largest]), options.address, None, options.quiet, options.verbose)
 
 
 def _verdict(job: Job, counts: Sequence[int], runs: list[Result], tolerance: float, run: Run) -> Verdict:

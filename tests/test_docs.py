@@ -43,7 +43,7 @@ NOT_RUN = {
     "ray job submit --working-dir . -- python -m dp_ray run jobs/digits_predict.yaml": OTHER_MACHINES,
     "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
 }
-RUN_ELSEWHERE = {"docs/first-day.md"}  # by tests/test_first_day.py
+RUN_ELSEWHERE = {"docs/first-day.md", "docs/sessions.md"}  # by tests/test_first_day.py and test_sessions.py
 # With what each key of a job, shown alone within a sentence, makes a job.
 ANY_JOB: dict[str, Any] = {
     "task": "train",
@@ -153,7 +153,7 @@ def test_the_synopsis_has_every_option_of_a_command() -> None:
         if "[the options of" in told[name]:
             continue
         shown = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
-        assert set(re.findall(r"--[a-z]+", told[name])) == {one.opts[0] for one in shown}, name
+        assert set(re.findall(r"--[a-z-]+", told[name])) == {one.opts[0] for one in shown}, name
 
 
 def test_what_is_not_run_is_shown_and_valid(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,11 +173,12 @@ def check(command: list[str]) -> Job | None:
         return None
     _, name, *args = command
     given = cli.cli.commands[name].make_context(name, args).params
-    if "job_file" not in given:
+    if "job_file" not in given and "job_files" not in given:
         return None
     workers, settings = given["workers"], given["settings"]
     counts = workers.split(",") if name == "verify" else [workers]
-    return [cli._load(given["job_file"], count, settings) for count in counts][-1]
+    files = given.get("job_files", (given.get("job_file"),))
+    return [cli._load(file, count, settings) for count in counts for file in files][-1]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import os
 import re
 import signal
@@ -18,10 +19,12 @@ import psutil
 import pytest
 
 import dp_ray
+from dp_ray import cli
 from dp_ray.errors import ClusterError, JobError, ModelError, WorkerError
 from dp_ray.sessions import Session
 from tests.support import models
 from tests.support.cluster import ROOT, Cluster
+from tests.support.pages import blocks_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -251,6 +254,44 @@ def test_code_that_was_edited_between_two_jobs_is_what_runs(
     assert "second: the workers are started anew: edited_model.py was edited\n" in capfd.readouterr().err
     assert (second.outputs - first.outputs).round().unique().tolist() == [1999]
     assert pids(first) != pids(second) == pids(third)
+
+
+def test_the_page_on_sessions_works(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Lines
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("jobs", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    blocks = {block.language: block.text for block in blocks_of(ROOT / "docs" / "sessions.md")}
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(blocks["python"], names)
+    assert (names["trained"].world_sizes, names["scored"].world_sizes) == ([2], [3])
+    line = [*blocks["sh"].split()[1:], "--set", "batch_size=64", "--json", "--overwrite"]
+    cli.cli(line, standalone_mode=False)
+    printed = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [one["name"] for one in printed] == ["digits", "digits_predict"]
+    assert {one["status"] for one in printed} == {"done"}
+
+
+def test_of_several_jobs_the_first_failure_ends_them_or_not(
+    cluster: Cluster, tmp_path: Path, in_project: Path, capfd: Lines
+) -> None:
+    for name, model in [("bad", "tests.test_sessions:Raising"), ("good", "tests.support.models:Linear")]:
+        keys = f"{{model: '{model}', dataset: 'tests.support.models:Rows', batch_size: 50, workers: 1}}"
+        (tmp_path / f"{name}.yaml").write_text(keys)
+    line = ["run", str(tmp_path / "bad.yaml"), str(tmp_path / "good.yaml"), "--json"]
+    line += ["--address", cluster.address, "--storage", str(tmp_path)]
+    with pytest.raises(ModelError, match="no rows today"):
+        cli.cli(line, standalone_mode=False)
+    assert not (tmp_path / "good").exists()
+    with pytest.raises(SystemExit) as left:
+        cli.cli([*line, "--keep-going", "--overwrite"], standalone_mode=False)
+    assert left.value.code == 1
+    shown = capfd.readouterr()
+    assert [json.loads(one)["status"] for one in shown.out.splitlines()] == ["done"]
+    assert "error: rank 0" in shown.err
 
 
 def test_the_death_of_the_driver_ends_its_session(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:

@@ -59,6 +59,11 @@ def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[
             ray.shutdown()
 
 
+def is_connected() -> bool:
+    """Whether this process is connected to a Ray, by the caller's own ray.init or by a session."""
+    return bool(ray.is_initialized())
+
+
 def address_of(given: str | None) -> str | None:
     """The address of the Ray to use; None for an embedded one."""
     return given or os.environ.get(ADDRESS)

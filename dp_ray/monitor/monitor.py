@@ -130,11 +130,6 @@ class Monitor:
         self._console.progress(self.progress)
         self._hangs.check(self.node_control)
 
-    @property
-    def steps_done(self) -> int:
-        """How many steps all workers have reported as done."""
-        return self.progress.step
-
     def ask_to_stop(self, signal_name: str = "") -> bool:
         """Ask the run to stop after its current step and keep it; return whether it will.
 
