@@ -111,7 +111,8 @@ def run(
 
     with running(jobs, Options(**flags)) as execute:
         failures = [_run_one(execute, job, as_json, keep_going, flags["verbose"]) for job in jobs]
-    sys.exit(max(failures))
+    if any(failures):
+        sys.exit(max(failures))
 
 
 def _run_one(execute: Callable[[Job], Any], job: Job, as_json: bool, keep_going: bool, verbose: bool) -> int:

@@ -20,6 +20,7 @@ import pytest
 
 import dp_ray
 from dp_ray import cli
+from dp_ray.cluster.ray_internals.variables import ADDRESS
 from dp_ray.errors import ClusterError, JobError, ModelError, WorkerError
 from dp_ray.sessions import Session
 from tests.support import models
@@ -259,7 +260,7 @@ def test_code_that_was_edited_between_two_jobs_is_what_runs(
 def test_the_page_on_sessions_works(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Lines
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.setenv(ADDRESS, cluster.address)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("jobs", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
