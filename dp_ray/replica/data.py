@@ -306,12 +306,12 @@ def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
     ready = None
     for batch in batches:
         with torch.cuda.stream(copies):
-            coming = _move(batch, device)
+            coming = _move(batch, device), copies.record_event()
         if ready is not None:
-            yield _wait_for(ready, copies, device)
+            yield _wait_for(*ready, device)
         ready = coming
     if ready is not None:
-        yield _wait_for(ready, copies, device)
+        yield _wait_for(*ready, device)
 
 
 def _move(batch: Batch, device: torch.device) -> Batch:
@@ -319,10 +319,10 @@ def _move(batch: Batch, device: torch.device) -> Batch:
     return indices, map_leaves(lambda leaf: moved(leaf, device), inputs)
 
 
-def _wait_for(batch: Batch, copies: "torch.cuda.Stream", device: torch.device) -> Batch:
+def _wait_for(batch: Batch, copied: "torch.cuda.Event", device: torch.device) -> Batch:
     """Make the computing stream wait for the copy, and keep the allocator from reusing the memory too early."""
     computing = torch.cuda.current_stream(device)
-    computing.wait_stream(copies)
+    computing.wait_event(copied)  # not wait_stream: the next batch's copy is in the queue already
     for leaf in flatten(batch[1])[0]:
         if isinstance(leaf, torch.Tensor):
             leaf.record_stream(computing)

@@ -33,7 +33,7 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     """
     if isinstance(job.model, Target):
         resolve("model", job.model)  # before seeding: a module may draw random numbers, but on its first import only
-    seed_all(job.seed, devices[0])
+    seed_all(job.seed, next((one for one in devices if one.type == "cuda"), devices[0]))
     with building_on(devices):
         model = build("model", with_devices(job.model, devices))
     if not isinstance(model, nn.Module):
