@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from dp_ray.errors import DataError
 from dp_ray.plan.split import Split
+from dp_ray.plan.work import Work
 from dp_ray.replica import data, rng
 from dp_ray.replica import model as model_module
 from dp_ray.replica.optimizer_step import OptimizerStep
@@ -60,6 +62,18 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
     assert given == [1, 2, 3, 4]
     assert len(stream.copies) == 4
     assert stream.waited == [1, 2, 3, 4], "the copy of the next batch is in the queue already"
+
+
+@pytest.mark.parametrize("begins", ["", "Caught RuntimeError in pin memory thread for device 0.\n"])
+def test_samples_that_are_on_a_gpu_already_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch, begins: str) -> None:
+    def loaded(*_: Any) -> Iterator[Any]:
+        raise RuntimeError(f"{begins}cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        yield
+
+    monkeypatch.setattr(data, "_loader", loaded)
+    job = job_of("mlp")
+    with pytest.raises(DataError, match=r"on a GPU already.*set loader\.pin_memory: false"):
+        next(data.load_shards(job, training.Pairs(), Work(Split(101, 7, 1), 1, 0), torch.device("cpu")))
 
 
 @pytest.fixture

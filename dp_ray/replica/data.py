@@ -62,14 +62,21 @@ def _as_told(error: Error) -> Told:
     return Told(error, frames_of(error))
 
 
-def _received(batch: Batch) -> Batch:
-    """The batch; raises the error that a loader process sent in its place."""
+def _next(loaded: Iterator[Batch]) -> Batch:
+    """The next batch; raises the error that a loader process sent in its place."""
+    try:
+        batch = next(loaded)
+    except RuntimeError as error:
+        if "cannot pin" not in str(error):
+            raise
+        what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
+        raise DataError(f"{what}; set loader.pin_memory: false") from error
     if not isinstance(batch[1], Told):
         return batch
-    error, frames = batch[1]
-    if frames:
-        error.add_note(frames)
-    raise error
+    told = batch[1]
+    if told.frames:
+        told.error.add_note(told.frames)
+    raise told.error
 
 
 class Samples(Dataset[Any]):
@@ -199,7 +206,7 @@ def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: 
     loaded = iter(_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device))
     for _, shards in work:
         for shard in shards:
-            indices, batch = _received(next(loaded))
+            indices, batch = _next(loaded)
             picked = _checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
             yield indices, picked
 
@@ -212,7 +219,7 @@ def _whole_batches(
     for step, shards in work:
         if not shards:
             continue
-        indices, batch = _received(next(loaded))
+        indices, batch = _next(loaded)
         whole = work.split.whole(step)
         picked = _checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
         pieces = scatter(picked, job.num_shards, job.batch_dim)

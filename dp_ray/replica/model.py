@@ -17,6 +17,7 @@ from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.devices import building_on, spread, with_devices
+from dp_ray.replica.out_of_memory import advice, is_out_of_memory
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.targets import build, check_gives, resolve
 from dp_ray.replica.world import broadcast, gathered
@@ -50,7 +51,8 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
         return model if job.device_map is None else spread(job, model, devices)
     except (RuntimeError, AssertionError) as error:
         names = ", ".join(map(str, devices))
-        raise JobError(f"devices: the model cannot be moved to {names}: {error}") from error
+        hint = f"; {advice(job, None)}" if is_out_of_memory(error) else ""
+        raise JobError(f"devices: the model cannot be moved to {names}: {error}{hint}") from error
 
 
 def check_model(given: Any) -> None:

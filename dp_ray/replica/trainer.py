@@ -14,6 +14,7 @@ from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.data import Indices
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
+from dp_ray.replica.out_of_memory import advised
 from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction, Reduction, check_one_type
 from dp_ray.replica.rng import ForwardSeeds, seed_all
@@ -106,6 +107,21 @@ class Trainer:
         `batches` gives the next shards' sample indices and batches. `on_shard` gets each shard with its batch and
         output. `wants_stop` asks all workers to stop. Raises ModelError, naming step and shard, for user errors.
         """
+        with advised(self._job, f"step {step}", shards[0].rows if shards else 0):
+            stats = self._gradients(split, step, shards, batches, on_shard, wants_stop)
+        with advised(self._job, f"step {step}", None):
+            return self._update(split, step, stats)
+
+    def _gradients(
+        self,
+        split: Split,
+        step: int,
+        shards: Sequence[Shard],
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: OnShard,
+        wants_stop: bool,
+    ) -> torch.Tensor:
+        """Set the parameters' gradients to the whole batch's; returns the sums and weights of all shards."""
         start, stop = split.batch(step)
         rows = stop - start
         pending = [next(batches)[1] for _ in shards[:1]]
@@ -124,10 +140,15 @@ class Trainer:
         self._reduction.check(step)
         self._buffers.finish()
         self._reduction.finish()
+        return stats
+
+    def _update(self, split: Split, step: int, stats: torch.Tensor) -> Update:
+        """Update the parameters from their gradients."""
+        start, stop = split.batch(step)
         # An optimizer may draw random numbers: they must be the same on all workers.
         seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
         totals, rate = stats[:-1].sum(0), self._optimizer_step.learning_rate
-        norm = self._optimizer_step.apply(totals[1], rows, step)
+        norm = self._optimizer_step.apply(totals[1], stop - start, step)
         return Update(totals, rate, norm, self._stop_vote.stops(stats[-1, 0]))
 
     def _stats(self, shards: int, wants_stop: bool) -> torch.Tensor:
