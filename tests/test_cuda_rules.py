@@ -126,18 +126,25 @@ def test_the_generators_of_all_gpus_are_given_back(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("bitwise", [False, True])
-def test_every_job_on_a_gpu_sets_cublas_workspace(
+def test_every_job_on_a_gpu_sets_its_device_and_cublas_workspace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bitwise: bool
 ) -> None:
     monkeypatch.delenv(task.WORKSPACE, raising=False)
-    seen: list[str | None] = []
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        seen.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
     monkeypatch.setattr(task, "train", lambda *_: seen.append(os.environ.get(task.WORKSPACE)))
     monkeypatch.setattr(task, "preserved", lambda *_: contextlib.nullcontext())
-    for devices in ((GPU,), (torch.device("cpu"), GPU), (torch.device("cpu"),)):
+    for devices in ((torch.device("cuda", 1), GPU), (torch.device("cpu"), GPU), (torch.device("cpu"),)):
         world = World(device=devices[0], all_devices=devices)
         task.run_task(job_of("mlp", bitwise=bitwise), world, Storage(str(tmp_path)), print)
     # torch looks once, at a process's first product: a bitwise job may follow another one in the same process.
-    assert seen == [":4096:8", ":4096:8", None]
+    assert seen == [torch.device("cuda", 1), ":4096:8", GPU, ":4096:8", None]
     assert task.WORKSPACE not in os.environ
 
 

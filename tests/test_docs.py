@@ -29,6 +29,8 @@ from tests.support.pages import PAGES, Block, anchors_of, blocks_of, inline_of, 
 PACKAGE = ROOT / "dp_ray"
 VERIFIED = "needs Ray: tests/test_training_runs.py verifies a job on Ray"
 OTHER_MACHINES = "needs a cluster of other machines"
+NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
+DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
 SUBMIT = "dp-ray submit jobs/digits_predict.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs"
 NOT_RUN = {
     "pip install .": "tests/test_wheel.py builds the wheel and installs it",
@@ -41,6 +43,12 @@ NOT_RUN = {
     "dp-ray run jobs/tutorial.yaml --workers 8 --address 10.0.0.1:6379": OTHER_MACHINES,
     SUBMIT: OTHER_MACHINES,
     "ray job submit --working-dir . -- python -m dp_ray run jobs/digits_predict.yaml": OTHER_MACHINES,
+    ".venv/bin/python -m benchmarks.gpu": NEEDS_A_GPU,
+    f"{DOWNLOAD} --platform manylinux2014_x86_64 -d wheels pydantic": NEEDS_A_GPU,
+    f"{DOWNLOAD} --no-deps -d wheels tensorboardX": NEEDS_A_GPU,
+    "python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl": NEEDS_A_GPU,
+    "PYTHONPATH=/tmp/site python -m pytest tests/gpu -rs": NEEDS_A_GPU,
+    "PYTHONPATH=/tmp/site python -m benchmarks.gpu": NEEDS_A_GPU,
     "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
 }
 RUN_ELSEWHERE = {"docs/first-day.md"}  # by tests/test_first_day.py
@@ -129,13 +137,14 @@ def test_the_house_names_every_module_in_a_line() -> None:
 
 
 def _modules_in(house: str) -> Iterator[str]:
-    folder = ""
+    folders = ["dp_ray/"]
     for line in house.splitlines()[1:]:
-        indented, name = re.findall(r"^(  |    )(\S+) +\S", line)[0]
+        indented, name = re.findall(r"^((?:  )+)(\S+) +\S", line)[0]
+        del folders[len(indented) // 2 :]
         if name.endswith("/"):
-            folder = name
+            folders.append(name)
         else:
-            yield f"dp_ray/{folder if len(indented) == 4 else ''}{name}"
+            yield "".join([*folders, name])
 
 
 def test_the_reference_has_every_key_of_a_job_once() -> None:

@@ -45,7 +45,7 @@ class ReadRequest(NamedTuple):
     indices: list[int]
 
 
-class Told(NamedTuple):
+class LoaderError(NamedTuple):
     """An error of a loader process, as sent to the worker, with the user's frames.
 
     If the error were raised, torch would put the whole traceback into its message.
@@ -55,14 +55,14 @@ class Told(NamedTuple):
     frames: str
 
 
-def _as_told(error: Error) -> Told:
+def _loader_error(error: Error) -> LoaderError:
     """In a loader process, the error to send; in the worker itself, raise it."""
     if get_worker_info() is None:
         raise error
-    return Told(error, frames_of(error))
+    return LoaderError(error, frames_of(error))
 
 
-def _next(loaded: Iterator[Batch]) -> Batch:
+def _next_batch(loaded: Iterator[Batch]) -> Batch:
     """The next batch; raises the error that a loader process sent in its place."""
     try:
         batch = next(loaded)
@@ -71,7 +71,7 @@ def _next(loaded: Iterator[Batch]) -> Batch:
             raise
         what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
         raise DataError(f"{what}; set loader.pin_memory: false") from error
-    if not isinstance(batch[1], Told):
+    if not isinstance(batch[1], LoaderError):
         return batch
     told = batch[1]
     if told.frames:
@@ -103,7 +103,7 @@ class Samples(Dataset[Any]):
         try:
             return self._read_request(wanted)
         except Error as error:
-            return wanted, _as_told(error)
+            return wanted, _loader_error(error)
 
     def _read_request(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
         if not self._draws:
@@ -206,7 +206,7 @@ def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: 
     loaded = iter(_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device))
     for _, shards in work:
         for shard in shards:
-            indices, batch = _next(loaded)
+            indices, batch = _next_batch(loaded)
             picked = _checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
             yield indices, picked
 
@@ -219,7 +219,7 @@ def _whole_batches(
     for step, shards in work:
         if not shards:
             continue
-        indices, batch = _next(loaded)
+        indices, batch = _next_batch(loaded)
         whole = work.split.whole(step)
         picked = _checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
         pieces = scatter(picked, job.num_shards, job.batch_dim)
@@ -256,7 +256,7 @@ def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed:
     """Collate the samples that were read; random numbers that the user's collate draws are keyed by the shard."""
     wanted, items = read
     indices = np.asarray(wanted.indices, np.int64)
-    if isinstance(items, Told):
+    if isinstance(items, LoaderError):
         return indices, items
     if seed is not None:
         seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
@@ -264,7 +264,7 @@ def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed:
         with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
             return indices, collate(items)
     except Error as error:
-        return indices, _as_told(error)
+        return indices, _loader_error(error)
 
 
 def collate_of(job: Job) -> Callable[[list[Any]], Any]:

@@ -62,7 +62,7 @@ class History:
     def flush(self) -> None:
         """Read the numbers from the device and send them to the driver."""
         with waiting("the GPU, which may be in an exchange"):
-            numbers = _read([update for _, update, *_ in self._pending])
+            numbers = _read_updates([update for _, update, *_ in self._pending])
         rows = [self._row(*entry, *found) for entry, found in zip(self._pending, numbers, strict=True)]
         self._pending, self._sent = [], time.perf_counter()
         self._rows += rows
@@ -76,7 +76,7 @@ class History:
         if not rows:
             return lambda: None
         name = f"steps-{rows[0]['step']}-{rows[-1]['step'] + 1}.parquet"
-        table = pa.Table.from_pylist(rows, schema(self._names, list(self._extra)))
+        table = pa.Table.from_pylist(rows, history_schema(self._names, list(self._extra)))
         return lambda: write_piece(self._folder, name, table)
 
     def _row(
@@ -105,7 +105,7 @@ class History:
         }
 
 
-def _read(updates: Sequence[Update]) -> list[tuple[list[float], float]]:
+def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float]]:
     """The totals and the gradient norm of each update, read from the device all at once."""
     if not updates:
         return []
@@ -113,7 +113,7 @@ def _read(updates: Sequence[Update]) -> list[tuple[list[float], float]]:
     return [(totals, norm) for *totals, norm in torch.stack(rows).tolist()]
 
 
-def schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
+def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
     """The columns of the history: those of every step, then `extra`, which only some steps have."""
     numbers = [*names, "learning_rate", "gradient_norm"]
     fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]

@@ -38,7 +38,8 @@ def run_task(
     worker was lost.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
-    with preserved(*world.devices), cublas_workspace(world.devices), deterministic(job), compiling(job):
+    gpus = [one for one in world.devices if one.type == "cuda"]
+    with preserved(*gpus), using(gpus), deterministic(job), compiling(job):
         try:
             tasks[job.task](job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {})
         except RuntimeError as error:
@@ -48,13 +49,16 @@ def run_task(
 
 
 @contextmanager
-def cublas_workspace(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Set the variable that makes cuBLAS deterministic while a job runs on a GPU, bitwise or not.
+def using(gpus: Sequence[torch.device]) -> Iterator[None]:
+    """While a job runs on GPUs: the first one is what user code means by "cuda", and cuBLAS is deterministic.
 
-    torch reads it at a process's first matrix product only, and a bitwise job may be the process's second one.
+    cuBLAS is so for a job that is not bitwise too: torch reads the variable at a process's first matrix product
+    only, and a bitwise job may be the process's second one.
     """
-    sets = WORKSPACE not in os.environ and any(one.type == "cuda" for one in devices)
-    with environment({WORKSPACE: ":4096:8"} if sets else {}):
+    if not gpus:
+        yield
+        return
+    with torch.cuda.device(gpus[0]), environment({} if WORKSPACE in os.environ else {WORKSPACE: ":4096:8"}):
         yield
 
 
