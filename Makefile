@@ -29,7 +29,7 @@ quick: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray'
 
 gpu: $(VENV)/installed
-	$(BIN)/python -m pytest tests/gpu -rs
+	$(BIN)/python -m pytest tests/gpu
 
 ray: $(VENV)/installed
 	$(BIN)/python -m pytest tests/test_ray_internals.py

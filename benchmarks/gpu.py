@@ -26,14 +26,16 @@ from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import run_task
 
-BLOCK, WARM, PAIRS = 10, 3, 30  # steps of a turn; turns of each side before and in the measurement
 LEAST = 1 / 1.02
 Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the models and the batches are."""
+    """How large the models and the batches are, and how long the turns.
+
+    A turn has `block` steps. Each side has `warm` turns before the measurement, and `pairs` in it.
+    """
 
     resnet: dict[str, Any]
     images: dict[str, Any]
@@ -42,9 +44,12 @@ class Sizes:
     texts: dict[str, Any]
     text_rows: int
     processes: int
+    block: int
+    warm: int
+    pairs: int
 
 
-LARGE = Sizes({}, {}, 128, {}, {}, 8, processes=6)
+LARGE = Sizes({}, {}, 128, {}, {}, 8, processes=6, block=10, warm=3, pairs=30)
 SMALL = Sizes(
     {"width": 8, "blocks": (1, 1), "classes": 10},
     {"size": 32, "classes": 10},
@@ -53,6 +58,9 @@ SMALL = Sizes(
     {"vocabulary": 64, "context": 32},
     8,
     processes=0,
+    block=2,
+    warm=1,
+    pairs=4,
 )
 
 
@@ -68,7 +76,12 @@ class Case:
     data_args: dict[str, Any]
     rows: int
     precision: str
-    processes: int
+    sizes: Sizes
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of all turns of a side."""
+        return self.rows * self.sizes.block * (self.sizes.warm + self.sizes.pairs + 1)
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
@@ -76,17 +89,18 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     for task in ("train", "predict"):
         images = ("Images", sizes.images, sizes.image_rows)
         for precision in ("fp32", "bf16"):
-            yield Case("ResNet-50", task, "resnet", sizes.resnet, *images, precision, sizes.processes)
+            yield Case("ResNet-50", task, "resnet", sizes.resnet, *images, precision, sizes)
         gives = {"last_only": True} if task == "predict" else {}
         texts = ("Texts", sizes.texts, sizes.text_rows)
-        yield Case("GPT of 124 M", task, "Gpt", {**sizes.gpt, **gives}, *texts, "bf16", sizes.processes)
+        yield Case("GPT of 124 M", task, "Gpt", {**sizes.gpt, **gives}, *texts, "bf16", sizes)
 
 
 class Turns(StepControl):
     """Runs a block of the plain loop between two blocks of dp_ray's, and keeps the seconds of each."""
 
-    def __init__(self, plain: Step, device: torch.device) -> None:
+    def __init__(self, plain: Step, block: int, device: torch.device) -> None:
         self._plain = plain
+        self._block = block
         self._device = device
         self._began = 0.0
         self.ours: list[float] = []
@@ -94,13 +108,13 @@ class Turns(StepControl):
 
     def before(self, step: int) -> None:
         """At the first step of a block: end dp_ray's last block, and run one of the plain loop."""
-        if step % BLOCK:
+        if step % self._block:
             return
         now = self._clock()
         if step:
             self.ours.append(now - self._began)
         started = self._clock()
-        for _ in range(BLOCK):
+        for _ in range(self._block):
             self._plain()
         self._began = self._clock()
         self.theirs.append(self._began - started)
@@ -116,23 +130,19 @@ def measure(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """A row for each case."""
     for case in cases(sizes):
         control = turns(case, device)
-        pairs = list(zip(control.ours, control.theirs, strict=False))[WARM:]
+        pairs = list(zip(control.ours, control.theirs, strict=False))[sizes.warm :]
         yield row(case, [theirs / ours for ours, theirs in pairs], [ours for ours, _ in pairs])
 
 
 def turns(case: Case, device: torch.device) -> Turns:
     """Run dp_ray's loop, with the plain one between its blocks."""
     plain = plain_training(case, device) if case.task == "train" else plain_prediction(case, device)
-    control = Turns(plain, device)
+    control = Turns(plain, case.sizes.block, device)
     with TemporaryDirectory() as folder:
         run = Storage(folder)
         run.child(PARTS).create()
         run_task(job_of(case, device), World(device=device), run, lambda _: None, control)
     return control
-
-
-def num_rows(case: Case) -> int:
-    return case.rows * BLOCK * (WARM + PAIRS + 1)
 
 
 def job_of(case: Case, device: torch.device) -> Job:
@@ -143,23 +153,25 @@ def job_of(case: Case, device: torch.device) -> Job:
         "model": {"target": f"benchmarks.nets:{case.model}", "args": case.model_args},
         "dataset": {
             "target": f"benchmarks.nets:{case.dataset}",
-            "args": {**case.data_args, "length": num_rows(case)},
+            "args": {**case.data_args, "length": case.num_rows},
         },
         "inputs": "first",
         "batch_size": case.rows,
         "precision": case.precision,
         "devices": [str(device)],
-        "loader": {"processes": case.processes},
+        "loader": {"processes": case.sizes.processes},
     }
     return Job.make({**given, **(trains if case.task == "train" else {})}, "benchmark")
 
 
 def plain_batches(case: Case, device: torch.device) -> Iterator[Any]:
     """The batches of a plain loop, on the device."""
-    dataset: Any = Images(num_rows(case), **case.data_args)
+    dataset: Any = Images(case.num_rows, **case.data_args)
     if case.dataset == "Texts":
-        dataset = Texts(num_rows(case), **case.data_args)
-    loader = DataLoader(dataset, batch_size=case.rows, num_workers=case.processes, pin_memory=device.type == "cuda")
+        dataset = Texts(case.num_rows, **case.data_args)
+    loader = DataLoader(
+        dataset, batch_size=case.rows, num_workers=case.sizes.processes, pin_memory=device.type == "cuda"
+    )
     for batch in loader:
         yield [leaf.to(device, non_blocking=True) for leaf in batch]
 
@@ -204,7 +216,7 @@ def plain_prediction(case: Case, device: torch.device) -> Step:
 def row(case: Case, ratios: list[float], seconds: list[float]) -> Row:
     """A case's row: the median of both sides' ratios, its quartiles; reached if the lower one is."""
     lower, median, upper = quantiles(ratios, n=4)
-    rate = case.rows * BLOCK / quantiles(seconds, n=2)[0]
+    rate = case.rows * case.sizes.block / quantiles(seconds, n=2)[0]
     return Row(
         f"{case.task}: a {case.what}, {case.precision}, batches of {case.rows}, rows a second",
         f"{rate:,.0f} rows/s",

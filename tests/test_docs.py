@@ -47,7 +47,7 @@ NOT_RUN = {
     f"{DOWNLOAD} --platform manylinux2014_x86_64 -d wheels pydantic": NEEDS_A_GPU,
     f"{DOWNLOAD} --no-deps -d wheels tensorboardX": NEEDS_A_GPU,
     "python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl": NEEDS_A_GPU,
-    "PYTHONPATH=/tmp/site python -m pytest tests/gpu -rs": NEEDS_A_GPU,
+    "PYTHONPATH=/tmp/site python -m pytest tests/gpu": NEEDS_A_GPU,
     "PYTHONPATH=/tmp/site python -m benchmarks.gpu": NEEDS_A_GPU,
     "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
 }

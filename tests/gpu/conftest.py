@@ -32,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(REASON))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say once why the tests of this folder were skipped."""
+    if is_missing:
+        terminalreporter.write_line(f"tests/gpu was skipped: {REASON}")
+
+
 @pytest.fixture
 def device() -> torch.device:
     """The device of the suite: the first GPU, or what DP_RAY_GPU_SUITE_ON names."""
