@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.nets import Gpt, Images, Texts, resnet
+from benchmarks import nets
 from benchmarks.table import HEADER, Row, line
 from dp_ray.job import Job
 from dp_ray.replica.world import World
@@ -166,9 +166,7 @@ def job_of(case: Case, device: torch.device) -> Job:
 
 def plain_batches(case: Case, device: torch.device) -> Iterator[Any]:
     """The batches of a plain loop, on the device."""
-    dataset: Any = Images(case.num_rows, **case.data_args)
-    if case.dataset == "Texts":
-        dataset = Texts(case.num_rows, **case.data_args)
+    dataset: Any = getattr(nets, case.dataset)(case.num_rows, **case.data_args)
     loader = DataLoader(
         dataset, batch_size=case.rows, num_workers=case.sizes.processes, pin_memory=device.type == "cuda"
     )
@@ -177,7 +175,8 @@ def plain_batches(case: Case, device: torch.device) -> Iterator[Any]:
 
 
 def plain_model(case: Case, device: torch.device) -> nn.Module:
-    return (Gpt if case.model == "Gpt" else resnet)(**case.model_args).to(device)
+    model: nn.Module = getattr(nets, case.model)(**case.model_args)
+    return model.to(device)
 
 
 def autocast(case: Case, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -163,7 +163,7 @@ def test_a_read_that_waits_for_the_gpu_is_no_hang_of_this_worker() -> None:
     state = TrainState()
     state.add(torch.ones(2).as_subclass(Slow))
     assert state.end_epoch() == 1.0
-    assert Slow.told == ["the GPU, which may be in an exchange"]
+    assert Slow.told == ["the GPU, which may be in a collective"]
 
 
 def test_a_scaler_that_waits_for_the_gpu_is_no_hang_of_this_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_scaler_that_waits_for_the_gpu_is_no_hang_of_this_worker(monkeypatch: 
     monkeypatch.setattr(scaler, "get_scale", get_scale)
     step.scaled(model(torch.ones(1, 6)).sum()).backward()  # type: ignore[no-untyped-call]
     step.apply(torch.tensor(1.0), 1, 0)
-    assert told == {"the GPU, which may be in an exchange"}
+    assert told == {"the GPU, which may be in a collective"}
 
 
 def test_the_history_is_read_from_the_device_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

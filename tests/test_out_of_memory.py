@@ -160,6 +160,6 @@ def test_other_errors_get_no_advice_about_memory(tmp_path: Path) -> None:
 
 def test_the_user_is_told_which_rank_it_was() -> None:
     told = error_of(
-        Failed("a", World(1, 2, node="10.0.0.2"), "ModelError", "step 3, shard 1: model raised ...", "", "")
+        Failed("a", World(1, 2, node="10.0.0.2"), ModelError, "step 3, shard 1: model raised ...", "", "")
     )
     assert str(told).startswith("rank 1 on 10.0.0.2: step 3, shard 1: model raised")

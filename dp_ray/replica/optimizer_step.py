@@ -64,7 +64,7 @@ class OptimizerStep:
         if self.scaler is None:
             self.optimizer.step()
             return False
-        with waiting("the GPU, which may be in an exchange"):  # the scaler reads whether the gradients are finite
+        with waiting("the GPU, which may be in a collective"):  # the scaler reads whether the gradients are finite
             scale = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()

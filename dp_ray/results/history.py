@@ -61,7 +61,7 @@ class History:
 
     def flush(self) -> None:
         """Read the numbers from the device and send them to the driver."""
-        with waiting("the GPU, which may be in an exchange"):
+        with waiting("the GPU, which may be in a collective"):
             numbers = _read_updates([update for _, update, *_ in self._pending])
         rows = [self._row(*entry, *found) for entry, found in zip(self._pending, numbers, strict=True)]
         self._pending, self._sent = [], time.perf_counter()

@@ -54,7 +54,7 @@ class TrainState:
         return {name.name: getattr(self, name.name) for name in fields(self) if name.init}
 
     def _read(self) -> None:
-        with waiting("the GPU, which may be in an exchange"):
+        with waiting("the GPU, which may be in a collective"):
             unread = torch.stack(self._unread).tolist() if self._unread else ()
         for total, weight in unread:
             self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
@@ -167,7 +167,7 @@ class CheckpointWriter:
         """
         self.wait()
         plain, tensors = pack(state)
-        with waiting("the GPU, which may be in an exchange"):
+        with waiting("the GPU, which may be in a collective"):
             self._stage(tensors)
         text = json.dumps({**about, "state": plain})
         self._writing = self._thread.submit(self._write, step, text, best_step, before)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from dp_ray.job_plan import split_of
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica import data, trainer
@@ -21,7 +22,6 @@ from dp_ray.replica.step import Metrics, build_step
 from dp_ray.replica.stop_vote import StopVote
 from dp_ray.replica.trainer import Trainer
 from dp_ray.replica.world import World
-from dp_ray.task.cut import split_of
 from dp_ray.task.notices import Measured
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support.group import history_of
@@ -125,7 +125,7 @@ def small_trainer(device: torch.device, **keys: Any) -> tuple[Trainer, Any, Spli
     job = job_on(device, **{**MLP, "shards": 2, "batch_size": 20, "epochs": 40, **keys})
     model, dataset = build_model(job, [device]), Pairs()
     world = World(device=device)
-    split = split_of(job, dataset)
+    split = split_of(job, len(dataset))
     made = Trainer(job, model, model, build_step(job, world), Metrics({}), world)
     return made, load_shards(job, dataset, Work(split, 1, 0), device), split
 
