@@ -8,7 +8,7 @@ ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
 endif
 
-.PHONY: demo test quick ray fuzz check bench docs clean
+.PHONY: demo test quick gpu ray fuzz check bench docs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -27,6 +27,9 @@ test: $(VENV)/installed
 
 quick: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray'
+
+gpu: $(VENV)/installed
+	$(BIN)/python -m pytest tests/gpu
 
 ray: $(VENV)/installed
 	$(BIN)/python -m pytest tests/test_ray_internals.py
