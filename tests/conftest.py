@@ -16,6 +16,7 @@ import dp_ray
 import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
 from tests.support.cluster import OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
+from tests.support.group import end_idle
 
 torch.set_num_threads(1)
 # No deadline, for the machine may be busy; the same examples each time, for a failure should be of the change.
@@ -40,12 +41,10 @@ def nothing_left_behind() -> Iterator[None]:
     assert not torch.distributed.is_initialized(), "the test left a process group"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def no_worker_left_behind() -> Iterator[None]:
-    """The processes in which groups run end with the session."""
+    """The processes in which the test's groups ran end with it."""
     yield
-    from tests.support.group import end_idle
-
     end_idle()
 
 

@@ -19,7 +19,7 @@ from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.results import outputs
 from dp_ray.storage import Storage
-from tests.support import models
+from tests.support import forked, models
 from tests.support.group import run_group
 from tests.support.s3 import IN_URL, SECRET, Server, serving
 
@@ -158,7 +158,7 @@ def test_a_killed_driver_is_carried_on(server: Server, tmp_path: Path) -> None:
     dataset = {"target": "tests.test_s3:Kills", "args": {"folder": str(tmp_path)}}
     keys = training(server, "killed", dataset=dataset)
     (tmp_path / "deadly").touch()
-    killed = subprocess.run([sys.executable, "-c", f"import dp_ray; dp_ray.run(**{keys!r})"], check=False)
+    killed = forked.ended(forked.run_job, keys)
     assert killed.returncode == -signal.SIGKILL
     (tmp_path / "deadly").unlink()
     with pytest.raises(KeyboardInterrupt):  # an upload that the killed driver left
