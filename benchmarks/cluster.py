@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ray
 
-from dp_ray.cluster.ray_internals import TMPDIR, TRAIN_VARIABLES
+from dp_ray.cluster.ray_internals.variables import TMPDIR, TRAIN_VARIABLES
 
 NUM_CPUS = 4  # logical: two workers, and room for the tasks by which Ray Data reads and writes
 

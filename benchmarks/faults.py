@@ -20,7 +20,7 @@ from benchmarks.measure import alternate, medians
 from benchmarks.table import Row, share, time_text
 from benchmarks.training import pulsed, unpulsed
 from dp_ray.cluster.channel import open_channel
-from dp_ray.cluster.ray_internals import TRAIN_VARIABLES
+from dp_ray.cluster.ray_internals.variables import TRAIN_VARIABLES
 
 REPEATS = 3
 NODE_REPEATS = 2  # each waits for a minute

@@ -17,7 +17,7 @@ from benchmarks.cluster import local_ray, scratch
 from benchmarks.measure import alternate, medians, seconds
 from benchmarks.replay import STEPS_IN_A_REPORT, Replay
 from benchmarks.table import Row, share, time_text
-from dp_ray.cluster.channel import drain, open_channel
+from dp_ray.cluster.channel import open_channel, receive
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.listening import listening
@@ -108,7 +108,7 @@ def _reports_a_second(folder: Path, workers: int) -> float:
     split, tensorboard = Split(workers * steps, workers, workers), TensorBoardWriter(Storage(str(folder)))
     monitor = Monitor(job, split, ReportFile(path), tensorboard, Console("growth", quiet=True), False)
     started = time.perf_counter()
-    with listening(monitor, lambda: drain(channel)):
+    with listening(monitor, lambda: receive(channel)):
         ray.get([replay.send.remote(channel) for replay in replays])
     monitor.close()
     taken = time.perf_counter() - started

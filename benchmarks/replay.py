@@ -8,7 +8,7 @@ import numpy as np
 
 from dp_ray.monitor.messages import Message, Shapes, WorkerReady
 from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Report, Run
+from dp_ray.results.shape_recorder import Report, ShardSpan
 from dp_ray.results.shapes import Seen
 
 STEPS_IN_A_REPORT = 100  # one of 4,096 workers speaks every two seconds, here of a job of 50 steps a second
@@ -48,5 +48,5 @@ def _report(world: World, first_step: int) -> Report:
     """One shard a step, alike in all steps; only the first report has to say what it looked like."""
     seen = {0: Seen("[4, 5]", "[4, 2]", 4)} if first_step == 0 else {}
     times = np.full(STEPS_IN_A_REPORT, 0.1, np.float32)
-    run = Run(first_step, STEPS_IN_A_REPORT, world.rank, 0, times)
-    return Report(world, first_step + STEPS_IN_A_REPORT - 1, seen, [run])
+    span = ShardSpan(first_step, STEPS_IN_A_REPORT, world.rank, 0, times)
+    return Report(world, first_step + STEPS_IN_A_REPORT - 1, seen, [span])

@@ -1,4 +1,4 @@
-"""What it costs a worker to tell the driver every shard's shapes, against a `ray.train.report` for each batch.
+"""What it costs a worker to send the driver every shard's shapes, against a `ray.train.report` for each batch.
 
 dp_ray's cost is the difference between a loop of forwards with its Probe and Recorder, sending to a real Inbox, and
 the same loop without. Ray Train's is what a call takes, in two workers with its defaults.
@@ -19,7 +19,7 @@ from ray.train.torch import TorchTrainer
 from benchmarks.cluster import local_ray, scratch
 from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, share, time_text
-from dp_ray.cluster.channel import open_channel, tell
+from dp_ray.cluster.channel import open_channel, send
 from dp_ray.monitor.messages import Shapes
 from dp_ray.plan.split import Shard
 from dp_ray.replica.world import World
@@ -64,7 +64,7 @@ def _silent() -> None:
 def _told(channel: Any) -> None:
     model, batch = Model(5, 2), torch.randn(ROWS, 5)
     with (
-        Recorder(World(world_size=2), lambda report: tell(channel, Shapes("", report))) as recorder,
+        Recorder(World(world_size=2), lambda report: send(channel, Shapes("", report))) as recorder,
         Probe(model) as probe,
     ):
         for step in range(STEPS):

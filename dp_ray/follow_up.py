@@ -44,7 +44,7 @@ def follow_up(
         values = _without_eval(values)
     _check_no_objects(run, task, values, overrides)
     which = weights or ("best" if run.exists(BEST) else "last")
-    values |= {"task": task, "storage": _parent(run), "init_from": _start(run, which)}
+    values |= {"task": task, "storage": _parent(run), "init_from": _init_from(run, which)}
     default = f"{kept['name']}-{task}"
     job = job_of({**values, "name": default}, overrides, default)
     if "name" not in overrides:
@@ -88,7 +88,7 @@ def _named(target: Any) -> Any:
     return target["target"] if isinstance(target, Mapping) else target
 
 
-def _start(run: Storage, which: Weights) -> str:
+def _init_from(run: Storage, which: Weights) -> str:
     if which == "best" and not run.exists(BEST):
         raise JobError(
             f"--weights best: {run} holds no {BEST}: set checkpoint.best, and train to the end; or take the last"

@@ -14,8 +14,8 @@ from dp_ray.plan.work import Done, Range
 from dp_ray.replica.world import World
 from dp_ray.results.output_parts import reading
 from dp_ray.results.shape_journal import REPORTS, Journal, read_journal
-from dp_ray.results.shape_recorder import Run
-from dp_ray.results.shape_reports import ReportFile, read_runs
+from dp_ray.results.shape_recorder import ShardSpan
+from dp_ray.results.shape_reports import ReportFile, read_spans
 from dp_ray.results.shapes import Seen
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
@@ -62,14 +62,14 @@ def monitoring(job: Job, split: Split, claimed: RunDir, console: Console, shapes
         raise error
 
 
-def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, Run]]:
+def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, ShardSpan]]:
     """The shape reports of earlier attempts, only of steps and shards whose work is kept."""
     done = Done([*ledger.done_ranges(ledger.committed(run)), *_trained(job, run)])
-    runs = read_journal(run.child(REPORTS), done)
+    spans = read_journal(run.child(REPORTS), done)
     if run.exists(SHAPES):
         with reading(run, SHAPES) as file:
-            runs += read_runs(file, done)
-    return sorted(runs, key=lambda one: one[2].first_step)
+            spans += read_spans(file, done)
+    return sorted(spans, key=lambda one: one[2].first_step)
 
 
 def _trained(job: Job, run: Storage) -> list[Range]:

@@ -173,9 +173,9 @@ class Storage:
         return False
 
     @contextmanager
-    def writing(self, name: str) -> Iterator["Unfinished"]:
+    def writing(self, name: str) -> Iterator["UnfinishedFile"]:
         """A stream whose bytes become the file `name` if the block ends without an error."""
-        unfinished = Unfinished(self, name)
+        unfinished = UnfinishedFile(self, name)
         try:
             yield unfinished
             unfinished.commit()
@@ -183,9 +183,9 @@ class Storage:
             unfinished.discard()
             raise
 
-    def unnamed(self) -> "Unfinished | Held":
+    def unnamed(self) -> "UnfinishedFile | Held":
         """A stream for a file that gets its name only when it is committed."""
-        return Held(self) if self.is_atomic else Unfinished(self, "part")
+        return Held(self) if self.is_atomic else UnfinishedFile(self, "part")
 
     @contextmanager
     def _named(self, what: str, is_writing: bool = False) -> Iterator[None]:
@@ -197,7 +197,7 @@ class Storage:
             raise StorageError(f"{self}: {what}: {error}{advice}") from error
 
 
-class Unfinished:
+class UnfinishedFile:
     """A file being written: a stream whose StorageErrors name the file. It joins the folder only by `commit`."""
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -280,7 +280,7 @@ class Held:
             self._file.flush()
 
     def close(self) -> None:
-        """Do nothing, as `Unfinished.close`."""
+        """Do nothing, as `UnfinishedFile.close`."""
 
     def commit(self, name: str) -> None:
         """Send the file to the store, where it appears under its name when it is complete."""

@@ -61,7 +61,7 @@ def frames_of(error: BaseException) -> str:
     cause = cause_of(error)
     if (notes := notes_of(error)) or cause is None:
         return notes
-    wanted = _wanted(cause)
+    wanted = _frames_to_show(cause)
     shown = traceback.TracebackException.from_exception(cause)
     _keep(shown, wanted)
     final = list(shown.format_exception_only())
@@ -81,12 +81,12 @@ def shorten(error: Error) -> None:
     error.__cause__ = cause = cause_of(error)
     if cause is None:
         return
-    wanted = _wanted(cause)
+    wanted = _frames_to_show(cause)
     for one in _chain(cause):
         one.__traceback__ = _part(one.__traceback__, wanted)
 
 
-def _wanted(cause: BaseException) -> Wanted:
+def _frames_to_show(cause: BaseException) -> Wanted:
     """Which frames to show: the user's; if there are none (an installed project), those of other packages."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
     return is_users if any(map(is_users, files)) or isinstance(cause, SyntaxError) else is_others

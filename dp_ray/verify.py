@@ -14,7 +14,7 @@ from dp_ray.errors import JobError, RunInterrupted
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.results.result import Result
-from dp_ray.rundir.checkpoint import CHECKPOINTS, load, name_of
+from dp_ray.rundir.checkpoint import CHECKPOINTS, load_checkpoint, name_of
 from dp_ray.tensors.digest import DIGEST, is_inner
 from dp_ray.tensors.nested import flatten
 
@@ -214,7 +214,7 @@ def _first_difference(run: Callable[..., Result], first: tuple[int, Result], oth
 def _first_parameter(run: Callable[..., Result], first: int, other: int, steps: int) -> str | None:
     """The first tensor of the state that differs after `steps` steps, and by how much; None if none differs."""
     ends = [run(count, max_steps=steps, name=f"verify-{count}-until-{steps}") for count in (first, other)]
-    states = [load(one.storage().child(CHECKPOINTS), name_of(steps))[1]["model"] for one in ends]
+    states = [load_checkpoint(one.storage().child(CHECKPOINTS), name_of(steps))[1]["model"] for one in ends]
     for one in ends:
         one.storage().remove()
     for name, tensor in states[0].items():

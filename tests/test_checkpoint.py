@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.rundir import checkpoint as state_module
-from dp_ray.rundir.checkpoint import CheckpointWriter, load, newest, pack, steps_of, unpack
+from dp_ray.rundir.checkpoint import CheckpointWriter, load_checkpoint, newest, pack, steps_of, unpack
 from dp_ray.rundir.weights import load_weights, read_start
 from dp_ray.storage import Storage
 
@@ -68,7 +68,7 @@ def test_a_state_that_went_through_a_file_goes_on_as_if_it_had_not(tmp_path: Pat
     saver.save(5, {"said": 1}, [part.state_dict() for part in first])
     saver.wait()
     saver.close()
-    about, states = load(Storage(str(tmp_path)), "step-5.safetensors")
+    about, states = load_checkpoint(Storage(str(tmp_path)), "step-5.safetensors")
     assert about == {"said": 1}
     second = trained(kind, schedule)
     for part, state in zip(second, states, strict=True):
@@ -128,7 +128,7 @@ def test_what_changes_after_the_copy_is_not_in_the_file(tmp_path: Path, monkeypa
     go.set()
     saver.wait()
     saver.close()
-    assert load(Storage(str(tmp_path)), "step-1.safetensors")[1]["w"].eq(1).all()
+    assert load_checkpoint(Storage(str(tmp_path)), "step-1.safetensors")[1]["w"].eq(1).all()
 
 
 def test_a_full_storage_is_told_and_the_checkpoint_before_stays(small_disk: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_full_storage_is_told_and_the_checkpoint_before_stays(small_disk: Path
         saver.wait()
     saver.close()
     assert [path.name for path in small_disk.iterdir()] == ["step-1.safetensors"]
-    assert load(Storage(str(small_disk)), "step-1.safetensors")[1]["w"].sum() == 100
+    assert load_checkpoint(Storage(str(small_disk)), "step-1.safetensors")[1]["w"].sum() == 100
 
 
 def test_damaged_and_foreign_checkpoints_are_passed_over_and_told(tmp_path: Path) -> None:

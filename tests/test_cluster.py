@@ -19,8 +19,9 @@ import dp_ray
 from dp_ray.cluster.connect import in_ray_job
 from dp_ray.cluster.launch import backend_of
 from dp_ray.cluster.network import interface_of
-from dp_ray.cluster.ray_internals import JOB_CONFIG, wants_token
-from dp_ray.cluster.resources import room_for
+from dp_ray.cluster.ray_internals.core import wants_token
+from dp_ray.cluster.ray_internals.variables import JOB_CONFIG
+from dp_ray.cluster.resources import capacity_for
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
 from dp_ray.system.stop_signals import handlers_kept
@@ -28,7 +29,7 @@ from tests.support.cluster import ROOT, Cluster, free_port
 
 
 @pytest.mark.parametrize(
-    ("each", "nodes", "placement", "room"),
+    ("each", "nodes", "placement", "capacity"),
     [
         ({"CPU": 1}, [{"CPU": 4}, {"CPU": 3}], "PACK", 7),
         ({"CPU": 2}, [{"CPU": 3}, {"CPU": 3}], "PACK", 2),
@@ -43,10 +44,10 @@ from tests.support.cluster import ROOT, Cluster, free_port
         ({"CPU": 1}, [], "PACK", 0),
     ],
 )
-def test_room_is_counted_node_by_node(
-    each: dict[str, float], nodes: list[dict[str, float]], placement: str, room: int
+def test_capacity_is_counted_node_by_node(
+    each: dict[str, float], nodes: list[dict[str, float]], placement: str, capacity: int
 ) -> None:
-    assert room_for(each, nodes, placement) == room
+    assert capacity_for(each, nodes, placement) == capacity
 
 
 @pytest.mark.parametrize(
@@ -71,18 +72,18 @@ def test_workers_that_may_share_a_gpu_exchange_by_gloo(
 
 def test_only_nodes_of_the_accelerator_type_count() -> None:
     nodes = [{"GPU": 4.0, "accelerator_type:H100": 1.0}, {"GPU": 4.0, "accelerator_type:A100": 1.0}]
-    assert room_for({"GPU": 1}, nodes, "PACK", "H100") == 4
-    assert room_for({"GPU": 1}, nodes, "PACK", "V100") == 0
+    assert capacity_for({"GPU": 1}, nodes, "PACK", "H100") == 4
+    assert capacity_for({"GPU": 1}, nodes, "PACK", "V100") == 0
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))
-def test_room_is_never_more_than_a_greedy_packing_finds(cpus: list[int], need: int) -> None:
+def test_capacity_is_never_more_than_a_greedy_packing_finds(cpus: list[int], need: int) -> None:
     packed = 0
     for node in cpus:
         while node >= need:
             node -= need
             packed += 1
-    assert room_for({"CPU": need}, [{"CPU": float(node)} for node in cpus]) == packed
+    assert capacity_for({"CPU": need}, [{"CPU": float(node)} for node in cpus]) == packed
 
 
 def test_the_interface_of_an_address_is_found() -> None:
@@ -154,7 +155,7 @@ def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_p
 
 def test_the_cluster_file_is_one_that_ray_takes() -> None:
     """`ray up` checks a cluster file against its own schema before it does anything."""
-    code = "import yaml; from dp_ray.cluster.ray_internals import check_cluster_file\n"
+    code = "import yaml; from dp_ray.cluster.ray_internals.core import check_cluster_file\n"
     code += "check_cluster_file(yaml.safe_load(open('cluster.yaml')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

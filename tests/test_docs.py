@@ -129,13 +129,14 @@ def test_the_house_names_every_module_in_a_line() -> None:
 
 
 def _modules_in(house: str) -> Iterator[str]:
-    folder = ""
+    folders = ["dp_ray/"]
     for line in house.splitlines()[1:]:
-        indented, name = re.findall(r"^(  |    )(\S+) +\S", line)[0]
+        indented, name = re.findall(r"^((?:  )+)(\S+) +\S", line)[0]
+        del folders[len(indented) // 2 :]
         if name.endswith("/"):
-            folder = name
+            folders.append(name)
         else:
-            yield f"dp_ray/{folder if len(indented) == 4 else ''}{name}"
+            yield "".join([*folders, name])
 
 
 def test_the_reference_has_every_key_of_a_job_once() -> None:

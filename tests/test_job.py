@@ -7,7 +7,7 @@ import pytest
 from dp_ray.errors import JobError
 from dp_ray.job import COLUMNS, Job
 from dp_ray.job_file import job_from
-from dp_ray.results.history import schema
+from dp_ray.results.history import history_schema
 
 GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}
 
@@ -127,7 +127,7 @@ def test_a_metric_that_has_the_name_of_a_column_is_refused(name: str) -> None:
 
 
 def test_the_names_that_are_refused_are_the_historys() -> None:
-    assert set(schema(["loss"], ["epoch_loss"]).names) == set(COLUMNS)
+    assert set(history_schema(["loss"], ["epoch_loss"]).names) == set(COLUMNS)
 
 
 def test_a_watched_metric_is_measured_or_an_element_of_one() -> None:

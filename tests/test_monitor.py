@@ -1,4 +1,4 @@
-"""The driver's ear: what workers tell, in order; what goes wrong while listening ends the job."""
+"""The driver's ear: what workers send, in order; what goes wrong while listening ends the job."""
 
 import asyncio
 import io
@@ -14,7 +14,7 @@ import torch
 import dp_ray
 from dp_ray import errors, in_process
 from dp_ray.cluster.channel import Channel
-from dp_ray.cluster.orders import END, NOTHING, Ask, Order, Why
+from dp_ray.cluster.requests import END, NOTHING, Ask, Request, Why
 from dp_ray.job import Job
 from dp_ray.monitor import console
 from dp_ray.monitor.console import Console, Progressed
@@ -109,13 +109,13 @@ def test_what_users_print_shows_its_rank_even_when_quiet(capsys: pytest.CaptureF
 
 
 def test_trouble_while_listening_ends_the_block_and_is_raised() -> None:
-    def drain() -> list[Message]:
+    def receive() -> list[Message]:
         raise errors.StorageError("the disk is full")
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have none
     started = time.monotonic()
     try:
-        with pytest.raises(errors.StorageError, match="the disk is full"), listening(monitor_of(), drain):
+        with pytest.raises(errors.StorageError, match="the disk is full"), listening(monitor_of(), receive):
             time.sleep(60)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -125,13 +125,13 @@ def test_trouble_while_listening_ends_the_block_and_is_raised() -> None:
 def test_what_was_sent_before_the_end_is_taken_in() -> None:
     waiting: list[Message] = [ready("a", 0), ready("a", 1)]
 
-    def drain() -> list[Message]:
+    def receive() -> list[Message]:
         time.sleep(0.01)
         taken, waiting[:] = list(waiting), []
         return taken
 
     monitor = monitor_of(quiet=True)
-    with listening(monitor, drain):
+    with listening(monitor, receive):
         waiting.extend([ready("b", 0), ready("b", 1)])
     assert len(monitor.attempts) == 2
     monitor.close()
@@ -161,14 +161,14 @@ def test_a_monitor_that_is_closed_asks_nobody_to_stop() -> None:
 
 
 def test_the_order_to_end_stays() -> None:
-    async def orders() -> Order:
+    async def requests() -> Request:
         channel = Channel()
-        await channel.order(Order(Ask.STOP, Why.GROWTH, "there is room for 3 workers"))
-        await channel.order(END)
-        await channel.order(NOTHING)
-        return await channel.ordered()
+        await channel.request(Request(Ask.STOP, Why.GROWTH, "there is room for 3 workers"))
+        await channel.request(END)
+        await channel.request(NOTHING)
+        return await channel.requested()
 
-    assert asyncio.run(orders()) == Order(Ask.END, Why.USER, "the user stops the run")
+    assert asyncio.run(requests()) == Request(Ask.END, Why.USER, "the user stops the run")
 
 
 class Clock:

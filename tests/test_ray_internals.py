@@ -1,6 +1,6 @@
 """Ray behind one wall: nobody else names its private things, and each of them is still what we rely on.
 
-The first part reads our sources: only `cluster/ray_internals.py` (and this file, which holds Ray to its contract) may
+The first part reads our sources: only `cluster/ray_internals/` (and this file, which holds Ray to its contract) may
 name what is private in Ray. The second part names each private thing, one test each, so that a new Ray fails here.
 """
 
@@ -19,7 +19,7 @@ import dp_ray
 from tests.support.cluster import ROOT
 
 RAY = Path(ray.__file__).parent
-WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals.py"
+WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals"
 FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
 # Ray's documented variable stands in the command line's help, which loads no Ray.
 ALLOWED = {("dp_ray/cli.py", "RAY_ADDRESS")}
@@ -174,11 +174,16 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def nodes_of_the_wall() -> Iterator[ast.AST]:
+    """All nodes of the wall's modules."""
+    for path in sorted(WALL.glob("*.py")):
+        yield from ast.walk(ast.parse(path.read_text()))
+
+
 def names_of_the_wall() -> tuple[set[str], set[str]]:
     """The classes and functions of Ray that the wall imports, and the texts of Ray's messages that it knows."""
-    tree = ast.parse(WALL.read_text())
     classes, texts = {"RayTrainWorker"}, set()
-    for node in ast.walk(tree):
+    for node in nodes_of_the_wall():
         if isinstance(node, ast.ImportFrom) and is_private(node.module or ""):
             classes |= {alias.name for alias in node.names}
         if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "_DEATHS":
@@ -227,7 +232,7 @@ def private_names(source: str) -> Iterator[str]:
 
 def sources() -> list[Path]:
     found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    return sorted(path for path in found if path not in (WALL, Path(__file__)))
+    return sorted(path for path in found if path.parent != WALL and path != Path(__file__))
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -333,18 +338,16 @@ def test_ray_says(text: str) -> None:
 
 
 def test_the_contract_names_all_that_the_wall_uses() -> None:
-    source = WALL.read_text()
-    tree = ast.parse(source)
+    nodes = list(nodes_of_the_wall())
     told = {place.replace(":", ".") for place in CONTRACT}
     imported = {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and is_private(node.module or "")
         for alias in node.names
     }
-    accessed = {
-        dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(dotted(node))
-    }
+    accessed = {dotted(node) for node in nodes if isinstance(node, ast.Attribute) and is_private(dotted(node))}
     for used in sorted(imported | accessed):
         assert any(one.startswith(used) or used.startswith(one) for one in told), f"the contract lacks {used}"
+    source = "".join(path.read_text() for path in WALL.glob("*.py"))
     assert set(re.findall(r'"(RAY_[A-Z]\w*[A-Z])"', source)) == set(VARIABLES)

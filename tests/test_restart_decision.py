@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.cluster.orders import END, NOTHING, Ask, Order, Why
+from dp_ray.cluster.requests import END, NOTHING, Ask, Request, Why
 from dp_ray.cluster.restart_decision import (
     DEATH_SECONDS,
     Decision,
@@ -22,8 +22,8 @@ from dp_ray.cluster.restart_decision import (
 from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
 
 NOW = 1000.0
-GROWTH = Order(Ask.STOP, Why.GROWTH, "there is room for 3 workers")
-DRAIN = Order(Ask.STOP, Why.DRAIN, "Ray drains 10.0.0.2")
+GROWTH = Request(Ask.STOP, Why.GROWTH, "there is room for 3 workers")
+DRAIN = Request(Ask.STOP, Why.DRAIN, "Ray drains 10.0.0.2")
 
 
 def ended(kind: Ending, text: str = "oh", has_progressed: bool = True) -> WorkerExit:
@@ -35,12 +35,14 @@ def failed(died: dict[int, str] | None = None, **kinds: int) -> WorkersFailed:
     return WorkersFailed({rank: ended(Ending[kind.upper()]) for kind, rank in kinds.items()}, died or {})
 
 
-def decision_of(failure: Any, order: Order = NOTHING, retries: int = 2, now: float = NOW, **memory: Any) -> Decision:
-    return decide(Snapshot(failure, order, Memory(retries, **memory)), now)
+def decision_of(
+    failure: Any, request: Request = NOTHING, retries: int = 2, now: float = NOW, **memory: Any
+) -> Decision:
+    return decide(Snapshot(failure, request, Memory(retries, **memory)), now)
 
 
 SEEN = frozenset({"raised oh"})
-NO_ROOM = StartFailed(StartTrouble.NO_ROOM, "a timeout")
+NO_CAPACITY = StartFailed(StartTrouble.NO_CAPACITY, "a timeout")
 LOST = StartFailed(StartTrouble.LOST, "its node was lost")
 ERROR = StartFailed(StartTrouble.ERROR, "no such package")
 
@@ -74,30 +76,30 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
         (WorkersFailed({0: ended(Ending.RAISED, "oh", False)}, {}), {}, Do.GIVE_UP, Reason.NO_PROGRESS, None, 2),
         # Workers that stopped as they were asked cost no retry.
         (
-            failed(yielded=0),
-            {"order": GROWTH, "retries": 0},
+            failed(stopped=0),
+            {"request": GROWTH, "retries": 0},
             Do.RESTART,
             Reason.RESIZED,
             ("resize", "there is room for 3 workers", ()),
             0,
         ),
         (
-            failed(yielded=0),
-            {"order": DRAIN, "retries": 0},
+            failed(stopped=0),
+            {"request": DRAIN, "retries": 0},
             Do.RESTART,
             Reason.DRAINED,
             ("preemption", "Ray drains 10.0.0.2", ()),
             0,
         ),
         (
-            failed(yielded=0, lost_peer=1),
-            {"order": DRAIN},
+            failed(stopped=0, lost_peer=1),
+            {"request": DRAIN},
             Do.RESTART,
             Reason.DRAINED,
             ("preemption", DRAIN.text, ()),
             2,
         ),
-        (failed(yielded=0, raised=1), {"order": DRAIN}, Do.RESTART, Reason.ERROR, ("error", "oh", (1,)), 1),
+        (failed(stopped=0, raised=1), {"request": DRAIN}, Do.RESTART, Reason.ERROR, ("error", "oh", (1,)), 1),
         # A start that failed.
         (
             LOST,
@@ -110,9 +112,9 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
         (LOST, {"retries": 0}, Do.GIVE_UP, Reason.NO_RETRIES, None, 0),
         (ERROR, {}, Do.GIVE_UP, Reason.START_ERROR, None, 2),
         # The user stops the run.
-        (failed(yielded=0), {"order": END}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
-        (failed({0: "killed"}), {"order": END}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
-        (NO_ROOM, {"order": END}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
+        (failed(stopped=0), {"request": END}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
+        (failed({0: "killed"}), {"request": END}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
+        (NO_CAPACITY, {"request": END}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
     ],
 )
 def test_what_becomes_of_a_failure(
@@ -120,20 +122,20 @@ def test_what_becomes_of_a_failure(
 ) -> None:
     decision = decision_of(failure, **keys)
     assert (decision.do, decision.reason) == (do, reason)
-    assert decision.tell == (None if told is None else Interrupted(*told))
+    assert decision.message == (None if told is None else Interrupted(*told))
     assert decision.memory.retries == left
 
 
-def test_room_that_was_taken_is_waited_for_without_a_retry() -> None:
-    decision = decision_of(NO_ROOM, retries=0)
-    assert (decision.do, decision.reason) == (Do.RESTART, Reason.NO_ROOM)
-    assert isinstance(decision.tell, Waits)
+def test_capacity_that_was_taken_is_waited_for_without_a_retry() -> None:
+    decision = decision_of(NO_CAPACITY, retries=0)
+    assert (decision.do, decision.reason) == (Do.RESTART, Reason.NO_CAPACITY)
+    assert isinstance(decision.message, Waits)
 
 
 def test_a_word_in_an_order_decides_nothing() -> None:
     """The reason is the enum, whatever the text says."""
-    order = Order(Ask.STOP, Why.GROWTH, "there is room, for nobody drains anything")
-    assert decision_of(failed(yielded=0), order).reason is Reason.RESIZED
+    request = Request(Ask.STOP, Why.GROWTH, "there is room, for nobody drains anything")
+    assert decision_of(failed(stopped=0), request).reason is Reason.RESIZED
 
 
 def test_the_same_error_with_another_id_is_the_same_error() -> None:
@@ -171,22 +173,22 @@ ORDERS = st.sampled_from([NOTHING, GROWTH, DRAIN, END])
 
 
 @given(WORKERS | STARTS, ORDERS, st.integers(0, 3), st.floats(0, 100))
-def test_a_loss_costs_a_retry_and_a_plan_none(failure: Any, order: Order, retries: int, now: float) -> None:
-    decision = decide(Snapshot(failure, order, Memory(retries)), now)
+def test_a_loss_costs_a_retry_and_a_plan_none(failure: Any, request: Request, retries: int, now: float) -> None:
+    decision = decide(Snapshot(failure, request, Memory(retries)), now)
     spent = retries - decision.memory.retries
-    planned = decision.reason in (Reason.DRAINED, Reason.RESIZED, Reason.NO_ROOM)
+    planned = decision.reason in (Reason.DRAINED, Reason.RESIZED, Reason.NO_CAPACITY)
     assert spent == (1 if decision.do is Do.RESTART and not planned else 0)
-    assert (decision.tell is None) == (decision.do is not Do.RESTART), "what is started anew is told"
-    if order.ask is Ask.END:
+    assert (decision.message is None) == (decision.do is not Do.RESTART), "what is started anew is told"
+    if request.ask is Ask.END:
         assert decision.reason is Reason.USER_STOPS
 
 
 @given(st.lists(st.tuples(WORKERS | STARTS, ORDERS), max_size=30), st.integers(0, 3))
-def test_a_job_ends_after_so_many_losses(history: list[tuple[Any, Order]], retries: int) -> None:
+def test_a_job_ends_after_so_many_losses(history: list[tuple[Any, Request]], retries: int) -> None:
     """However failures come, one in ten seconds: more than `retries` losses are never survived."""
     memory, losses = Memory(retries), 0
-    for number, (failure, order) in enumerate(history):
-        decision = decide(Snapshot(failure, order, memory), 10.0 * number)
+    for number, (failure, request) in enumerate(history):
+        decision = decide(Snapshot(failure, request, memory), 10.0 * number)
         memory = decision.memory
         assert memory.retries >= 0
         if decision.do is Do.GIVE_UP:

@@ -76,8 +76,8 @@ def test_a_block_that_raises_leaves_no_object_nor_an_upload(server: Server, size
 
 def test_a_program_that_ends_while_it_writes_completes_nothing(server: Server) -> None:
     code = f"""
-from dp_ray.storage import Storage, Unfinished
-stream = Unfinished(Storage({server.url("ends")!r}), "x")
+from dp_ray.storage import Storage, UnfinishedFile
+stream = UnfinishedFile(Storage({server.url("ends")!r}), "x")
 stream.write(b"x" * {25 * MEGABYTE})
 """
     subprocess.run([sys.executable, "-c", code], check=True)

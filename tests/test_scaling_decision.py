@@ -7,43 +7,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.cluster.orders import Ask, Why
+from dp_ray.cluster.requests import Ask, Why
 from dp_ray.cluster.scaling_decision import (
     GROW_AFTER_SECONDS,
     SAY_SECONDS,
     SETTLE_SECONDS,
     Do,
     Idle,
+    LastCount,
     Reason,
     Running,
-    Seen,
     Wanted,
     decide,
     is_worth_a_look,
 )
 
-WANTED = Wanted(2, 4, {"CPU": 1.0}, "PACK", None, can_stop=True, room_seconds=60.0)
+WANTED = Wanted(2, 4, {"CPU": 1.0}, "PACK", None, can_stop=True, capacity_seconds=60.0)
 NOW = 1000.0
 
 
-def idle(room: int, idle_room: int, waited: float = 0.0, **keys: Any) -> Idle:
+def idle(capacity: int, idle_capacity: int, waited: float = 0.0, **keys: Any) -> Idle:
     """A job of 2 to 4 workers that waits for `waited` seconds."""
     state: dict[str, Any] = {"has_started": False, "may_hold": False, "autoscales": False, "said": NOW, **keys}
     wanted = state.pop("wanted", WANTED)
-    return Idle(wanted, room, idle_room, num_nodes=3, waiting_since=NOW - waited, **state)
+    return Idle(wanted, capacity, idle_capacity, num_nodes=3, waiting_since=NOW - waited, **state)
 
 
 @pytest.mark.parametrize(
     ("snapshot", "do", "reason", "workers"),
     [
         # As many as there is room for, at once where that is all, else when it has settled.
-        (idle(4, 4), Do.START, Reason.ALL_ROOM, 4),
-        (idle(2, 2), Do.START, Reason.ALL_ROOM, 2),
+        (idle(4, 4), Do.START, Reason.ALL_CAPACITY, 4),
+        (idle(2, 2), Do.START, Reason.ALL_CAPACITY, 2),
         (idle(3, 4), Do.WAIT, Reason.SETTLING, 0),
         (idle(3, 4, SETTLE_SECONDS), Do.WAIT, Reason.SETTLING, 0),
         (idle(3, 4, SETTLE_SECONDS + 0.1), Do.START, Reason.SETTLED, 3),
-        (idle(2, 1), Do.START, Reason.ALL_ROOM, 2),  # room that is held by ours counts, idle or not
-        # Our own last workers may hold room until they are told to make way.
+        (idle(2, 1), Do.START, Reason.ALL_CAPACITY, 2),  # capacity that is held by ours counts, idle or not
+        # Our own last workers may hold capacity until they are told to make way.
         (idle(1, 4, 2 * SETTLE_SECONDS, may_hold=True), Do.WAIT, Reason.OTHERS_HOLD, 0),
         (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Do.START, Reason.OWN_HOLD, 2),
         (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=False), Do.WAIT, Reason.OTHERS_HOLD, 0),
@@ -55,7 +55,7 @@ def idle(room: int, idle_room: int, waited: float = 0.0, **keys: Any) -> Idle:
         (idle(1, 1, 60.1, has_started=True, autoscales=True), Do.WAIT, Reason.TOO_FEW_NODES, 0),
         (idle(1, 2, 60.1, has_started=True), Do.WAIT, Reason.OTHERS_HOLD, 0),
         (
-            idle(1, 1, 9e9, has_started=True, wanted=replace(WANTED, room_seconds=None)),
+            idle(1, 1, 9e9, has_started=True, wanted=replace(WANTED, capacity_seconds=None)),
             Do.WAIT,
             Reason.TOO_FEW_NODES,
             0,
@@ -82,10 +82,10 @@ def test_giving_up_says_what_is_missing_and_what_to_do() -> None:
     )
 
 
-def running(workers: int, room: int | None, seen: tuple[int, float] = (0, 0.0), **keys: Any) -> Running:
-    """`workers` of 2 to 4 that have run for long; `seen` is the room seen before, and how long ago."""
+def running(workers: int, capacity: int | None, seen: tuple[int, float] = (0, 0.0), **keys: Any) -> Running:
+    """`workers` of 2 to 4 that have run for long; `seen` is the capacity seen before, and how long ago."""
     wanted, ran = keys.pop("wanted", WANTED), keys.pop("ran", 60.0)
-    return Running(wanted, workers, NOW - ran, Seen(seen[0], NOW - seen[1]), room=room, **keys)
+    return Running(wanted, workers, NOW - ran, LastCount(seen[0], NOW - seen[1]), capacity=capacity, **keys)
 
 
 LONG = SETTLE_SECONDS + 0.1
@@ -98,12 +98,12 @@ LONG = SETTLE_SECONDS + 0.1
         (running(3, 4, (4, LONG)), Do.ASK, Reason.GROWTH, Ask.STOP),
         (running(3, 4, (4, SETTLE_SECONDS)), Do.GO_ON, Reason.SETTLING, None),
         (running(2, 4, (3, LONG)), Do.GO_ON, Reason.SETTLING, None),
-        (running(3, 3, (3, LONG)), Do.GO_ON, Reason.NO_MORE_ROOM, None),
-        (running(3, 2, (3, LONG)), Do.GO_ON, Reason.NO_MORE_ROOM, None),
+        (running(3, 3, (3, LONG)), Do.GO_ON, Reason.NO_MORE_CAPACITY, None),
+        (running(3, 2, (3, LONG)), Do.GO_ON, Reason.NO_MORE_CAPACITY, None),
         (running(4, None, (4, LONG)), Do.GO_ON, Reason.AS_WANTED, None),
         (running(3, None, (4, LONG), ran=GROW_AFTER_SECONDS - 0.1), Do.GO_ON, Reason.TOO_YOUNG, None),
         (running(3, 4, (4, LONG), wanted=replace(WANTED, can_stop=False)), Do.GO_ON, Reason.MUST_NOT_STOP, None),
-        # Drain: stop where enough room is left, else keep what is done; at once, however young the workers are.
+        # Drain: stop where enough capacity is left, else keep what is done; at once, however young the workers are.
         (running(4, 3, draining=("10.0.0.2",), ran=0.0), Do.ASK, Reason.DRAIN, Ask.STOP),
         (running(4, 2, draining=("10.0.0.2",)), Do.ASK, Reason.DRAIN, Ask.STOP),
         (running(4, 1, draining=("10.0.0.2",)), Do.ASK, Reason.DRAIN, Ask.SAVE),
@@ -118,12 +118,12 @@ LONG = SETTLE_SECONDS + 0.1
 def test_while_workers_run(snapshot: Running, do: Do, reason: Reason, ask: Ask | None) -> None:
     decision = decide(snapshot, NOW)
     assert (decision.do, decision.reason) == (do, reason)
-    assert (decision.order.ask if decision.order else None) is ask
+    assert (decision.request.ask if decision.request else None) is ask
 
 
 def test_the_order_says_why() -> None:
-    grown = decide(running(3, 4, (4, LONG)), NOW).order
-    drained = decide(running(4, 3, draining=("10.0.0.2", "10.0.0.3")), NOW).order
+    grown = decide(running(3, 4, (4, LONG)), NOW).request
+    drained = decide(running(4, 3, draining=("10.0.0.2", "10.0.0.3")), NOW).request
     assert grown is not None and (grown.why, grown.text) == (Why.GROWTH, "there is room for 4 workers")
     assert drained is not None and (drained.why, drained.text) == (Why.DRAIN, "Ray drains 10.0.0.2, 10.0.0.3")
 
@@ -136,7 +136,7 @@ def test_every_reason_is_a_sentence_of_its_own() -> None:
 MOMENTS = st.floats(0, 200)
 WANTEDS = st.builds(
     lambda least, more, can_stop, limit: Wanted(
-        least, least + more, {"CPU": 1.0}, "PACK", None, can_stop=can_stop, room_seconds=limit
+        least, least + more, {"CPU": 1.0}, "PACK", None, can_stop=can_stop, capacity_seconds=limit
     ),
     st.integers(1, 5),
     st.integers(0, 5),
@@ -149,32 +149,34 @@ WANTEDS = st.builds(
 def idles(draw: st.DrawFn) -> Idle:
     """Any snapshot while no workers run; nowhere is room for more than the job wants."""
     wanted = draw(WANTEDS)
-    rooms = st.integers(0, wanted.max_workers)
+    capacities = st.integers(0, wanted.max_workers)
     started, may_hold, autoscales = draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
     nodes = draw(st.integers(0, 9))
-    return Idle(wanted, draw(rooms), draw(rooms), nodes, started, may_hold, autoscales, draw(MOMENTS))
+    return Idle(wanted, draw(capacities), draw(capacities), nodes, started, may_hold, autoscales, draw(MOMENTS))
 
 
 @given(idles(), st.floats(0, 400))
-def test_a_start_is_never_of_fewer_or_more_than_wanted_nor_without_room(snapshot: Idle, waited: float) -> None:
+def test_a_start_is_never_of_fewer_or_more_than_wanted_nor_without_capacity(snapshot: Idle, waited: float) -> None:
     decision = decide(snapshot, snapshot.waiting_since + waited)
     wanted = snapshot.wanted
     if decision.do is Do.START:
         assert wanted.min_workers <= decision.num_workers <= wanted.max_workers
-        assert decision.num_workers <= max(snapshot.room, snapshot.idle_room)
-        assert decision.num_workers == snapshot.room or decision.reason is Reason.OWN_HOLD
+        assert decision.num_workers <= max(snapshot.capacity, snapshot.idle_capacity)
+        assert decision.num_workers == snapshot.capacity or decision.reason is Reason.OWN_HOLD
     else:
         assert decision.num_workers == 0
         assert decision.do in (Do.WAIT, Do.GIVE_UP)
-        assert snapshot.room < wanted.min_workers or waited <= SETTLE_SECONDS
+        assert snapshot.capacity < wanted.min_workers or waited <= SETTLE_SECONDS
 
 
 @given(idles(), st.floats(0, 400))
 def test_a_job_is_given_up_only_where_waiting_is_hopeless(snapshot: Idle, waited: float) -> None:
     decision = decide(snapshot, snapshot.waiting_since + waited)
-    hopeless = snapshot.has_started and not snapshot.autoscales and snapshot.idle_room < snapshot.wanted.min_workers
-    limit = snapshot.wanted.room_seconds
-    lacks = snapshot.room < snapshot.wanted.min_workers
+    hopeless = (
+        snapshot.has_started and not snapshot.autoscales and snapshot.idle_capacity < snapshot.wanted.min_workers
+    )
+    limit = snapshot.wanted.capacity_seconds
+    lacks = snapshot.capacity < snapshot.wanted.min_workers
     # The moment itself may fall either way: `waited` is a difference of two sums.
     if decision.do is Do.GIVE_UP:
         assert hopeless and lacks and limit is not None and waited >= limit - 1e-6
@@ -184,42 +186,44 @@ def test_a_job_is_given_up_only_where_waiting_is_hopeless(snapshot: Idle, waited
 
 @st.composite
 def runnings(draw: st.DrawFn) -> Running:
-    """Any snapshot while workers run, with the room counted."""
+    """Any snapshot while workers run, with the capacity counted."""
     wanted = draw(WANTEDS)
-    rooms = st.integers(0, wanted.max_workers)
+    capacities = st.integers(0, wanted.max_workers)
     workers = draw(st.integers(wanted.min_workers, wanted.max_workers))
     draining = tuple(draw(st.lists(st.sampled_from(["10.0.0.1", "10.0.0.2"]), max_size=2, unique=True)))
-    return Running(wanted, workers, draw(MOMENTS), Seen(draw(rooms), draw(MOMENTS)), draining, draw(rooms))
+    return Running(
+        wanted, workers, draw(MOMENTS), LastCount(draw(capacities), draw(MOMENTS)), draining, draw(capacities)
+    )
 
 
 @given(runnings(), st.floats(0, 400))
 def test_workers_stop_only_for_something_better(snapshot: Running, now: float) -> None:
     decision = decide(snapshot, now)
-    order, wanted = decision.order, snapshot.wanted
-    assert (order is None) == (decision.do is Do.GO_ON)
-    if order is not None and order.ask is Ask.STOP:
+    request, wanted = decision.request, snapshot.wanted
+    assert (request is None) == (decision.do is Do.GO_ON)
+    if request is not None and request.ask is Ask.STOP:
         assert wanted.can_stop
-        assert snapshot.room is not None and snapshot.room >= wanted.min_workers, "what stops can start again"
-        assert order.why is Why.DRAIN or snapshot.room > snapshot.num_workers
-    assert (order is not None and order.why is Why.DRAIN) == bool(snapshot.draining)
+        assert snapshot.capacity is not None and snapshot.capacity >= wanted.min_workers, "what stops can start again"
+        assert request.why is Why.DRAIN or snapshot.capacity > snapshot.num_workers
+    assert (request is not None and request.why is Why.DRAIN) == bool(snapshot.draining)
 
 
 @given(runnings(), st.floats(0, 400))
-def test_where_a_look_is_not_worth_it_the_room_does_not_matter(snapshot: Running, now: float) -> None:
+def test_where_a_look_is_not_worth_it_the_capacity_does_not_matter(snapshot: Running, now: float) -> None:
     if not is_worth_a_look(snapshot, now):
-        assert decide(snapshot, now) == decide(replace(snapshot, room=None), now)
+        assert decide(snapshot, now) == decide(replace(snapshot, capacity=None), now)
         assert decide(snapshot, now).do is Do.GO_ON
 
 
 @given(runnings(), st.lists(st.integers(0, 10), min_size=1, max_size=30))
-def test_growth_waits_until_the_room_has_stayed_the_same(start: Running, rooms: list[int]) -> None:
-    """A look a second, as the policy does: only room that stayed for SETTLE_SECONDS has workers stop."""
-    seen, same = start.seen, 0
-    for second, room in enumerate(rooms):
+def test_growth_waits_until_the_capacity_has_stayed_the_same(start: Running, capacities: list[int]) -> None:
+    """A look a second, as the policy does: only capacity that stayed for SETTLE_SECONDS has workers stop."""
+    seen, same = start.last_count, 0
+    for second, capacity in enumerate(capacities):
         now = 300.0 + second
-        same = same + 1 if second and room == rooms[second - 1] else 0
-        snapshot = replace(start, draining=(), room=room, seen=seen if second else Seen(-1, now))
+        same = same + 1 if second and capacity == capacities[second - 1] else 0
+        snapshot = replace(start, draining=(), capacity=capacity, last_count=seen if second else LastCount(-1, now))
         decision = decide(snapshot, now)
-        seen = decision.seen or seen
+        seen = decision.last_count or seen
         if decision.reason is Reason.GROWTH:
             assert same > SETTLE_SECONDS

@@ -12,7 +12,7 @@ from dp_ray.plan.work import Done, Range
 from dp_ray.replica.world import World
 from dp_ray.results.shape_journal import Journal, read_journal
 from dp_ray.results.shape_recorder import Recorder
-from dp_ray.results.shape_reports import Collector, Rows, table_of
+from dp_ray.results.shape_reports import Collector, ReportColumns, table_of
 from dp_ray.results.shapes import Seen
 from dp_ray.storage import Storage
 from tests.support import forked
@@ -49,7 +49,7 @@ def test_a_training_whose_driver_was_killed_tells_each_step_once(tmp_path: Path)
 def test_reports_of_a_worker_that_is_ahead_are_kept_too(tmp_path: Path) -> None:
     folder = Storage(str(tmp_path / "reports"))
     journal = Journal(folder)
-    blocks: list[Rows] = []
+    blocks: list[ReportColumns] = []
     collector = Collector(lambda collector, rows: blocks.append(rows))
     worlds = [World(rank, 2) for rank in range(2)]
     collector.begin(worlds)

@@ -22,8 +22,8 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Range
 from dp_ray.replica.world import World
 from dp_ray.results import shape_reports
-from dp_ray.results.shape_recorder import Recorder, Report, Run
-from dp_ray.results.shape_reports import Collector, ReportFile, Rows, read_reports, read_runs
+from dp_ray.results.shape_recorder import Recorder, Report, ShardSpan
+from dp_ray.results.shape_reports import Collector, ReportColumns, ReportFile, read_reports, read_spans
 from dp_ray.results.shapes import Seen, ShardReport, decode_sizes
 
 SEEN = [Seen(f"[{rows}, 5]", f"[{rows}, 2]", rows) for rows in range(1, 5)]
@@ -44,10 +44,10 @@ def spelled(report: Report, seen: dict[int, Seen]) -> list[Row]:
     """A report's rows one by one, with the sizes that this and earlier reports named."""
     seen.update(report.seen)
     rows = []
-    for run in report.runs:
-        assert len(run.milliseconds) == run.num_steps
-        numbered = enumerate(run.milliseconds.tolist(), run.first_step)
-        rows += [Row(step, run.shard, seen[run.seen], time) for step, time in numbered]
+    for span in report.spans:
+        assert len(span.milliseconds) == span.num_steps
+        numbered = enumerate(span.milliseconds.tolist(), span.first_step)
+        rows += [Row(step, span.shard, seen[span.seen], time) for step, time in numbered]
     return rows
 
 
@@ -71,14 +71,14 @@ def test_equal_steps_are_one_run() -> None:
     (report,) = sent
     assert report.world == World() and report.through == 9
     assert report.seen == {0: SEEN[0], 1: SEEN[1]}
-    assert [run[:4] for run in report.runs] == [(0, 10, 3, 0), (0, 10, 4, 1)]
-    assert [run.milliseconds.tolist() for run in report.runs] == [
+    assert [span[:4] for span in report.spans] == [(0, 10, 3, 0), (0, 10, 4, 1)]
+    assert [span.milliseconds.tolist() for span in report.spans] == [
         [step + shard / 8 for step in range(10)] for shard in (3, 4)
     ]
 
 
 @pytest.mark.parametrize(
-    ("steps", "sizes", "runs"),
+    ("steps", "sizes", "spans"),
     [
         ([0, 1, 2], [0, 0, 1], [(0, 2), (2, 1)]),
         ([0, 1, 2], [0, 1, 0], [(0, 1), (1, 1), (2, 1)]),
@@ -86,12 +86,12 @@ def test_equal_steps_are_one_run() -> None:
     ],
 )
 def test_a_run_ends_where_the_size_changes_or_a_step_is_left_out(
-    steps: list[int], sizes: list[int], runs: list[tuple[int, int]]
+    steps: list[int], sizes: list[int], spans: list[tuple[int, int]]
 ) -> None:
     with recording() as (recorder, sent):
         for step, size in zip(steps, sizes, strict=True):
             record(recorder, Row(step, 0, SEEN[size], 1.0))
-    assert [(run.first_step, run.num_steps) for run in sent[0].runs] == runs
+    assert [(span.first_step, span.num_steps) for span in sent[0].spans] == spans
 
 
 histories = st.lists(
@@ -121,7 +121,7 @@ def test_all_that_was_recorded_is_sent(steps: list[tuple[list[tuple[int, Seen]],
     named: dict[int, Seen] = {}
     assert sorted(row for report in sent for row in spelled(report, named)) == sorted(recorded)
     for report in sent:
-        assert [run.first_step for run in report.runs] == sorted(run.first_step for run in report.runs)
+        assert [span.first_step for span in report.spans] == sorted(span.first_step for span in report.spans)
     assert len({number for report in sent for number in report.seen}) == len(named) == len(set(named.values()))
     assert not steps or sent[-1].through == len(steps) - 1
 
@@ -141,7 +141,7 @@ def test_a_step_without_rows_is_told_too() -> None:
         recorder.flush()
         recorder.flush()
         recorder.on_step(1)
-    assert [(report.through, report.runs) for report in sent] == [(0, []), (1, [])]
+    assert [(report.through, report.spans) for report in sent] == [(0, []), (1, [])]
 
 
 def record_and_fail(sent: list[Report]) -> None:
@@ -157,7 +157,7 @@ def test_an_error_in_the_block_loses_nothing() -> None:
     with pytest.raises(KeyError):
         record_and_fail(sent)
     assert sent[0].through == 0
-    assert [(run.first_step, run.num_steps) for run in sent[0].runs] == [(0, 2)]
+    assert [(span.first_step, span.num_steps) for span in sent[0].spans] == [(0, 2)]
 
 
 def test_reports_are_sent_in_the_background() -> None:
@@ -248,10 +248,10 @@ def world_of(attempt: int, rank: int, world_size: int) -> World:
     return World(rank, world_size, node=f"node-{attempt}")
 
 
-def keep(kept: list[Emitted]) -> Callable[[Collector, Rows], None]:
+def keep(kept: list[Emitted]) -> Callable[[Collector, ReportColumns], None]:
     """An `on_rows` that spells the rows out."""
 
-    def on_rows(collector: Collector, rows: Rows) -> None:
+    def on_rows(collector: Collector, rows: ReportColumns) -> None:
         assert len(rows) > 0
         for step, shard, world, seen, time in zip(*(column.tolist() for column in rows), strict=True):
             here = collector.worlds[world]
@@ -362,11 +362,11 @@ def test_every_shard_is_passed_on_once_in_order(steps: int, shards: int, attempt
     assert [one.seen for one in play.emitted] == [play.seen(*place) for place in places]
 
 
-def run(first: int, count: int, shard: int, seen: int = 0, time: float = 1.0) -> Run:
-    return Run(first, count, shard, seen, np.full(count, time, np.float32))
+def span(first: int, count: int, shard: int, seen: int = 0, time: float = 1.0) -> ShardSpan:
+    return ShardSpan(first, count, shard, seen, np.full(count, time, np.float32))
 
 
-def two_workers(on_rows: Callable[[Collector, Rows], None]) -> tuple[Collector, list[World]]:
+def two_workers(on_rows: Callable[[Collector, ReportColumns], None]) -> tuple[Collector, list[World]]:
     collector, worlds = Collector(on_rows), [world_of(0, rank, 2) for rank in range(2)]
     collector.begin(worlds)
     return collector, worlds
@@ -376,10 +376,10 @@ def test_a_step_is_passed_on_when_all_workers_are_through() -> None:
     kept: list[Emitted] = []
     collector, (first, second) = two_workers(keep(kept))
     collector.emit()
-    collector.take(Report(first, 3, {0: SEEN[0]}, [run(0, 4, 0)]))
+    collector.take(Report(first, 3, {0: SEEN[0]}, [span(0, 4, 0)]))
     collector.emit()
     assert kept == []
-    collector.take(Report(second, 1, {0: SEEN[1]}, [run(0, 2, 1)]))
+    collector.take(Report(second, 1, {0: SEEN[1]}, [span(0, 2, 1)]))
     assert kept == []
     collector.emit()
     assert [(one.step, one.shard, one.seen) for one in kept] == [
@@ -388,13 +388,13 @@ def test_a_step_is_passed_on_when_all_workers_are_through() -> None:
     collector.take(Report(second, 9, {}, []))
     collector.emit()
     assert [(one.step, one.shard) for one in kept[4:]] == [(2, 0), (3, 0)]
-    assert collector.rows_of(1, run(0, 7, 1)) == 7 * SEEN[1].rows
+    assert collector.rows_of(1, span(0, 7, 1)) == 7 * SEEN[1].rows
 
 
 def test_what_is_left_of_a_run_keeps_its_place() -> None:
     kept: list[Emitted] = []
     collector, (first, second) = two_workers(keep(kept))
-    collector.take(Report(first, 9, {0: SEEN[0]}, [run(0, 10, 0), run(5, 5, 1)]))
+    collector.take(Report(first, 9, {0: SEEN[0]}, [span(0, 10, 0), span(5, 5, 1)]))
     for through in (3, 4, 9):
         collector.take(Report(second, through, {}, []))
         collector.emit()
@@ -405,7 +405,7 @@ def test_what_is_left_of_a_run_keeps_its_place() -> None:
 def test_what_never_came_through_is_passed_on_at_the_end() -> None:
     kept: list[Emitted] = []
     collector, (first, _) = two_workers(keep(kept))
-    collector.take(Report(first, 3, {0: SEEN[0]}, [run(0, 4, 0)]))
+    collector.take(Report(first, 3, {0: SEEN[0]}, [span(0, 4, 0)]))
     collector.emit()
     collector.close()
     assert [one.step for one in kept] == [0, 1, 2, 3]
@@ -414,10 +414,10 @@ def test_what_never_came_through_is_passed_on_at_the_end() -> None:
 def test_the_newest_attempt_counts_where_a_step_was_run_twice() -> None:
     kept: list[Emitted] = []
     collector, (first, _) = two_workers(keep(kept))
-    collector.take(Report(first, 3, {0: SEEN[0]}, [run(0, 4, 0)]))
+    collector.take(Report(first, 3, {0: SEEN[0]}, [span(0, 4, 0)]))
     alone = world_of(1, 0, 1)
     collector.begin([alone])
-    collector.take(Report(alone, 5, {0: SEEN[1]}, [run(2, 4, 0)]))
+    collector.take(Report(alone, 5, {0: SEEN[1]}, [span(2, 4, 0)]))
     collector.emit()
     assert [(one.step, one.worker[0], one.seen) for one in kept] == [
         (0, 0, SEEN[0]), (1, 0, SEEN[0]), *((step, 1, SEEN[1]) for step in range(2, 6))
@@ -439,7 +439,7 @@ def test_a_worker_far_ahead_keeps_sizes_and_the_sum_of_times(
     """
     kept: list[Emitted] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shape_reports, "PENDING_RUNS", 2)
+        patch.setattr(shape_reports, "PENDING_SPANS", 2)
         collector, (ahead, late) = two_workers(keep(kept))
         recorded: list[Row] = []
         with Recorder(ahead, collector.take, NEVER) as recorder:
@@ -467,8 +467,8 @@ def test_times_are_exact_where_no_worker_is_far_ahead() -> None:
     kept: list[Emitted] = []
     collector, worlds = two_workers(keep(kept))
     for world in worlds:
-        runs = [run(step, 1, world.rank, 0, step * 2.0 + world.rank) for step in range(1000)]
-        collector.take(Report(world, 999, {0: SEEN[0]}, runs))
+        spans = [span(step, 1, world.rank, 0, step * 2.0 + world.rank) for step in range(1000)]
+        collector.take(Report(world, 999, {0: SEEN[0]}, spans))
     collector.emit()
     assert [one.milliseconds for one in kept] == [float(number) for number in range(2000)]
 
@@ -488,7 +488,7 @@ def test_memory_does_not_grow_with_the_steps() -> None:
     """300,000 steps of two workers in blocks: as rows, 12 megabytes."""
     count = 0
 
-    def on_rows(collector: Collector, rows: Rows) -> None:
+    def on_rows(collector: Collector, rows: ReportColumns) -> None:
         nonlocal count
         count += len(rows)
 
@@ -496,7 +496,7 @@ def test_memory_does_not_grow_with_the_steps() -> None:
         collector, worlds = two_workers(on_rows)
         for first in range(0, 300_000, 1000):
             for world in worlds:
-                collector.take(Report(world, first + 999, {0: SEEN[0]}, [run(first, 1000, world.rank)]))
+                collector.take(Report(world, first + 999, {0: SEEN[0]}, [span(first, 1000, world.rank)]))
             collector.emit()
         collector.close()
 
@@ -506,10 +506,10 @@ def test_memory_does_not_grow_with_the_steps() -> None:
 
 def test_memory_does_not_grow_with_a_worker_that_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reports 100,000 steps, ten at a time, before the other one is through with the first."""
-    monkeypatch.setattr(shape_reports, "PENDING_RUNS", 64)
+    monkeypatch.setattr(shape_reports, "PENDING_SPANS", 64)
     count = 0
 
-    def on_rows(collector: Collector, rows: Rows) -> None:
+    def on_rows(collector: Collector, rows: ReportColumns) -> None:
         nonlocal count
         count += len(rows)
 
@@ -517,7 +517,7 @@ def test_memory_does_not_grow_with_a_worker_that_is_far_ahead(monkeypatch: pytes
 
     def go() -> None:
         for first in range(0, 100_000, 10):
-            collector.take(Report(ahead, first + 9, {0: SEEN[0]}, [run(first, 10, 0)]))
+            collector.take(Report(ahead, first + 9, {0: SEEN[0]}, [span(first, 10, 0)]))
 
     assert growth_of(go) < 500_000
     collector.take(Report(late, 100_000, {}, []))
@@ -537,7 +537,7 @@ def write(path: Path, blocks: Sequence[Sequence[ShardReport]]) -> None:
             numbers = np.arange(first, first + len(block), dtype=np.int32)
             step, shard = (np.array([getattr(one, name) for one in block]) for name in ("step", "shard"))
             times = np.array([one.milliseconds for one in block], np.float32)
-            file.write(collector, Rows(step, shard.astype(np.int32), numbers, numbers, times))
+            file.write(collector, ReportColumns(step, shard.astype(np.int32), numbers, numbers, times))
         file.close()
 
 
@@ -596,10 +596,10 @@ def test_what_was_reported_of_finished_shards_is_taken_in_again(tmp_path: Path) 
     done = Done([Range(0, 3, 0, 4), Range(4, 6, 0, 4), Range(6, 8, 0, 2)])
     kept: list[ShardReport] = []
     collector = Collector(lambda collector, rows: kept.extend(shard_reports(collector, rows)))
-    runs = read_runs(pq.ParquetFile(tmp_path / "x"), done)
+    spans = read_spans(pq.ParquetFile(tmp_path / "x"), done)
     rest = [one for one in told if one.step in (3, 8, 9) or (one.step >= 6 and one.shard >= 2)]
-    assert sum(run.num_steps for _, _, run in runs) == len(told) - len(rest)
-    collector.restore(runs)
+    assert sum(span.num_steps for _, _, span in spans) == len(told) - len(rest)
+    collector.restore(spans)
     collector.begin([World()])
     with Recorder(World(), collector.take, NEVER) as recorder:
         for one in rest:
@@ -612,7 +612,7 @@ def test_what_was_reported_of_finished_shards_is_taken_in_again(tmp_path: Path) 
         assert now == (anew if was in rest else was)
 
 
-def shard_reports(collector: Collector, rows: Rows) -> Iterator[ShardReport]:
+def shard_reports(collector: Collector, rows: ReportColumns) -> Iterator[ShardReport]:
     for step, shard, number, size, time in zip(*(column.tolist() for column in rows), strict=True):
         world, seen = collector.worlds[number], collector.seen[size]
         sizes = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
@@ -641,7 +641,7 @@ def test_the_memory_of_many_sizes_in_many_small_blocks_is_what_they_take(tmp_pat
         for step in range(400):
             numbers = shards + len(collector.seen)
             collector.seen += [Seen(f"[1, {number}]", f"[{number}]", 1) for number in numbers.tolist()]
-            file.write(collector, Rows(np.full(16, step), shards, world, numbers, ones))
+            file.write(collector, ReportColumns(np.full(16, step), shards, world, numbers, ones))
 
     with (tmp_path / "x").open("wb") as sink:
         file = ReportFile(sink)

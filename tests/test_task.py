@@ -82,7 +82,9 @@ def test_outputs_are_a_plain_loops_bit_for_bit(
     assert torch.equal(merged.read(), expected)
     whole = job.model(torch.stack([job.dataset[index] for index in order])).detach()
     assert torch.allclose(merged.read(), whole, atol=1e-6)
-    assert sum(run.num_steps * report.seen.get(run.seen, (0, 0, 0))[2] for report in reports for run in report.runs)
+    assert sum(
+        span.num_steps * report.seen.get(span.seen, (0, 0, 0))[2] for report in reports for span in report.spans
+    )
 
 
 @pytest.mark.parametrize(("shards", "workers"), [(1, 1), (3, 2), (8, 3), (8, 8)])

@@ -275,14 +275,14 @@ def test_what_raised_is_named_on_every_worker_of_a_group(tmp_path: Path, failing
 
 def test_a_worker_tells_the_users_frames_and_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Failed] = []
-    monkeypatch.setattr(worker, "tell", lambda channel, message: told.append(message))
+    monkeypatch.setattr(worker, "send", lambda channel, message: told.append(message))
 
     class Heartbeat:
         has_progressed = False
 
     given: Any = worker.WorkerConfig(Job.make(keys_of_job(), "job"), "run", "token", None, False)
     heartbeat: Any = Heartbeat()
-    with contextlib.suppress(messages.WorkerExit), worker.told_errors(given, "a", World(1, 2), heartbeat):
+    with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), heartbeat):
         step = worker_step()
         step(nn.Linear(6, 3), (torch.ones(4, 6), torch.ones(4)))
     (failed,) = told

@@ -10,18 +10,18 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.orders import NOTHING, Ask, Order
+from dp_ray.cluster.requests import NOTHING, Ask, Request
 
 HOLD_SECONDS = 0.25
 
 
 class Channel:
-    """The actor: it holds the workers' messages, the current order, and who has ended."""
+    """The actor: it holds the workers' messages, the current request, and who has ended."""
 
     def __init__(self) -> None:
         self._messages: list[bytes] = []
         self._arrived = asyncio.Event()
-        self._order = NOTHING
+        self._request = NOTHING
         self._fired: set[int] = set()
         self._ended: dict[str, set[int]] = {}
         self._all_ended = asyncio.Condition()
@@ -30,9 +30,9 @@ class Channel:
         """Take in a message; the answer is what the workers are asked to do now."""
         self._messages.append(message)
         self._arrived.set()
-        return self._order.ask
+        return self._request.ask
 
-    async def drain(self) -> list[bytes]:
+    async def receive(self) -> list[bytes]:
         """All messages since the last call; waits up to HOLD_SECONDS for the first one."""
         if not self._messages:
             self._arrived.clear()
@@ -43,14 +43,14 @@ class Channel:
         messages, self._messages = self._messages, []
         return messages
 
-    async def order(self, order: Order) -> None:
-        """Replace the current order; Ask.END is final, and no later order replaces it."""
-        if self._order.ask is not Ask.END:
-            self._order = order
+    async def request(self, request: Request) -> None:
+        """Replace the current request; Ask.END is final, and no later request replaces it."""
+        if self._request.ask is not Ask.END:
+            self._request = request
 
-    async def ordered(self) -> Order:
-        """The current order: what the workers are asked to do, and why."""
-        return self._order
+    async def requested(self) -> Request:
+        """The current request: what the workers are asked to do, and why."""
+        return self._request
 
     async def fire(self, fault: int) -> bool:
         """Whether a fault is still to be injected: true on the first call only."""
@@ -79,13 +79,13 @@ def encoded(message: Any) -> bytes:
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def tell(channel: Any, message: Any, wait: bool = True) -> None:
+def send(channel: Any, message: Any, wait: bool = True) -> None:
     """Send a message; with `wait`, return only once it has arrived."""
     sent = channel.put.remote(encoded(message))
     if wait:
         ray.get(sent)
 
 
-def drain(channel: Any) -> list[Any]:
+def receive(channel: Any) -> list[Any]:
     """The messages that have arrived, decoded; waits up to HOLD_SECONDS for one."""
-    return [pickle.loads(message) for message in ray.get(channel.drain.remote())]
+    return [pickle.loads(message) for message in ray.get(channel.receive.remote())]

@@ -13,22 +13,24 @@ from typing import Any
 import ray
 
 import dp_ray
-from dp_ray.cluster.ray_internals import (
+from dp_ray.cluster.ray_internals.core import (
+    autoscales,
+    find_users_token,
+    raylets_hushed,
+    shown_as,
+    start_local,
+    wants_token,
+)
+from dp_ray.cluster.ray_internals.variables import (
     ADDRESS,
     AUTH_MODE,
     AUTH_TOKEN,
     JOB_CONFIG,
     TRAIN_ENVIRONMENT,
     USE_TLS,
-    autoscales,
-    find_users_token,
     forget_variables,
-    raylets_hushed,
-    shown_as,
-    start_local,
-    wants_token,
 )
-from dp_ray.cluster.resources import Resources, room_for, text_of, times
+from dp_ray.cluster.resources import Resources, capacity_for, text_of, times
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
 from dp_ray.system.environment import environment, is_env, without_values
@@ -49,7 +51,7 @@ def connected(job: Job, address: str | None, verbose: bool) -> Iterator[None]:
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
     short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path is limited to 107 characters, TMPDIR is not
     with _environment_kept(), handlers_kept(), own_folder(short) as folder, raylets_hushed(verbose):
-        _start(job, address_of(address), verbose, folder)
+        _start_ray(job, address_of(address), verbose, folder)
         try:
             yield
         finally:
@@ -61,7 +63,7 @@ def address_of(given: str | None) -> str | None:
     return given or os.environ.get(ADDRESS)
 
 
-def _start(job: Job, address: str | None, verbose: bool, folder: str) -> None:
+def _start_ray(job: Job, address: str | None, verbose: bool, folder: str) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
     quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
@@ -122,12 +124,12 @@ def worker_resources(job: Job) -> dict[str, float]:
 def check_fits(job: Job, each: Resources) -> str | None:
     """What the job must wait for, None if nothing; raises ClusterError if it can never fit."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = room_for(each, nodes, job.placement, job.accelerator_type)
-    if room < job.min_workers:
+    capacity = capacity_for(each, nodes, job.placement, job.accelerator_type)
+    if capacity < job.min_workers:
         says = (
             f"{job.min_workers} workers need {times(each, job.min_workers)}{_on(job.accelerator_type)} "
             f"({text_of(each)} each, {job.placement}); the cluster of {len(nodes)} nodes has "
-            f"{text_of(_total(nodes, each))}, room for {room} workers{_too_large(each, nodes)}"
+            f"{text_of(_total(nodes, each))}, room for {capacity} workers{_too_large(each, nodes)}"
         )
         if not autoscales():
             raise ClusterError(f"{says}, and no autoscaler that could add nodes")

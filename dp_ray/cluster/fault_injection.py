@@ -7,7 +7,7 @@ import subprocess
 import psutil
 import ray
 
-from dp_ray.cluster.ray_internals import drain_this_node, raylet_of_this_worker
+from dp_ray.cluster.ray_internals.core import drain_this_node, raylet_of_this_worker
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.monitor.faults import Fault
 

@@ -1,4 +1,4 @@
-"""A worker's heartbeat: it reports that the worker is alive, whatever its loop does, and receives orders."""
+"""A worker's heartbeat: it reports that the worker is alive, whatever its loop does, and receives requests."""
 
 import sys
 import threading
@@ -11,9 +11,9 @@ from typing import Any
 import ray
 from torch.distributed import distributed_c10d
 
-from dp_ray.cluster.channel import encoded, tell
+from dp_ray.cluster.channel import encoded, send
 from dp_ray.cluster.fault_injection import bring_about
-from dp_ray.cluster.orders import Ask
+from dp_ray.cluster.requests import Ask
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.messages import Beat, FaultInjected, Started, beat_interval
 from dp_ray.replica.world import World
@@ -24,7 +24,7 @@ SHOWN_FRAMES = 12
 
 
 class Heartbeat(StepControl):
-    """Step control of a worker on Ray: a thread sends beats, and the answers carry the driver's orders.
+    """Step control of a worker on Ray: a thread sends beats, and the answers carry the driver's requests.
 
     Once the loop has been in one step for `limit` seconds, each beat carries its stack.
     """
@@ -63,11 +63,11 @@ class Heartbeat(StepControl):
         self._step, self._since = step, time.monotonic()
         if self._first is None:
             self._first = step
-            tell(self._channel, Started(self._attempt, self._world.rank, step))
+            send(self._channel, Started(self._attempt, self._world.rank, step))
         for fault in [one for one in self._faults if one.is_due(self._world, step)]:
             self._faults.remove(fault)
             if ray.get(self._channel.fire.remote(fault.number)):
-                tell(self._channel, FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver"))
+                send(self._channel, FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver"))
                 bring_about(fault, self._driver_node)
 
     def touch(self) -> None:
@@ -112,11 +112,11 @@ class Heartbeat(StepControl):
             stack, waits = self._stack() if is_late else ("", "")
             beat = Beat(self._attempt, self._world.rank, self._step, seconds, stack, waits)
             try:
-                order: Ask = ray.get(self._channel.put.remote(encoded(beat)))
+                request: Ask = ray.get(self._channel.put.remote(encoded(beat)))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and Ray will end this worker soon
-            self.wants_stop = order in (Ask.STOP, Ask.END)
-            if order is Ask.SAVE and not self._has_saved:
+            self.wants_stop = request in (Ask.STOP, Ask.END)
+            if request is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True
 
     def _stack(self) -> tuple[str, str]:

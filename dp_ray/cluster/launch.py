@@ -11,11 +11,12 @@ import ray
 from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.channel import drain, open_channel, tell
+from dp_ray.cluster.channel import open_channel, receive, send
 from dp_ray.cluster.connect import address_of, check_fits, connected, train_environment, worker_resources
 from dp_ray.cluster.network import BoundTorchConfig
-from dp_ray.cluster.orders import END
-from dp_ray.cluster.ray_internals import ControlledTrainer, WorkersStart, cause_of, is_death
+from dp_ray.cluster.ray_internals.failures import is_death, why_failed
+from dp_ray.cluster.ray_internals.train import ControlledTrainer, WorkersStart
+from dp_ray.cluster.requests import END
 from dp_ray.cluster.restarts import RestartPolicy
 from dp_ray.cluster.scaling import ElasticScalingPolicy, answers_at
 from dp_ray.cluster.scaling_decision import Wanted
@@ -49,11 +50,11 @@ class StartCallback(WorkersStart):
 
     def on_placing(self, count: int) -> None:
         """Report that workers are being started."""
-        tell(self._channel, Starting(f"starting {counted(count, 'worker')}"))
+        send(self._channel, Starting(f"starting {counted(count, 'worker')}"))
 
     def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
         """Report that the workers import torch, and set `env` in each process."""
-        tell(self._channel, Starting(f"{counted(count, 'worker')} importing torch"))
+        send(self._channel, Starting(f"{counted(count, 'worker')} importing torch"))
         if self._env:
             call(set_environment, self._env)
 
@@ -93,7 +94,7 @@ def run_on_ray(
             torch_config=BoundTorchConfig(backend=backend_of(job, each.get("GPU", 0))),
             scaling_config=_scaling(job, each),
             run_config=_run_config(job, folder, verbose),
-            scaling=lambda given: ElasticScalingPolicy(given, _wanted(job, each), channel),
+            scaling=lambda given: ElasticScalingPolicy(given, _wanted_workers(job, each), channel),
             restarts=lambda given: RestartPolicy(given, job.retries, channel),
             start=StartCallback(dict(job.env), channel),
             is_own=is_own,
@@ -101,7 +102,7 @@ def run_on_ray(
         monitor.begin("starting Ray Train")
         try:
             # Ray has replaced our SIGTERM handler by its own, so install ours again.
-            with planned_stops(monitor.ask_to_stop), listening(monitor, lambda: drain(channel), trainer.abort):
+            with planned_stops(monitor.ask_to_stop), listening(monitor, lambda: receive(channel), trainer.abort):
                 trainer.fit()
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             if monitor.is_stopping and (monitor.failed is None or monitor.failed.kind == WorkerError.__name__):
@@ -153,7 +154,7 @@ def _scaling(job: Job, each: dict[str, float]) -> ScalingConfig:
     )
 
 
-def _wanted(job: Job, each: dict[str, float]) -> Wanted:
+def _wanted_workers(job: Job, each: dict[str, float]) -> Wanted:
     return Wanted(
         min_workers=job.min_workers,
         max_workers=job.max_workers,
@@ -161,7 +162,7 @@ def _wanted(job: Job, each: dict[str, float]) -> Wanted:
         placement=job.placement,
         accelerator_type=job.accelerator_type,
         can_stop=job.task != "evaluate",  # an evaluation keeps nothing to resume from
-        room_seconds=job.timeouts.capacity,
+        capacity_seconds=job.timeouts.capacity,
     )
 
 
@@ -172,9 +173,9 @@ class RayNodeControl(NodeControl):
         self._channel = channel
 
     def stop(self) -> None:
-        """Order all workers to stop for good, by way of the channel."""
+        """Ask all workers to stop for good, by way of the channel."""
         with contextlib.suppress(ray.exceptions.RayError):  # the run has ended already
-            ray.get(self._channel.order.remote(END))
+            ray.get(self._channel.request.remote(END))
 
     def kill(self, worker: WorkerReady) -> None:
         """Kill a worker's process, by a Ray task on its node; this does not wait for it."""
@@ -209,10 +210,10 @@ def _cause(error: Exception, monitor: Monitor, verbose: bool) -> Error:
     failures = getattr(error, "worker_failures", {})
     deaths = {rank: one for rank, one in failures.items() if is_death(one)}
     if deaths:
-        says = "; ".join(f"rank {rank}: {cause_of(one)}" for rank, one in sorted(deaths.items()))
+        says = "; ".join(f"rank {rank}: {why_failed(one)}" for rank, one in sorted(deaths.items()))
         return WorkerError(f"workers were lost, more often than retries allows: {says}")
     if monitor.failed:
         return error_of(monitor.failed, verbose)
     if cause is not None:
-        return WorkerError(f"the workers could not be started: {cause_of(cause)}")
+        return WorkerError(f"the workers could not be started: {why_failed(cause)}")
     return Error(str(error))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 Resources = Mapping[str, float]
 
 
-def room_for(
+def capacity_for(
     each: Resources, nodes: list[dict[str, float]], placement: str = "PACK", accelerator_type: str | None = None
 ) -> int:
     """How many workers with the resources `each` fit on the nodes; `nodes` are what each node offers."""

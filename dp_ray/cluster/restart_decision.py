@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from dp_ray.cluster.orders import Ask, Order, Why
+from dp_ray.cluster.requests import Ask, Request, Why
 from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
 
 DEATH_SECONDS = 3.0  # Ray sees a worker's death at most this much later than its peers
@@ -18,7 +18,7 @@ DEATH_SECONDS = 3.0  # Ray sees a worker's death at most this much later than it
 class StartTrouble(Enum):
     """Why workers could not be started."""
 
-    NO_ROOM = auto()
+    NO_CAPACITY = auto()
     LOST = auto()
     ERROR = auto()
 
@@ -57,7 +57,7 @@ class Snapshot:
     """All facts of a decision: what failed, what the workers were asked to do, and what is remembered."""
 
     failure: StartFailed | WorkersFailed
-    order: Order
+    request: Request
     memory: Memory
 
 
@@ -82,7 +82,7 @@ class Reason(Enum):
     ERROR = "an error that may pass"
     DRAINED = "workers stopped, since their nodes are taken away"
     RESIZED = "workers stopped, so that there can be more or fewer"
-    NO_ROOM = "the room for the workers was taken meanwhile"
+    NO_CAPACITY = "the capacity for the workers was taken meanwhile"
     START_LOST = "workers were lost while they started"
     START_ERROR = "the workers cannot be started"
     NO_RETRIES = "all retries are used up"
@@ -95,7 +95,7 @@ class Decision:
     do: Do
     reason: Reason
     memory: Memory
-    tell: Interrupted | Waits | None = None
+    message: Interrupted | Waits | None = None
 
 
 def decide(snapshot: Snapshot, now: float) -> Decision:
@@ -104,7 +104,7 @@ def decide(snapshot: Snapshot, now: float) -> Decision:
     Workers that stopped because they were asked to cost no retry. `now` is in seconds, on any clock.
     """
     failure, memory = snapshot.failure, snapshot.memory
-    if snapshot.order.ask is Ask.END:
+    if snapshot.request.ask is Ask.END:
         return Decision(Do.GIVE_UP, Reason.USER_STOPS, memory)
     if isinstance(failure, StartFailed):
         return _after_start(failure, memory)
@@ -112,20 +112,20 @@ def decide(snapshot: Snapshot, now: float) -> Decision:
         since = now if memory.lost_peer_since is None else memory.lost_peer_since
         if now - since < DEATH_SECONDS:  # a worker often reports a lost peer before Ray does
             return Decision(Do.WAIT, Reason.DEATH_TO_COME, replace(memory, lost_peer_since=since))
-    return _after_run(failure, snapshot.order, replace(memory, lost_peer_since=None))
+    return _after_run(failure, snapshot.request, replace(memory, lost_peer_since=None))
 
 
-def _after_run(failure: WorkersFailed, order: Order, memory: Memory) -> Decision:
+def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> Decision:
     """Decide by the first cause: a death explains its peers' errors; an error of user code explains lost peers."""
     if failure.died:
         return _retry(memory, Reason.DIED, Interrupted("worker", _each(failure.died.values()), tuple(failure.died)))
     for ending in (Ending.MISTAKEN, Ending.RAISED):
         if raised := failure.of(ending):
             return _after_error(*min(raised.items()), memory)
-    if failure.of(Ending.YIELDED):
-        is_drained = order.why is Why.DRAIN
-        told = Interrupted("preemption" if is_drained else "resize", order.text, ())
-        return Decision(Do.RESTART, Reason.DRAINED if is_drained else Reason.RESIZED, memory, told)
+    if failure.of(Ending.STOPPED):
+        is_drained = request.why is Why.DRAIN
+        message = Interrupted("preemption" if is_drained else "resize", request.text, ())
+        return Decision(Do.RESTART, Reason.DRAINED if is_drained else Reason.RESIZED, memory, message)
     what = _each(one.first_line for one in failure.ended.values())
     return _retry(memory, Reason.LOST_PEER, Interrupted("network", what, tuple(failure.ended)))
 
@@ -142,11 +142,11 @@ def _after_error(rank: int, error: WorkerExit, memory: Memory) -> Decision:
 
 
 def _after_start(failure: StartFailed, memory: Memory) -> Decision:
-    """Decide after a failed start: no room, workers that died meanwhile, or an error."""
+    """Decide after a failed start: no capacity, workers that died meanwhile, or an error."""
     match failure.trouble:
-        case StartTrouble.NO_ROOM:  # another job took the room: the next start waits for room
-            told = Waits("the room that there was is taken, or lies in pieces too small: waiting")
-            return Decision(Do.RESTART, Reason.NO_ROOM, memory, told)
+        case StartTrouble.NO_CAPACITY:  # another job took it: the next start waits for capacity
+            message = Waits("the room that there was is taken, or lies in pieces too small: waiting")
+            return Decision(Do.RESTART, Reason.NO_CAPACITY, memory, message)
         case StartTrouble.LOST:
             what = f"the workers could not be started: {failure.cause}"
             return _retry(memory, Reason.START_LOST, Interrupted("worker", what, ()))
@@ -154,10 +154,10 @@ def _after_start(failure: StartFailed, memory: Memory) -> Decision:
             return Decision(Do.GIVE_UP, Reason.START_ERROR, memory)
 
 
-def _retry(memory: Memory, reason: Reason, told: Interrupted) -> Decision:
+def _retry(memory: Memory, reason: Reason, message: Interrupted) -> Decision:
     if memory.retries == 0:
         return Decision(Do.GIVE_UP, Reason.NO_RETRIES, memory)
-    return Decision(Do.RESTART, reason, replace(memory, retries=memory.retries - 1), told)
+    return Decision(Do.RESTART, reason, replace(memory, retries=memory.retries - 1), message)
 
 
 def _identity(error: WorkerExit) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 import ray
 from ray.train import FailureConfig
 
-from dp_ray.cluster.channel import tell
-from dp_ray.cluster.ray_internals import WorkerRestarts
+from dp_ray.cluster.channel import send
+from dp_ray.cluster.ray_internals.train import WorkerRestarts
 from dp_ray.cluster.restart_decision import Do, Memory, Snapshot, StartFailed, WorkersFailed, decide
 
 
@@ -21,9 +21,9 @@ class RestartPolicy(WorkerRestarts):
 
     def on_failure(self, failure: WorkersFailed | StartFailed) -> Do:
         """Decide what to do after a failure, and report the decision to the driver."""
-        order = ray.get(self._channel.ordered.remote())
-        decision = decide(Snapshot(failure, order, self._memory), time.monotonic())
+        request = ray.get(self._channel.requested.remote())
+        decision = decide(Snapshot(failure, request, self._memory), time.monotonic())
         self._memory = decision.memory
-        if decision.tell is not None:
-            tell(self._channel, decision.tell)
+        if decision.message is not None:
+            send(self._channel, decision.message)
         return decision.do

@@ -16,11 +16,12 @@ from typing import Any
 import ray
 from ray.train import ScalingConfig
 
-from dp_ray.cluster.channel import tell
-from dp_ray.cluster.orders import NOTHING, Ask, Order
-from dp_ray.cluster.ray_internals import RunningWorkers, WorkerScaling, autoscales, draining_nodes, free_resources
+from dp_ray.cluster.channel import send
+from dp_ray.cluster.ray_internals.core import autoscales, draining_nodes, free_resources
+from dp_ray.cluster.ray_internals.train import RunningWorkers, WorkerScaling
+from dp_ray.cluster.requests import NOTHING, Ask, Request
 from dp_ray.cluster.resources import Resources
-from dp_ray.cluster.scaling_decision import Do, Idle, Running, Seen, Wanted, decide, is_worth_a_look
+from dp_ray.cluster.scaling_decision import Do, Idle, LastCount, Running, Wanted, decide, is_worth_a_look
 from dp_ray.errors import ClusterError
 from dp_ray.monitor.messages import Waits
 
@@ -38,16 +39,16 @@ class ElasticScalingPolicy(WorkerScaling):
         self._channel = channel
         self._held: Mapping[str, int] = {}  # the number of our workers on each node, by its id
         self._has_started = False  # if so, a node may be lost that the cluster still lists
-        self._may_hold = False  # the last workers keep their room until new ones start
+        self._may_hold = False  # the last workers keep their capacity until new ones start
         self._waiting_since: float | None = None
         self._said = float("-inf")
         self._looked = float("-inf")
-        self._seen = Seen(0, 0.0)
-        self._ordered = Ask.NOTHING
+        self._last_count = LastCount(0, 0.0)
+        self._requested = Ask.NOTHING
         self._usable: list[str] | None = None
 
     def workers_to_start(self) -> int | None:
-        """How many workers to start now; None: none yet. Raises ClusterError if it gives up waiting for room."""
+        """How many workers to start now; None: none yet. Raises ClusterError if it gives up waiting for capacity."""
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = now
@@ -60,15 +61,15 @@ class ElasticScalingPolicy(WorkerScaling):
             raise ClusterError(decision.text)
         if decision.text:
             self._said = now
-            tell(self._channel, Waits(decision.text))
+            send(self._channel, Waits(decision.text))
         time.sleep(0.2)  # the controller would ask again at once
         return None
 
     def _idle(self, nodes: list[dict[str, Any]], waiting_since: float) -> Idle:
         return Idle(
             self._wanted,
-            room=self._room(nodes),
-            idle_room=self._wanted.room([node["Resources"] for node in nodes]),
+            capacity=self._capacity(nodes),
+            idle_capacity=self._wanted.capacity([node["Resources"] for node in nodes]),
             num_nodes=len(nodes),
             has_started=self._has_started,
             may_hold=self._may_hold,
@@ -84,48 +85,50 @@ class ElasticScalingPolicy(WorkerScaling):
         self._waiting_since = None
         self._held = {}  # the last workers are gone before the new ones start
         self._may_hold = self._has_started = True
-        self._seen = Seen(workers, time.monotonic())
-        self._order(NOTHING)
+        self._last_count = LastCount(workers, time.monotonic())
+        self._request(NOTHING)
 
     def usable_nodes(self) -> Sequence[str] | None:
         """The nodes that answer, if the cluster lists others too; None: all nodes."""
         return self._usable
 
     def start_failed(self) -> None:
-        """Note that a start failed, so that no workers hold room."""
+        """Note that a start failed, so that no workers hold capacity."""
         self._may_hold = False  # no earlier workers are left
 
     def while_running(self, workers: RunningWorkers) -> None:
-        """Check the cluster once a second, and order the workers to save or stop if that is decided."""
+        """Check the cluster once a second, and ask the workers to save or stop if that is decided."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
         self._held = Counter(workers.node_ids)
-        if self._ordered is not Ask.STOP:
+        if self._requested is not Ask.STOP:
             self._look(workers, now)
 
     def _look(self, workers: RunningWorkers, now: float) -> None:
-        going = draining_nodes() & self._held.keys()
-        running = Running(self._wanted, len(workers.node_ids), workers.started, self._seen, _addresses(going))
+        draining = draining_nodes() & self._held.keys()
+        running = Running(
+            self._wanted, len(workers.node_ids), workers.started, self._last_count, _addresses(draining)
+        )
         if is_worth_a_look(running, now):
-            running = replace(running, room=self._room(self._nodes(must_answer=False)))
+            running = replace(running, capacity=self._capacity(self._nodes(must_answer=False)))
         decision = decide(running, now)
-        self._seen = decision.seen or self._seen
-        if decision.order is not None and decision.order.ask is not self._ordered:
-            self._order(decision.order)
+        self._last_count = decision.last_count or self._last_count
+        if decision.request is not None and decision.request.ask is not self._requested:
+            self._request(decision.request)
 
-    def _order(self, order: Order) -> None:
-        self._ordered = order.ask
-        ray.get(self._channel.order.remote(order))
+    def _request(self, request: Request) -> None:
+        self._requested = request.ask
+        ray.get(self._channel.request.remote(request))
 
-    def _room(self, nodes: list[dict[str, Any]]) -> int:
-        return self._wanted.room(_free(nodes, self._held, self._wanted.each))
+    def _capacity(self, nodes: list[dict[str, Any]]) -> int:
+        return self._wanted.capacity(_free(nodes, self._held, self._wanted.each))
 
     def _nodes(self, must_answer: bool) -> list[dict[str, Any]]:
         """The nodes that are alive and not draining; with `must_answer`, only those that take a connection."""
-        going = draining_nodes()
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in going]
+        draining = draining_nodes()
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
         if not must_answer or len(nodes) == 1:
             return nodes
         with ThreadPoolExecutor(min(64, len(nodes) or 1)) as pool:

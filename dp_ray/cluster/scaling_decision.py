@@ -7,17 +7,20 @@ calls it for Ray Train's controller.
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from dp_ray.cluster.orders import Ask, Order, Why
-from dp_ray.cluster.resources import Resources, room_for, text_of, times
+from dp_ray.cluster.requests import Ask, Request, Why
+from dp_ray.cluster.resources import Resources, capacity_for, text_of, times
 
-SETTLE_SECONDS = 3.0  # the room must stay the same for this long before workers start, or stop to grow
+SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start, or stop to grow
 GROW_AFTER_SECONDS = 10.0  # of running, before workers stop to grow: a restart costs time
 SAY_SECONDS = 30.0  # between two lines that say what the run waits for
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the job asks of the cluster: `each` are one worker's resources; `room_seconds` is `timeouts.capacity`."""
+    """What the job asks of the cluster.
+
+    `each` are one worker's resources; `capacity_seconds` is the job's `timeouts.capacity`.
+    """
 
     min_workers: int
     max_workers: int
@@ -25,25 +28,26 @@ class Wanted:
     placement: str
     accelerator_type: str | None
     can_stop: bool
-    room_seconds: float | None
+    capacity_seconds: float | None
 
-    def room(self, nodes: list[dict[str, float]]) -> int:
+    def capacity(self, nodes: list[dict[str, float]]) -> int:
         """How many workers fit on nodes with these resources, at most `max_workers`."""
-        return min(self.max_workers, room_for(self.each, nodes, self.placement, self.accelerator_type))
+        return min(self.max_workers, capacity_for(self.each, nodes, self.placement, self.accelerator_type))
 
 
 @dataclass(frozen=True)
 class Idle:
     """All facts of a decision while no workers run.
 
-    `room` is the number of workers that fit now, including the room that the last workers held. `idle_room` is the
-    number that would fit if the `num_nodes` nodes were idle. `has_started`: the job had workers before. `may_hold`:
-    the last workers may still hold their room. `autoscales`: an autoscaler may add nodes.
+    `capacity` is the number of workers that fit now, on what is free or what the last workers held.
+    `idle_capacity` is the number that would fit if the `num_nodes` nodes were idle. `has_started`: the job had
+    workers before. `may_hold`: the last workers may still hold their capacity. `autoscales`: an autoscaler may add
+    nodes.
     """
 
     wanted: Wanted
-    room: int
-    idle_room: int
+    capacity: int
+    idle_capacity: int
     num_nodes: int
     has_started: bool
     may_hold: bool
@@ -53,10 +57,10 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The room for workers at the last count, and the time since which it counts as settled, in seconds."""
+class LastCount:
+    """The capacity for workers at the last count, and the time since which it counts as settled, in seconds."""
 
-    room: int
+    capacity: int
     since: float
 
 
@@ -64,16 +68,16 @@ class Seen:
 class Running:
     """All facts of a decision while workers run.
 
-    `draining` are the addresses of our workers' nodes that are about to be taken away. `room` is the number of
+    `draining` are the addresses of our workers' nodes that are about to be taken away. `capacity` is the number of
     workers that fit, including those that run; None if it was not counted (see `is_worth_a_look`).
     """
 
     wanted: Wanted
     num_workers: int
     started: float
-    seen: Seen
+    last_count: LastCount
     draining: tuple[str, ...] = ()
-    room: int | None = None
+    capacity: int | None = None
 
 
 class Do(Enum):
@@ -89,7 +93,7 @@ class Do(Enum):
 class Reason(Enum):
     """Why workers are started, delayed, left alone, or asked to save or stop."""
 
-    ALL_ROOM = "all that the nodes have is free"
+    ALL_CAPACITY = "all that the nodes have is free"
     SETTLED = "what is free has stayed so for a while"
     OWN_HOLD = "our own last workers may hold what is not free"
     SETTLING = "more may become free in a moment"
@@ -98,7 +102,7 @@ class Reason(Enum):
     TIMED_OUT = "no nodes came in the time that the job allows"
     AS_WANTED = "as many workers run as there can be"
     TOO_YOUNG = "the workers have not run for long enough to be replaced"
-    NO_MORE_ROOM = "there is room for no more workers"
+    NO_MORE_CAPACITY = "there is room for no more workers"
     MUST_NOT_STOP = "the task keeps nothing from which it could go on"
     DRAIN = Why.DRAIN.value
     GROWTH = Why.GROWTH.value
@@ -108,16 +112,16 @@ class Reason(Enum):
 class Decision:
     """What to do, and why.
 
-    `num_workers` is the number to start, `order` the order to give, `text` a line for the user, `seen` the room to
-    remember.
+    `num_workers` is the number to start, `request` what to ask of the workers, `text` a line for the user,
+    `last_count` the count to remember.
     """
 
     do: Do
     reason: Reason
     num_workers: int = 0
-    order: Order | None = None
+    request: Request | None = None
     text: str = ""
-    seen: Seen | None = None
+    last_count: LastCount | None = None
 
 
 def decide(snapshot: Idle | Running, now: float) -> Decision:
@@ -126,34 +130,34 @@ def decide(snapshot: Idle | Running, now: float) -> Decision:
 
 
 def _start_or_wait(idle: Idle, now: float) -> Decision:
-    """Start as many workers as fit, once all room is free or the room has settled; else wait.
+    """Start as many workers as fit, once all capacity is free or the capacity has settled; else wait.
 
-    If the last workers may still hold their room, start the minimum after a while.
+    If the last workers may still hold their capacity, start the minimum after a while.
     """
     wanted, waited = idle.wanted, now - idle.waiting_since
-    if idle.room >= wanted.min_workers:
-        if idle.room == max(wanted.min_workers, idle.idle_room):
-            return Decision(Do.START, Reason.ALL_ROOM, idle.room)
+    if idle.capacity >= wanted.min_workers:
+        if idle.capacity == max(wanted.min_workers, idle.idle_capacity):
+            return Decision(Do.START, Reason.ALL_CAPACITY, idle.capacity)
         if waited > SETTLE_SECONDS:
-            return Decision(Do.START, Reason.SETTLED, idle.room)
-    if idle.may_hold and idle.idle_room >= wanted.min_workers and waited > 2 * SETTLE_SECONDS:
+            return Decision(Do.START, Reason.SETTLED, idle.capacity)
+    if idle.may_hold and idle.idle_capacity >= wanted.min_workers and waited > 2 * SETTLE_SECONDS:
         return Decision(Do.START, Reason.OWN_HOLD, wanted.min_workers)
-    if idle.room >= wanted.min_workers:
+    if idle.capacity >= wanted.min_workers:
         return Decision(Do.WAIT, Reason.SETTLING)
-    return _lack_room(idle, now)
+    return _lack_capacity(idle, now)
 
 
-def _lack_room(idle: Idle, now: float) -> Decision:
-    """Wait for room, with a line now and then; give up if the job had workers before and no nodes came in time."""
+def _lack_capacity(idle: Idle, now: float) -> Decision:
+    """Wait for capacity and say so now and then; give up if the job had workers and no nodes came in time."""
     wanted = idle.wanted
     needs = f"{wanted.min_workers} workers need {times(wanted.each, wanted.min_workers)}"
-    fits = idle.idle_room >= wanted.min_workers
-    who = "others hold it" if fits else f"{idle.num_nodes} nodes have room for {idle.idle_room}"
+    fits = idle.idle_capacity >= wanted.min_workers
+    who = "others hold it" if fits else f"{idle.num_nodes} nodes have room for {idle.idle_capacity}"
     if not fits and _is_too_late(idle, now):
         return Decision(
             Do.GIVE_UP,
             Reason.TIMED_OUT,
-            text=f"{needs} ({text_of(wanted.each)} each); {who}, and none came in {wanted.room_seconds:g} s "
+            text=f"{needs} ({text_of(wanted.each)} each); {who}, and none came in {wanted.capacity_seconds:g} s "
             "(timeouts.capacity); run the job again when there are more, or with fewer workers: it carries on",
         )
     text = f"{needs}; {who}: waiting" if now - idle.said > SAY_SECONDS else ""
@@ -161,13 +165,13 @@ def _lack_room(idle: Idle, now: float) -> Decision:
 
 
 def _is_too_late(idle: Idle, now: float) -> bool:
-    limit = idle.wanted.room_seconds
+    limit = idle.wanted.capacity_seconds
     may_give_up = idle.has_started and not idle.autoscales and limit is not None
     return may_give_up and now - idle.waiting_since > (limit or 0.0)
 
 
 def is_worth_a_look(running: Running, now: float) -> bool:
-    """Whether counting the room could change the decision; the count asks all nodes, so it is not free."""
+    """Whether counting the capacity could change the decision; the count asks all nodes, so it is not free."""
     return bool(running.draining) or _why_not_to_grow(running, now) is None
 
 
@@ -183,20 +187,22 @@ def _ask_or_go_on(running: Running, now: float) -> Decision:
         return _on_drain(running)
     if why := _why_not_to_grow(running, now):
         return Decision(Do.GO_ON, why)
-    room = running.room or 0
-    if room <= running.num_workers:
-        return Decision(Do.GO_ON, Reason.NO_MORE_ROOM, seen=Seen(room, now))
-    if room != running.seen.room:
-        return Decision(Do.GO_ON, Reason.SETTLING, seen=Seen(room, now))
-    if now - running.seen.since <= SETTLE_SECONDS:
+    capacity = running.capacity or 0
+    if capacity <= running.num_workers:
+        return Decision(Do.GO_ON, Reason.NO_MORE_CAPACITY, last_count=LastCount(capacity, now))
+    if capacity != running.last_count.capacity:
+        return Decision(Do.GO_ON, Reason.SETTLING, last_count=LastCount(capacity, now))
+    if now - running.last_count.since <= SETTLE_SECONDS:
         return Decision(Do.GO_ON, Reason.SETTLING)
     if not running.wanted.can_stop:
         return Decision(Do.GO_ON, Reason.MUST_NOT_STOP)
-    return Decision(Do.ASK, Reason.GROWTH, order=Order(Ask.STOP, Why.GROWTH, f"there is room for {room} workers"))
+    return Decision(
+        Do.ASK, Reason.GROWTH, request=Request(Ask.STOP, Why.GROWTH, f"there is room for {capacity} workers")
+    )
 
 
 def _on_drain(running: Running) -> Decision:
-    """Stop if the run can resume at once on the remaining room; else save, and run on while the nodes last."""
-    can_go_on = (running.room or 0) >= running.wanted.min_workers and running.wanted.can_stop
+    """Stop if the run can resume at once on the remaining capacity; else save, and run on while the nodes last."""
+    can_go_on = (running.capacity or 0) >= running.wanted.min_workers and running.wanted.can_stop
     text = f"Ray drains {', '.join(running.draining)}"
-    return Decision(Do.ASK, Reason.DRAIN, order=Order(Ask.STOP if can_go_on else Ask.SAVE, Why.DRAIN, text))
+    return Decision(Do.ASK, Reason.DRAIN, request=Request(Ask.STOP if can_go_on else Ask.SAVE, Why.DRAIN, text))

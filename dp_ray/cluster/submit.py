@@ -12,7 +12,8 @@ from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from dp_ray.cluster.connect import authenticate, code_to_ship
-from dp_ray.cluster.ray_internals import ADDRESS, find_users_token, leave_on_head, take_from_head
+from dp_ray.cluster.ray_internals.core import find_users_token, leave_on_head, take_from_head
+from dp_ray.cluster.ray_internals.variables import ADDRESS
 from dp_ray.errors import ClusterError
 
 

@@ -16,7 +16,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from dp_ray.cluster.channel import tell
+from dp_ray.cluster.channel import send
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
@@ -52,18 +52,18 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     world = place(given.job)
     attempt = broadcast(uuid.uuid4().hex)
     heartbeat = Heartbeat(given.channel, attempt, world, given.job.timeouts.step, given.faults, given.driver_node)
-    with forwarded_prints(given, world), told_errors(given, attempt, world, heartbeat):
+    with forwarded_prints(given, world), reported_errors(given, attempt, world, heartbeat):
         run = Storage(given.run_dir)
         check_shared(run, given.token, str(world))
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
-        tell(given.channel, WorkerReady(attempt, world, os.getpid(), gpus, context.get_node_id()))
+        send(given.channel, WorkerReady(attempt, world, os.getpid(), gpus, context.get_node_id()))
         with heartbeat:
             run_task(
                 given.job,
                 world,
                 run,
-                lambda what: tell(given.channel, message_of(attempt, what)),
+                lambda what: send(given.channel, message_of(attempt, what)),
                 heartbeat,
                 given.rows,
             )
@@ -89,7 +89,7 @@ def place(job: Job) -> World:
 
 
 @contextmanager
-def told_errors(given: WorkerConfig, attempt: str, world: World, heartbeat: Heartbeat) -> Iterator[None]:
+def reported_errors(given: WorkerConfig, attempt: str, world: World, heartbeat: Heartbeat) -> Iterator[None]:
     """Report an error to the driver at once, before the errors that it causes on other ranks.
 
     For Ray Train's controller it becomes a WorkerExit, which says how the loop ended.
@@ -97,11 +97,11 @@ def told_errors(given: WorkerConfig, attempt: str, world: World, heartbeat: Hear
     try:
         yield
     except StopRequested as stopped:
-        raise WorkerExit(Ending.YIELDED, str(stopped), True) from None
+        raise WorkerExit(Ending.STOPPED, str(stopped), True) from None
     except BaseException as error:
         kind = type(error).__name__ if isinstance(error, Error) else ""
         text = str(error) if kind else f"{type(error).__name__}: {error}"
-        tell(given.channel, Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error)))
+        send(given.channel, Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error)))
         raise WorkerExit(_kind_of(error), text, heartbeat.has_progressed) from None
 
 
@@ -186,7 +186,7 @@ class Lines(io.TextIOBase):
                 ended = self._END.encode() in lines
                 said = tuple(line.decode(errors="replace") for line in lines if line != self._END.encode())
                 if said:
-                    tell(self._given.channel, Printed(self._world, said), wait=False)
+                    send(self._given.channel, Printed(self._world, said), wait=False)
                 if ended:
                     return
 

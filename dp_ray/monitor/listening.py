@@ -13,7 +13,7 @@ INTERRUPT_SECONDS = 10.0
 
 @contextmanager
 def listening(
-    monitor: Monitor, drain: Callable[[], list[Message]], abort: Callable[[], None] = lambda: None
+    monitor: Monitor, receive: Callable[[], list[Message]], abort: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Feed the monitor in the background; when the block ends, all messages sent by then are taken in.
 
@@ -28,7 +28,7 @@ def listening(
         try:
             while True:
                 last = ended.is_set()
-                for message in drain():
+                for message in receive():
                     monitor.take(message)
                 monitor.tick()
                 if last:
@@ -48,12 +48,12 @@ def listening(
         yield
     finally:
         ended.set()
-        _join(thread, trouble)
+        _join_thread(thread, trouble)
         if trouble:
             raise trouble[0]
 
 
-def _join(thread: threading.Thread, trouble: list[BaseException]) -> None:
+def _join_thread(thread: threading.Thread, trouble: list[BaseException]) -> None:
     """Wait for the thread; the interrupt that it sends may arrive only here."""
     while thread.is_alive():
         try:

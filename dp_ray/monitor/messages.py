@@ -35,7 +35,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Told:
+class TaskMessage:
     """What a task sends besides shape reports: a Note, Keep, Logged rows of the history, or Measured metrics."""
 
     attempt: str
@@ -129,7 +129,7 @@ class Waits:
 class Ending(StrEnum):
     """How a worker's loop can end before its work is done."""
 
-    YIELDED = "yielded"  # it stopped because it was asked to
+    STOPPED = "stopped"  # it stopped because it was asked to
     LOST_PEER = "lost peer"
     RAISED = "raised"  # an error that may be transient
     MISTAKEN = "mistaken"  # an error that every attempt would raise
@@ -154,10 +154,20 @@ class WorkerExit(Exception):
 
 
 Message = (
-    WorkerReady | Shapes | Told | Printed | Failed | Starting | Started | Beat | FaultInjected | Interrupted | Waits
+    WorkerReady
+    | Shapes
+    | TaskMessage
+    | Printed
+    | Failed
+    | Starting
+    | Started
+    | Beat
+    | FaultInjected
+    | Interrupted
+    | Waits
 )
 
 
 def message_of(attempt: str, what: Any) -> Message:
     """Wrap what a task sends into a message that names its attempt."""
-    return Shapes(attempt, what) if isinstance(what, Report) else Told(attempt, what)
+    return Shapes(attempt, what) if isinstance(what, Report) else TaskMessage(attempt, what)

@@ -23,7 +23,7 @@ from dp_ray.monitor.messages import (
     Shapes,
     Started,
     Starting,
-    Told,
+    TaskMessage,
     Waits,
     WorkerReady,
 )
@@ -33,7 +33,7 @@ from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_journal import Journal
-from dp_ray.results.shape_recorder import Keep, Run
+from dp_ray.results.shape_recorder import Keep, ShardSpan
 from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
 from dp_ray.rundir.incidents import IncidentLog, Interruption
@@ -82,9 +82,9 @@ class Monitor:
         """The log of the run's incidents so far."""
         return self._interruptions.log
 
-    def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
+    def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
         """Take in the shape reports that a resumed run has of its finished steps."""
-        self._reports.restore(runs)
+        self._reports.restore(spans)
 
     def take(self, message: Message) -> None:
         """Process a message."""
@@ -93,8 +93,8 @@ class Monitor:
                 self._worker_ready(message)
             case Shapes():
                 self._shapes(message)
-            case Told(what=what):
-                self._told(what)
+            case TaskMessage(what=what):
+                self._task_message(what)
             case Printed(world=world, lines=lines):
                 for line in lines:
                     self._console.printed(world, line)
@@ -155,7 +155,7 @@ class Monitor:
         self._reports.close()
         self._tensorboard.close()
 
-    def _told(self, what: Any) -> None:
+    def _task_message(self, what: Any) -> None:
         match what:
             case Note(text=text):
                 self._console.say(text)

@@ -9,8 +9,8 @@ from typing import Any
 from dp_ray.monitor.console import Console
 from dp_ray.replica.world import World
 from dp_ray.results.shape_journal import Journal
-from dp_ray.results.shape_recorder import Report, Run
-from dp_ray.results.shape_reports import Collector, ReportFile, Rows
+from dp_ray.results.shape_recorder import Report, ShardSpan
+from dp_ray.results.shape_reports import Collector, ReportColumns, ReportFile
 from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
 
 
@@ -37,9 +37,9 @@ class ShapeReports:
         self._collector = Collector(self._on_rows)
         self._decoded: dict[int, tuple[Any, Any]] = {}
 
-    def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
+    def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
         """Take in the reports that a resumed run has of its finished steps."""
-        self._collector.restore(runs)
+        self._collector.restore(spans)
 
     def begin(self, worlds: Sequence[World]) -> None:
         """Begin an attempt with these workers."""
@@ -48,7 +48,7 @@ class ShapeReports:
     def take(self, report: Report) -> int:
         """Take in a report; return the number of rows in it."""
         self._collector.take(report)
-        return sum(self._collector.rows_of(report.world.rank, run) for run in report.runs)
+        return sum(self._collector.rows_of(report.world.rank, span) for span in report.spans)
 
     def keep(self) -> None:
         """Write all reports to the journal at the next `emit`."""
@@ -66,7 +66,7 @@ class ShapeReports:
         self._collector.close()
         self._file.close()
 
-    def _on_rows(self, collector: Collector, rows: Rows) -> None:
+    def _on_rows(self, collector: Collector, rows: ReportColumns) -> None:
         block = self._file.write(collector, rows)
         if self._journal:
             self._journal.add(block)
@@ -85,7 +85,7 @@ class ShapeReports:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
             self._console.say("stdout was closed, no more shapes are printed")
 
-    def _lines(self, collector: Collector, rows: Rows) -> Iterator[str]:
+    def _lines(self, collector: Collector, rows: ReportColumns) -> Iterator[str]:
         numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)
         for _, pieces in groupby(numbered, key=lambda pair: pair[0]):
             yield from shape_lines([self._sizes(collector, seen) for _, seen in pieces], self._batch_dim)

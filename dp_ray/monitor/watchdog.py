@@ -10,7 +10,7 @@ SILENT_BEATS = 10
 
 
 @dataclass
-class _Seen:
+class _WorkerState:
     worker: WorkerReady
     heard: float
     moved: float
@@ -47,24 +47,24 @@ class Watchdog:
         self._limit = limit
         self._interval = beat_interval(len(workers))
         now = time.monotonic()
-        self._seen = {worker.world.rank: _Seen(worker, now, now) for worker in workers}
+        self._states = {worker.world.rank: _WorkerState(worker, now, now) for worker in workers}
         self._found = False
 
     def start(self, rank: int, step: int) -> None:
         """Note that a worker is about to run its first step, since it may hang before its next beat."""
-        if rank in self._seen:
+        if rank in self._states:
             now = time.monotonic()
-            seen = self._seen[rank]
-            seen.heard, seen.moved, seen.step = now, now, step
+            state = self._states[rank]
+            state.heard, state.moved, state.step = now, now, step
 
     def take(self, beat: Beat) -> None:
         """Take in a worker's beat."""
         now = time.monotonic()
-        seen = self._seen.get(beat.rank)
-        if seen is None:
+        state = self._states.get(beat.rank)
+        if state is None:
             return
-        seen.heard, seen.moved, seen.step = now, now - beat.seconds, beat.step
-        seen.stack, seen.waits_for = beat.stack, beat.waits_for
+        state.heard, state.moved, state.step = now, now - beat.seconds, beat.step
+        state.stack, state.waits_for = beat.stack, beat.waits_for
 
     def hang(self) -> Hang | None:
         """The workers that hang, None if none do; reported once.
@@ -74,31 +74,31 @@ class Watchdog:
         if self._limit is None or self._found:
             return None
         now, patience = time.monotonic(), self._limit + 4 * self._interval
-        at_it = [seen for seen in self._seen.values() if seen.step is not None]
-        late = [seen for seen in at_it if now - seen.moved > self._limit]
-        if not any(now - seen.moved > patience for seen in late):
+        at_it = [state for state in self._states.values() if state.step is not None]
+        late = [state for state in at_it if now - state.moved > self._limit]
+        if not any(now - state.moved > patience for state in late):
             return None
         blamed = self._blame(late, now)
         if not blamed:
             return None
         self._found = True
-        step = min(seen.step or 0 for seen in blamed)
-        workers = tuple(seen.worker for seen in blamed)
-        return Hang(workers, step, now - min(seen.moved for seen in blamed), blamed[0].stack)
+        step = min(state.step or 0 for state in blamed)
+        workers = tuple(state.worker for state in blamed)
+        return Hang(workers, step, now - min(state.moved for state in blamed), blamed[0].stack)
 
-    def _blame(self, late: list[_Seen], now: float) -> list[_Seen]:
+    def _blame(self, late: list[_WorkerState], now: float) -> list[_WorkerState]:
         """The late workers to blame.
 
         These are the silent ones; else those in the earliest step that wait for no other worker. Else all in that
         step, if all workers are late; otherwise none, because some are only slow.
         """
-        silent = [seen for seen in late if now - seen.heard > SILENT_BEATS * self._interval]
+        silent = [state for state in late if now - state.heard > SILENT_BEATS * self._interval]
         if silent:
-            for seen in silent:
-                seen.stack = ""
+            for state in silent:
+                state.stack = ""
             return silent
-        last = min(seen.step or 0 for seen in late)
-        behind = [seen for seen in late if seen.step == last]
-        hung = [seen for seen in behind if seen.stack and not seen.waits_for]
-        all_late = len(late) == sum(seen.step is not None for seen in self._seen.values())
+        last = min(state.step or 0 for state in late)
+        behind = [state for state in late if state.step == last]
+        hung = [state for state in behind if state.stack and not state.waits_for]
+        all_late = len(late) == sum(state.step is not None for state in self._states.values())
         return hung or (behind if all_late else [])

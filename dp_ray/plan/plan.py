@@ -30,7 +30,7 @@ def plan(split: Split, workers: int) -> dict[str, Any]:
                 "shard_rows": chunk_sizes(rows, split.shards),
                 "worker_shards": dealt,
             }
-            for steps, rows in _first(split.batch_sizes(), total)
+            for steps, rows in _first_steps(split.batch_sizes(), total)
         ],
         "padded": 0,
         "dropped": split.dropped,
@@ -38,7 +38,7 @@ def plan(split: Split, workers: int) -> dict[str, Any]:
     }
 
 
-def _first(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple[int, int]]:
+def _first_steps(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple[int, int]]:
     """The (steps, rows) of the first `steps` global batches."""
     for count, rows in kinds:
         if steps > 0:

@@ -24,7 +24,7 @@ class Done:
         self._steps: dict[int, list[tuple[int, int]]] = {}
         for done in sorted(ranges):
             for shard in range(done.first_shard, done.end_shard):
-                _join(self._steps.setdefault(shard, []), done.first_step, done.end_step)
+                _append_span(self._steps.setdefault(shard, []), done.first_step, done.end_step)
 
     def __contains__(self, piece: Shard) -> bool:
         spans = self._steps.get(piece.shard)
@@ -39,7 +39,7 @@ class Done:
         return min((end if first == 0 else 0 for first, end in firsts), default=0)
 
 
-def _join(spans: list[tuple[int, int]], first: int, end: int) -> None:
+def _append_span(spans: list[tuple[int, int]], first: int, end: int) -> None:
     """Append a span to ordered ones, or extend the last: a later attempt's part may cover steps of earlier ones."""
     if spans and first <= spans[-1][1]:
         first, end = spans[-1][0], max(end, spans.pop()[1])

@@ -39,7 +39,7 @@ class Buffers:
 
     def restore(self) -> None:
         """Set the buffers to their values before the step, for the next shard."""
-        _copy(self._tensors(), self._start)
+        _copy_all(self._tensors(), self._start)
 
     @torch.no_grad()
     def share(self) -> None:
@@ -61,10 +61,10 @@ class Buffers:
             with waiting("rank 0's buffers"):
                 self._work.wait()
             assert self._flat is not None
-            _copy(self._tensors(), _split(self._flat, self._tensors()))
+            _copy_all(self._tensors(), _unpack(self._flat, self._tensors()))
             self._work = self._flat = None
         elif self._kept is not None:
-            _copy(self._tensors(), self._kept)
+            _copy_all(self._tensors(), self._kept)
 
     def _tensors(self) -> list[torch.Tensor]:
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
@@ -115,7 +115,7 @@ def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     for tensor, value in zip(into, values, strict=True):
         tensor.copy_(value)
 
@@ -129,6 +129,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(raw, (0, _padded(tensor) - raw.numel()))
 
 
-def _split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+def _unpack(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     pieces = torch.split(flat, [_padded(tensor) for tensor in like])
     return [from_bytes(piece, tensor) for piece, tensor in zip(pieces, like, strict=True)]

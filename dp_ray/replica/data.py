@@ -45,7 +45,7 @@ class ReadRequest(NamedTuple):
     indices: list[int]
 
 
-class Told(NamedTuple):
+class LoaderError(NamedTuple):
     """An error of a loader process, as sent to the worker, with the user's frames.
 
     If the error were raised, torch would put the whole traceback into its message.
@@ -55,16 +55,16 @@ class Told(NamedTuple):
     frames: str
 
 
-def _as_told(error: Error) -> Told:
+def _loader_error(error: Error) -> LoaderError:
     """In a loader process, the error to send; in the worker itself, raise it."""
     if get_worker_info() is None:
         raise error
-    return Told(error, frames_of(error))
+    return LoaderError(error, frames_of(error))
 
 
 def _received(batch: Batch) -> Batch:
     """The batch; raises the error that a loader process sent in its place."""
-    if not isinstance(batch[1], Told):
+    if not isinstance(batch[1], LoaderError):
         return batch
     error, frames = batch[1]
     if frames:
@@ -96,7 +96,7 @@ class Samples(Dataset[Any]):
         try:
             return self._read_request(wanted)
         except Error as error:
-            return wanted, _as_told(error)
+            return wanted, _loader_error(error)
 
     def _read_request(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
         if not self._draws:
@@ -249,7 +249,7 @@ def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed:
     """Collate the samples that were read; random numbers that the user's collate draws are keyed by the shard."""
     wanted, items = read
     indices = np.asarray(wanted.indices, np.int64)
-    if isinstance(items, Told):
+    if isinstance(items, LoaderError):
         return indices, items
     if seed is not None:
         seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
@@ -257,7 +257,7 @@ def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed:
         with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
             return indices, collate(items)
     except Error as error:
-        return indices, _as_told(error)
+        return indices, _loader_error(error)
 
 
 def collate_of(job: Job) -> Callable[[list[Any]], Any]:

@@ -184,7 +184,7 @@ class Evaluation:
 
     def _numbers_of(self, name: str, metric: Any) -> dict[str, float]:
         with raising(f"metrics.{name}.compute"):
-            return _numbers(name, metric.compute())
+            return _named_numbers(name, metric.compute())
 
 
 def _on_cpu(own: dict[str, Any]) -> dict[str, Any]:
@@ -195,13 +195,15 @@ def _mean(total: float, weight: float) -> float:
     return total / weight if weight else float("nan")
 
 
-def _numbers(name: str, value: Any) -> dict[str, float]:
+def _named_numbers(name: str, value: Any) -> dict[str, float]:
     """A metric's value as named numbers: a mapping's by key, a vector's and a tuple's by index."""
     if isinstance(value, tuple | list):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):
         return {
-            inner: number for key, one in value.items() for inner, number in _numbers(f"{name}_{key}", one).items()
+            inner: number
+            for key, one in value.items()
+            for inner, number in _named_numbers(f"{name}_{key}", one).items()
         }
     values = torch.as_tensor(value).double()
     if values.ndim == 0:

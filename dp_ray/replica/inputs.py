@@ -32,25 +32,25 @@ def check_pair(job: Job, batch: Any) -> None:
     """Raise DataError if the task, or `inputs: first`, needs pairs (inputs, target) and the batch is not one."""
     if job.task != "predict" and not _is_pair(batch):
         raise DataError(
-            f"task {job.task} needs items that are (inputs, target), got a batch of {_noun(batch)}; {STEP}"
+            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}; {STEP}"
         )
     if job.gives_first and not (isinstance(batch, tuple | list) and batch):
         raise DataError(
-            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_noun(batch)}; leave inputs "
-            "out, and for a dict whose keys are the model's arguments set call: kwargs"
+            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_described(batch)}; leave "
+            "inputs out, and for a dict whose keys are the model's arguments set call: kwargs"
         )
 
 
 class PredictInputs:
     """Picks the model's part of each batch of a prediction; with `inputs: auto`, by the signature of its forward.
 
-    `tell` is called once if a target is left out, or if one may reach the model.
+    `note` is called once if a target is left out, or if one may reach the model.
     """
 
-    def __init__(self, job: Job, model: nn.Module, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, model: nn.Module, note: Callable[[str], None]) -> None:
         self._job = job
         self._arguments = positional_arguments(model)
-        self._tell = tell
+        self._note = note
         self._told = False
 
     def __call__(self, batch: Any) -> Any:
@@ -58,7 +58,7 @@ class PredictInputs:
             return model_inputs(self._job, batch)
         gives_first = takes_first(self._job, *self._arguments, batch[0])
         if not self._told and (gives_first or self._may_take_a_target()):
-            self._tell(LEAVES_OUT if gives_first else GIVES_BOTH)
+            self._note(LEAVES_OUT if gives_first else GIVES_BOTH)
         self._told = True
         return batch[0] if gives_first else batch
 
@@ -96,7 +96,7 @@ def positional_arguments(model: nn.Module) -> tuple[int, float]:
     return sum(one.default is one.empty for one in positional), float("inf") if takes_any else len(positional)
 
 
-def _noun(batch: Any) -> str:
+def _described(batch: Any) -> str:
     return f"a {type(batch).__qualname__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
 
 

@@ -203,10 +203,10 @@ def _broadcast_state(model: nn.Module) -> None:
         with waiting("rank 0's model"):
             dist.broadcast(raw, src=0)
         if raw.data_ptr() != data.data_ptr() and dist.get_rank() != 0:
-            _copy(name, data, from_bytes(raw, data))
+            _set_to(name, data, from_bytes(raw, data))
 
 
-def _copy(name: str, data: torch.Tensor, values: torch.Tensor) -> None:
+def _set_to(name: str, data: torch.Tensor, values: torch.Tensor) -> None:
     try:
         data.copy_(values)
     except RuntimeError as error:

@@ -135,7 +135,7 @@ class Schedule:
     @property
     def lengths(self) -> str:
         """The schedulers that may depend on the training's length, with their own: `CosineAnnealingLR: T_max 30`."""
-        return ", ".join(_lengths(self.scheduler))
+        return ", ".join(_scheduler_lengths(self.scheduler))
 
     def after_step(self) -> None:
         """Step the scheduler if the job steps it once a step."""
@@ -160,9 +160,9 @@ class Schedule:
             self.scheduler.step(measured[self.metric])
 
 
-def _lengths(scheduler: Any) -> Iterator[str]:
+def _scheduler_lengths(scheduler: Any) -> Iterator[str]:
     for inner in getattr(scheduler, "_schedulers", ()):
-        yield from _lengths(inner)
+        yield from _scheduler_lengths(inner)
     given = ", ".join(f"{name} {getattr(scheduler, name)}" for name in LENGTHS if hasattr(scheduler, name))
     if given or isinstance(scheduler, LambdaLR):
         yield type(scheduler).__name__ + (f": {given}" if given else "")

@@ -148,7 +148,7 @@ class TreeReducer:
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
         if self._world_size == 2:
             work = dist.all_reduce(flat, async_op=True)
-            return work.get_future().then(_first)  # type: ignore[no-any-return]
+            return work.get_future().then(_first_tensor)  # type: ignore[no-any-return]
         # The sum that holds the last shard is in the bucket already. Each other sum gets a buffer of its own.
         flats = [flat if sums and sums[0] is views[0] else _laid_out(flat, views, sums or []) for sums in mine]
         is_on_gpu = flat.device.type == "cuda"
@@ -169,7 +169,7 @@ class TreeReducer:
 
         `bucket.gradients()` ignores strides and complex dtypes: it gives contiguous, real views.
         """
-        numbers = _numbers(flat, parameters[0])
+        numbers = _in_own_dtype(flat, parameters[0])
         views, offset = [], numbers.storage_offset()
         for parameter in parameters:
             size, strides = self._layouts.get(id(parameter)) or _layout(parameter)
@@ -226,14 +226,14 @@ def _add_slices(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[tor
     return [right[0].add_(left[0])]
 
 
-def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+def _first_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     return future.value()[0]
 
 
 def _laid_out(flat: torch.Tensor, views: list[torch.Tensor], gradients: Gradients) -> torch.Tensor:
     """Gradients in a new buffer with the bucket's layout; it adds nothing where a gradient is None."""
     made = zeros_that_add_nothing(flat)
-    numbers, start = _numbers(made, views[0]), views[0].storage_offset()
+    numbers, start = _in_own_dtype(made, views[0]), views[0].storage_offset()
     for view, gradient in zip(views, gradients, strict=True):
         if gradient is not None:
             numbers.as_strided(view.size(), view.stride(), view.storage_offset() - start).copy_(gradient)
@@ -246,7 +246,7 @@ def _layout(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
     return like.size(), like.stride()
 
 
-def _numbers(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _in_own_dtype(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A bucket's memory in the dtype of its parameters: DDP views complex numbers as pairs of real ones."""
     return torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat
 
@@ -271,7 +271,7 @@ class SumReducer:
         """Start to sum a bucket over the workers; the future gives the sums, in the bucket's memory."""
         self.saw_last = self.saw_last or bucket.is_last()
         work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(_first)  # type: ignore[no-any-return]
+        return work.get_future().then(_first_tensor)  # type: ignore[no-any-return]
 
 
 Reducer = TreeReducer | SumReducer

@@ -112,7 +112,7 @@ class Layout:
                 f"the model's outputs have their keys in another order on some shards: {self.spec.paths} "
                 f"and {other.spec.paths}"
             )
-        return Layout(self.spec, tuple(map(_join, self.columns, other.columns)), self.batch_dim)
+        return Layout(self.spec, tuple(map(_common_column, self.columns, other.columns)), self.batch_dim)
 
 
 Rows = list[torch.Tensor]  # one tensor per leaf of the outputs, rows in dimension 0
@@ -232,7 +232,7 @@ def _column_names(paths: Sequence[str]) -> list[str]:
     return names
 
 
-def _join(first: Column, other: Column) -> Column:
+def _common_column(first: Column, other: Column) -> Column:
     if (first.name, first.dtype, first.is_array) != (other.name, other.dtype, other.is_array):
         raise ModelError(
             f"output {first.name!r} is not alike on all shards: {first.dtype} on one, {other.dtype} on another"

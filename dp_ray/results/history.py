@@ -74,7 +74,7 @@ class History:
         if not rows:
             return lambda: None
         name = f"steps-{rows[0]['step']}-{rows[-1]['step'] + 1}.parquet"
-        table = pa.Table.from_pylist(rows, schema(self._names, list(self._extra)))
+        table = pa.Table.from_pylist(rows, history_schema(self._names, list(self._extra)))
         return lambda: write_piece(self._folder, name, table)
 
     def _row(
@@ -97,7 +97,7 @@ class History:
         }
 
 
-def schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
+def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
     """The columns of the history: those of every step, then `extra`, which only some steps have."""
     numbers = [*names, "learning_rate", "gradient_norm"]
     fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]

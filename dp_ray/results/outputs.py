@@ -50,7 +50,7 @@ Piece = tuple[Shard, Indices, Rows]
 class PartWriter:
     """Streams one worker's outputs to part files; `before_commit` runs before a part gets its name.
 
-    It leaves out what is no tensor, number or text, and reports each such path once with `tell`.
+    It leaves out what is no tensor, number or text, and reports each such path once with `note`.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class PartWriter:
         batch_dim: int = 0,
         before_commit: Callable[[], None] = lambda: None,
         attempt: str = "",
-        tell: Callable[[str], None] = lambda text: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._storage = storage
         self._attempt = attempt
-        self._tell = tell
+        self._note = note
         self._left_out: set[str] = set()
         self._shards = shards
         self._batch_dim = batch_dim
@@ -85,7 +85,7 @@ class PartWriter:
         """
         kept, left_out = without_objects(outputs)
         for path in left_out.keys() - self._left_out:
-            self._tell(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
+            self._note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
         layout, rows = rows_of(kept, shard.rows, self._batch_dim)
         joined = layout if self._layout is None else self._layout.join(layout)

@@ -7,7 +7,7 @@ from typing import Any
 from dp_ray.job import Job
 from dp_ray.key_hints import renamed
 from dp_ray.results.result import Result
-from dp_ray.results.shown import aligned, listed, measured, relative, shown
+from dp_ray.results.shown import aligned, key_lines, measured, relative, shown
 from dp_ray.rundir.files import RUN
 from dp_ray.tensors.digest import is_inner
 
@@ -17,10 +17,10 @@ NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
 def lines(result: Result) -> list[str]:
     """One run as text: a line for each value that its result has, and for each metric."""
     found = shown({**result.to_json(), "metrics": result.metrics})
-    return listed({key: value for key, value in found.items() if value != "-"}).splitlines()
+    return key_lines({key: value for key, value in found.items() if value != "-"}).splitlines()
 
 
-def differences(results: Sequence[Result]) -> dict[str, list[Any]]:
+def differing_keys(results: Sequence[Result]) -> dict[str, list[Any]]:
     """The keys in which the jobs of runs differ, as dotted paths, with each job's value."""
     jobs = [dict(_dotted(_job_of(result))) for result in results]
     keys = dict.fromkeys(key for job in jobs for key in job)
@@ -34,7 +34,7 @@ def compared_values(results: Sequence[Result]) -> dict[str, Any]:
     names = dict.fromkeys(name for run in runs for name in run["metrics"] if not is_inner(name))
     return {
         "runs": runs,
-        "job": differences(results),
+        "job": differing_keys(results),
         "metrics": {name: [run["metrics"].get(name) for run in runs] for name in names},
         "seconds": [run["seconds"] for run in runs],
     }
@@ -42,12 +42,12 @@ def compared_values(results: Sequence[Result]) -> dict[str, Any]:
 
 def compared(results: Sequence[Result]) -> str:
     """Several runs side by side as a table: the job keys that differ, status, steps, metrics and seconds."""
-    differing = differences(results)
+    differing = differing_keys(results)
     metrics = [measured(result.metrics) for result in results]
     names = dict.fromkeys(name for one in metrics for name in one)
     rows = [
         ("", [relative(result.run_dir) for result in results]),
-        *((key, [_cell(value) for value in values]) for key, values in differing.items()),
+        *((key, [_as_text(value) for value in values]) for key, values in differing.items()),
         ("status", [result.status for result in results]),
         ("steps", [str(result.total_steps or result.steps * result.epochs) for result in results]),
         *((f"metrics.{name}", [one.get(name, "-") for one in metrics]) for name in names),
@@ -86,5 +86,5 @@ def _dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield f"{before}{key}", value
 
 
-def _cell(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)

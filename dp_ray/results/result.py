@@ -16,7 +16,7 @@ from dp_ray.results.output_parts import reading
 from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.shape_reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
-from dp_ray.results.shown import as_html, listed, shown
+from dp_ray.results.shown import as_html, key_lines, shown
 from dp_ray.results.table import Table
 from dp_ray.rundir.files import RESULT, RUN, SHAPES
 from dp_ray.rundir.history_file import read_history
@@ -127,7 +127,7 @@ class Result:
         return values
 
     def __repr__(self) -> str:
-        return listed(self._summary())
+        return key_lines(self._summary())
 
     def _repr_html_(self) -> str:
         return as_html(self._summary())

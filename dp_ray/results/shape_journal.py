@@ -10,8 +10,8 @@ from dp_ray.errors import StorageError
 from dp_ray.plan.work import Done
 from dp_ray.replica.world import World
 from dp_ray.results.output_parts import reading
-from dp_ray.results.shape_recorder import Run
-from dp_ray.results.shape_reports import ROWS_IN_A_GROUP, Collector, read_runs, table_of
+from dp_ray.results.shape_recorder import ShardSpan
+from dp_ray.results.shape_reports import ROWS_IN_A_GROUP, Collector, read_spans, table_of
 from dp_ray.results.shapes import Seen
 from dp_ray.storage import Storage
 
@@ -28,7 +28,7 @@ class Journal:
 
     def __init__(self, folder: Storage) -> None:
         self._folder = folder
-        self._next = max(_numbers(folder), default=-1) + 1
+        self._next = max(_piece_numbers(folder), default=-1) + 1
         self._blocks: list[pa.Table] = []
 
     def add(self, block: pa.Table) -> None:
@@ -57,15 +57,15 @@ class Journal:
                 pq.write_table(table, stream)
 
 
-def read_journal(folder: Storage, done: Done) -> list[tuple[World, Seen, Run]]:
-    """Read the journal's reports of the steps and shards in `done`, as runs."""
-    names = [f"piece-{number}.parquet" for number in _numbers(folder)]
-    runs: list[tuple[World, Seen, Run]] = []
+def read_journal(folder: Storage, done: Done) -> list[tuple[World, Seen, ShardSpan]]:
+    """Read the journal's reports of the steps and shards in `done`, as spans."""
+    names = [f"piece-{number}.parquet" for number in _piece_numbers(folder)]
+    spans: list[tuple[World, Seen, ShardSpan]] = []
     for name in [*names, *([PENDING] if folder.exists(PENDING) else [])]:
         with reading(folder, name) as file:
-            runs += read_runs(file, done)
-    return runs
+            spans += read_spans(file, done)
+    return spans
 
 
-def _numbers(folder: Storage) -> list[int]:
+def _piece_numbers(folder: Storage) -> list[int]:
     return sorted(int(match[1]) for match in map(PIECE.fullmatch, folder.names()) if match)

@@ -1,4 +1,4 @@
-"""The worker's side of the shape reports: recording takes microseconds; a thread sends runs of equal steps."""
+"""The worker's side of the shape reports: recording takes microseconds; a thread sends spans of equal steps."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from dp_ray.replica.world import World
 from dp_ray.results.shapes import Seen
 
 
-class Run(NamedTuple):
+class ShardSpan(NamedTuple):
     """Consecutive steps in which one shard had the same sizes; one time for each step, or one mean if folded."""
 
     first_step: int
@@ -22,12 +22,12 @@ class Run(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One worker's message: runs ordered by first step, the new sizes by their numbers, and the last step done."""
+    """One worker's message: spans ordered by first step, the new sizes by their numbers, and the last step done."""
 
     world: World
     through: int
     seen: dict[int, Seen]
-    runs: list[Run]
+    spans: list[ShardSpan]
 
 
 class Keep(NamedTuple):
@@ -46,7 +46,7 @@ class Recorder:
         self._numbers: dict[Seen, int] = {}
         self._unsent: dict[int, Seen] = {}
         self._open: dict[int, tuple[int, int, list[float]]] = {}
-        self._runs: list[Run] = []
+        self._spans: list[ShardSpan] = []
         self._through = -1
         self._sent_through = -1
         self._lock = threading.Lock()
@@ -62,9 +62,9 @@ class Recorder:
             if number is None:
                 number = self._numbers[seen] = len(self._numbers)
                 self._unsent[number] = seen
-            run = self._open.get(shard.shard)
-            if run and run[1] == number and run[0] + len(run[2]) == shard.step:
-                run[2].append(milliseconds)
+            span = self._open.get(shard.shard)
+            if span and span[1] == number and span[0] + len(span[2]) == shard.step:
+                span[2].append(milliseconds)
                 return
             self._close_run(shard.shard)
             self._open[shard.shard] = (shard.step, number, [milliseconds])
@@ -102,14 +102,14 @@ class Recorder:
             for shard in list(self._open):
                 self._close_run(shard)
             through = self._through  # read once: `on_step` does not take the lock
-            if not self._runs and through == self._sent_through:
+            if not self._spans and through == self._sent_through:
                 return None
-            runs = sorted(self._runs, key=lambda run: run.first_step)
-            report = Report(self._world, through, self._unsent, runs)
-            self._sent_through, self._unsent, self._runs = through, {}, []
+            spans = sorted(self._spans, key=lambda span: span.first_step)
+            report = Report(self._world, through, self._unsent, spans)
+            self._sent_through, self._unsent, self._spans = through, {}, []
             return report
 
     def _close_run(self, shard: int) -> None:
-        if run := self._open.pop(shard, None):
-            first_step, seen, times = run
-            self._runs.append(Run(first_step, len(times), shard, seen, np.array(times, np.float32)))
+        if span := self._open.pop(shard, None):
+            first_step, seen, times = span
+            self._spans.append(ShardSpan(first_step, len(times), shard, seen, np.array(times, np.float32)))

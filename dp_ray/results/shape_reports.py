@@ -15,14 +15,14 @@ import torch
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done
 from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Report, Run
+from dp_ray.results.shape_recorder import Report, ShardSpan
 from dp_ray.results.shapes import Seen, ShardReport, decode_sizes
 
 ROWS_IN_A_GROUP = 1 << 16
-PENDING_RUNS = 1 << 12  # of one worker; beyond that, times are averaged
+PENDING_SPANS = 1 << 12  # of one worker; beyond that, times are averaged
 
 
-class Rows(NamedTuple):
+class ReportColumns(NamedTuple):
     """Shard reports in columns, ordered by step and shard; `seen` and `world` index the Collector's lists."""
 
     step: np.ndarray[Any, np.dtype[np.int64]]
@@ -34,9 +34,11 @@ class Rows(NamedTuple):
     def __len__(self) -> int:
         return len(self.step)
 
-    def where(self, keep: np.ndarray[Any, np.dtype[Any]]) -> "Rows":
+    def where(self, keep: np.ndarray[Any, np.dtype[Any]]) -> "ReportColumns":
         """The rows that a boolean mask or an array of indices selects."""
-        return Rows(self.step[keep], self.shard[keep], self.world[keep], self.seen[keep], self.milliseconds[keep])
+        return ReportColumns(
+            self.step[keep], self.shard[keep], self.world[keep], self.seen[keep], self.milliseconds[keep]
+        )
 
 
 class Collector:
@@ -46,14 +48,14 @@ class Collector:
     columns index `Collector.seen` and `Collector.worlds`.
     """
 
-    def __init__(self, on_rows: Callable[["Collector", Rows], None]) -> None:
+    def __init__(self, on_rows: Callable[["Collector", ReportColumns], None]) -> None:
         self.seen: list[Seen] = []
         self.worlds: list[World] = []
         self._on_rows = on_rows
         self._emitted = -1
         self._through: dict[int, int] = {}
         self._workers: dict[int, int] = {}
-        self._pending: dict[int, deque[Run]] = {}
+        self._pending: dict[int, deque[ShardSpan]] = {}
         self._limit: dict[int, int] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         self._known: dict[Seen, int] = {}
@@ -64,19 +66,19 @@ class Collector:
         for world in worlds:
             self._workers[world.rank] = self._join(world)
 
-    def restore(self, runs: Sequence[tuple[World, Seen, Run]]) -> None:
+    def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
         """Take in the reports of earlier attempts, whose workers are gone, ordered by first step."""
         gone: dict[World, int] = {}
-        for world, seen, run in runs:
+        for world, seen, span in spans:
             if world not in gone:
                 gone[world] = self._join(world)
-            self._pending[gone[world]].append(run._replace(seen=self._number(seen)))
+            self._pending[gone[world]].append(span._replace(seen=self._number(seen)))
 
     def _join(self, world: World) -> int:
         worker = len(self.worlds)
         self.worlds.append(world)
         self._pending[worker] = deque()
-        self._limit[worker] = PENDING_RUNS
+        self._limit[worker] = PENDING_SPANS
         return worker
 
     def _number(self, seen: Seen) -> int:
@@ -92,14 +94,14 @@ class Collector:
         for number, seen in report.seen.items():
             self._numbers[worker, number] = self._number(seen)
         pending = self._pending[worker]
-        pending.extend(run._replace(seen=self._numbers[worker, run.seen]) for run in report.runs)
+        pending.extend(span._replace(seen=self._numbers[worker, span.seen]) for span in report.spans)
         if len(pending) > self._limit[worker]:
             self._bound(worker)
         self._through[rank] = report.through
 
-    def rows_of(self, rank: int, run: Run) -> int:
-        """The number of rows in a run that `rank` of the current attempt reported."""
-        return run.num_steps * self.seen[self._numbers[self._workers[rank], run.seen]].rows
+    def rows_of(self, rank: int, span: ShardSpan) -> int:
+        """The number of rows in a span that `rank` of the current attempt reported."""
+        return span.num_steps * self.seen[self._numbers[self._workers[rank], span.seen]].rows
 
     def emit(self) -> None:
         """Pass on all steps that every worker has finished."""
@@ -108,9 +110,9 @@ class Collector:
             self._emit(ready)
             self._emitted = ready
 
-    def pending(self) -> Rows | None:
+    def pending(self) -> ReportColumns | None:
         """The reports that are not passed on yet, None if there are none; they stay pending."""
-        held = [(worker, run) for worker, pending in self._pending.items() for run in pending]
+        held = [(worker, span) for worker, pending in self._pending.items() for span in pending]
         if not held:
             return None
         rows = _expand(held)
@@ -122,7 +124,7 @@ class Collector:
 
     def _emit(self, through: int) -> None:
         taken = [
-            (worker, run) for worker, pending in self._pending.items() for run in _take_through(pending, through)
+            (worker, span) for worker, pending in self._pending.items() for span in _take_through(pending, through)
         ]
         if not taken:
             return
@@ -136,15 +138,15 @@ class Collector:
     def _bound(self, worker: int) -> None:
         """Average the times of a worker that is far ahead of the others."""
         self._pending[worker] = _fold(self._pending[worker])
-        self._limit[worker] = max(PENDING_RUNS, 2 * len(self._pending[worker]))
+        self._limit[worker] = max(PENDING_SPANS, 2 * len(self._pending[worker]))
 
 
-def _take_through(pending: deque[Run], through: int) -> list[Run]:
-    """Remove and return the runs' steps up to `through`; runs are ordered by their first step."""
-    taken: list[Run] = []
-    later: list[Run] = []
+def _take_through(pending: deque[ShardSpan], through: int) -> list[ShardSpan]:
+    """Remove and return the spans' steps up to `through`; spans are ordered by their first step."""
+    taken: list[ShardSpan] = []
+    later: list[ShardSpan] = []
     while pending and pending[0].first_step <= through:
-        early, rest = _split_run(pending.popleft(), through + 1)
+        early, rest = _split_span(pending.popleft(), through + 1)
         taken.append(early)
         if rest:
             later.append(rest)
@@ -174,7 +176,7 @@ class ReportFile:
         self._blocks: list[pa.Table] = []
         self._rows = 0
 
-    def write(self, collector: Collector, rows: Rows) -> pa.Table:
+    def write(self, collector: Collector, rows: ReportColumns) -> pa.Table:
         """Write a collector's rows; return them as a table."""
         block = table_of(collector, rows)
         self._blocks.append(block)
@@ -207,9 +209,9 @@ def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
             yield ShardReport(**row)
 
 
-def read_runs(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, Run]]:
-    """Read a file's reports of the steps and shards in `done`, as runs ordered by first step."""
-    runs: list[tuple[World, Seen, int, int, list[float]]] = []
+def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, ShardSpan]]:
+    """Read a file's reports of the steps and shards in `done`, as spans ordered by first step."""
+    spans: list[tuple[World, Seen, int, int, list[float]]] = []
     last: dict[tuple[World, int], int] = {}
     for row in (row for batch in file.iter_batches() for row in batch.to_pylist()):
         step, shard = row["step"], row["shard"]
@@ -218,70 +220,72 @@ def read_runs(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, Run]]
         world = World(rank=row["rank"], node=row["node"], device=torch.device(row["device"]))
         seen = Seen(row["input_size"], row["output_size"], row["rows"])
         at = last.get((world, shard), -1)
-        if at >= 0 and runs[at][1] == seen and runs[at][2] + len(runs[at][4]) == step:
-            runs[at][4].append(row["milliseconds"])
+        if at >= 0 and spans[at][1] == seen and spans[at][2] + len(spans[at][4]) == step:
+            spans[at][4].append(row["milliseconds"])
             continue
-        last[world, shard] = len(runs)
-        runs.append((world, seen, step, shard, [row["milliseconds"]]))
+        last[world, shard] = len(spans)
+        spans.append((world, seen, step, shard, [row["milliseconds"]]))
     return [
-        (world, seen, Run(first, len(times), shard, -1, np.array(times, np.float32)))
-        for world, seen, first, shard, times in runs
+        (world, seen, ShardSpan(first, len(times), shard, -1, np.array(times, np.float32)))
+        for world, seen, first, shard, times in spans
     ]
 
 
-def _split_run(run: Run, step: int) -> tuple[Run, Run | None]:
-    """Split a run at `step`: the steps before it, and the rest, None if there is none."""
-    count = step - run.first_step
-    if count >= run.num_steps:
-        return run, None
-    folded = len(run.milliseconds) == 1
-    early, late = (run.milliseconds,) * 2 if folded else (run.milliseconds[:count], run.milliseconds[count:])
+def _split_span(span: ShardSpan, step: int) -> tuple[ShardSpan, ShardSpan | None]:
+    """Split a span at `step`: the steps before it, and the rest, None if there is none."""
+    count = step - span.first_step
+    if count >= span.num_steps:
+        return span, None
+    folded = len(span.milliseconds) == 1
+    early, late = (span.milliseconds,) * 2 if folded else (span.milliseconds[:count], span.milliseconds[count:])
     return (
-        run._replace(num_steps=count, milliseconds=early),
-        run._replace(first_step=step, num_steps=run.num_steps - count, milliseconds=late),
+        span._replace(num_steps=count, milliseconds=early),
+        span._replace(first_step=step, num_steps=span.num_steps - count, milliseconds=late),
     )
 
 
-def _fold(pending: deque[Run]) -> deque[Run]:
-    """Reduce each run's times to their mean, and join consecutive runs of a shard with the same sizes."""
-    last: dict[int, Run] = {}
-    folded: list[Run] = []
-    for run in pending:
-        before = last.get(run.shard)
-        mean = run.milliseconds.mean(keepdims=True)
-        if before and before.seen == run.seen and before.first_step + before.num_steps == run.first_step:
-            steps = before.num_steps + run.num_steps
-            mean = (before.milliseconds * before.num_steps + mean * run.num_steps) / np.float32(steps)
-            run = before._replace(num_steps=steps)
+def _fold(pending: deque[ShardSpan]) -> deque[ShardSpan]:
+    """Reduce each span's times to their mean, and join consecutive spans of a shard with the same sizes."""
+    last: dict[int, ShardSpan] = {}
+    folded: list[ShardSpan] = []
+    for span in pending:
+        before = last.get(span.shard)
+        mean = span.milliseconds.mean(keepdims=True)
+        if before and before.seen == span.seen and before.first_step + before.num_steps == span.first_step:
+            steps = before.num_steps + span.num_steps
+            mean = (before.milliseconds * before.num_steps + mean * span.num_steps) / np.float32(steps)
+            span = before._replace(num_steps=steps)
         elif before:
             folded.append(before)
-        last[run.shard] = run._replace(milliseconds=mean)
-    return deque(sorted([*folded, *last.values()], key=lambda run: run.first_step))
+        last[span.shard] = span._replace(milliseconds=mean)
+    return deque(sorted([*folded, *last.values()], key=lambda span: span.first_step))
 
 
-def _expand(taken: Sequence[tuple[int, Run]]) -> Rows:
-    """One row for each step of each run, ordered; of a step that was run twice, the newest worker's row."""
-    counts = np.array([run.num_steps for _, run in taken], np.int64)
+def _expand(taken: Sequence[tuple[int, ShardSpan]]) -> ReportColumns:
+    """One row for each step of each span, ordered; of a step that was run twice, the newest worker's row."""
+    counts = np.array([span.num_steps for _, span in taken], np.int64)
     starts = np.cumsum(counts) - counts
     step = np.arange(counts.sum()) + np.repeat(
-        np.array([run.first_step for _, run in taken], np.int64) - starts, counts
+        np.array([span.first_step for _, span in taken], np.int64) - starts, counts
     )
-    shard = np.repeat(np.array([run.shard for _, run in taken], np.int32), counts)
+    shard = np.repeat(np.array([span.shard for _, span in taken], np.int32), counts)
     world = np.repeat(np.array([world for world, _ in taken], np.int32), counts)
-    seen = np.repeat(np.array([run.seen for _, run in taken], np.int32), counts)
+    seen = np.repeat(np.array([span.seen for _, span in taken], np.int32), counts)
     times = [
-        run.milliseconds if len(run.milliseconds) == run.num_steps else np.repeat(run.milliseconds, run.num_steps)
-        for _, run in taken
+        span.milliseconds
+        if len(span.milliseconds) == span.num_steps
+        else np.repeat(span.milliseconds, span.num_steps)
+        for _, span in taken
     ]
     order = np.lexsort((shard, step))
-    rows = Rows(step, shard, world, seen, np.concatenate(times)).where(order)
+    rows = ReportColumns(step, shard, world, seen, np.concatenate(times)).where(order)
     repeated = (rows.step[1:] == rows.step[:-1]) & (rows.shard[1:] == rows.shard[:-1])
     if repeated.any():
         rows = rows.where(np.append(~repeated, True))
     return rows
 
 
-def table_of(collector: Collector, rows: Rows) -> pa.Table:
+def table_of(collector: Collector, rows: ReportColumns) -> pa.Table:
     """Shard reports as a table with ReportFile's columns."""
     world_numbers, world = np.unique(rows.world, return_inverse=True)
     seen_numbers, seen = np.unique(rows.seen, return_inverse=True)

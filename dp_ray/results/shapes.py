@@ -109,7 +109,7 @@ def shape_lines(reports: Sequence[tuple[Any, Any]], batch_dim: int) -> Iterator[
 
 def encode_sizes(tree: Any) -> str:
     """Sizes as JSON: a list of numbers for a tensor, a list of its items' sizes for a tuple or list."""
-    return json.dumps(_plain(sizes(tree)))
+    return json.dumps(_as_json(sizes(tree)))
 
 
 def decode_sizes(text: str) -> Any:
@@ -117,15 +117,15 @@ def decode_sizes(text: str) -> Any:
     return _sized(json.loads(text))
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, torch.Size):
         return list(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value] or {}  # an empty list is a scalar's size
+        return [_as_json(item) for item in value] or {}  # an empty list is a scalar's size
     return value
 
 

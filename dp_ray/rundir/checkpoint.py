@@ -110,17 +110,17 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {
             "dict": [
-                [_plain(key, path), _pack(inner, f"{path}.{key}".lstrip("."), tensors)]
+                [_check_plain(key, path), _pack(inner, f"{path}.{key}".lstrip("."), tensors)]
                 for key, inner in value.items()
             ]
         }
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_pack(inner, f"{path}.{number}", tensors) for number, inner in enumerate(value)]}
-    return _plain(value, path)
+    return _check_plain(value, path)
 
 
-def _plain(value: Any, path: str) -> Any:
+def _check_plain(value: Any, path: str) -> Any:
     if hasattr(value, "item") and hasattr(value, "dtype"):
         value = value.item()  # a numpy number
     if value is None or isinstance(value, bool | int | float | str):
@@ -203,32 +203,32 @@ class CheckpointWriter:
 
 
 def newest(
-    checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], tell: Callable[[str], None]
+    checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], note: Callable[[str], None]
 ) -> tuple[str, dict[str, Any], Any] | None:
     """The newest undamaged checkpoint that fits the job: its name, its description and its state; None if none does.
 
-    `fits` returns None, or why a checkpoint does not fit. `tell` reports each checkpoint that is ignored.
+    `fits` returns None, or why a checkpoint does not fit. `note` reports each checkpoint that is ignored.
     """
     for step in reversed(steps_of(checkpoints)):
         name = name_of(step)
         try:
-            about, state = load(checkpoints, name)
+            about, state = load_checkpoint(checkpoints, name)
             misfit = fits(about)
         except StorageError as error:
             misfit = str(error)
         if misfit is None:
             return name, about, state
-        tell(f"checkpoint {name} is ignored, the one before it is tried: {misfit}")
+        note(f"checkpoint {name} is ignored, the one before it is tried: {misfit}")
     return None
 
 
-def load(storage: Storage, name: str) -> tuple[dict[str, Any], Any]:
+def load_checkpoint(storage: Storage, name: str) -> tuple[dict[str, Any], Any]:
     """Read a checkpoint: its description and its state; raises StorageError if it is damaged or no checkpoint."""
     return parse(storage.read_bytes(name), f"{storage}/{name}")
 
 
 def parse(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
-    """Parse a checkpoint's bytes as `load` does; `where` names the file in errors."""
+    """Parse a checkpoint's bytes as `load_checkpoint` does; `where` names the file in errors."""
     tensors, text = parse_tensors(data, where)
     try:
         about = dict(json.loads(text))

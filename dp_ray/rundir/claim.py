@@ -59,7 +59,7 @@ def claim(
         _check_is_run(storage)
     is_resumed = not overwrite and _check_may_carry_on(job, storage, rows or {}, steps, resume)
     _check_start(job, storage, is_resumed)
-    lengths = _lengths(read_claim(storage), job) if is_resumed else ""
+    lengths = _changed_lengths(read_claim(storage), job) if is_resumed else ""
     if is_resumed and is_finished(storage):
         _reopen(storage)
     if is_resumed:
@@ -137,7 +137,7 @@ def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int], ste
     advice = f"give it another name (--name, name=), or replace it {replacing(storage)}"
     if others := _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows):
         raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
-    if told := _cannot_become(job, storage, _lengths(claimed, job), steps):
+    if told := _cannot_become(job, storage, _changed_lengths(claimed, job), steps):
         use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
         use *= told == "finished" and job.task == "train"
         raise JobError(f"{storage} holds this run, {told}; {use}{advice}")
@@ -162,7 +162,7 @@ def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) 
     return ""
 
 
-def _lengths(claimed: dict[str, Any], job: Job) -> str:
+def _changed_lengths(claimed: dict[str, Any], job: Job) -> str:
     """The keys that make a training longer or shorter than the run was: `epochs: 2 before, 4 now`."""
     there, here = claimed.get("job", {}), dict(job)
     keys = [key for key in job.LENGTHS if job.task == "train" and there.get(key) != here[key]]

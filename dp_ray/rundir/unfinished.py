@@ -21,7 +21,7 @@ NAMED_BY_TIME = re.compile(r"run-\d{8}-\d{6}-\d{6}")
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class UnfinishedRun:
     """An unfinished run: `step` of `steps` steps are kept; `status` is running or unfinished.
 
     `has_result` says whether its last driver left a `result.json`, which a killed driver does not.
@@ -51,7 +51,7 @@ class Unfinished:
         return {**asdict(self), "last_alive": self.last_alive and self.last_alive.isoformat()}
 
 
-def unfinished(location: str) -> Unfinished | None:
+def unfinished(location: str) -> UnfinishedRun | None:
     """The unfinished run in a directory; None if the run is finished, or if no claim records its rows."""
     run = Storage(location)
     claimed = read_claim(run)
@@ -61,7 +61,7 @@ def unfinished(location: str) -> Unfinished | None:
     job = claimed["job"]
     split = _split_of(job, rows)
     is_driven, heard = last_alive(run)
-    return Unfinished(
+    return UnfinishedRun(
         status="running" if is_driven else "unfinished",
         name=job["name"],
         task=job["task"],

@@ -18,7 +18,7 @@ from torch import nn
 
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.replica.world import broadcast, is_rank_0
-from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, load, name_of, parse, steps_of
+from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, load_checkpoint, name_of, parse, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import parse_tensors, read_text, write_tensors
@@ -53,7 +53,7 @@ def find_start(location: str) -> tuple[Storage, str, str]:
 
     In a run directory that is the newest checkpoint, else the weights. Raises JobError if there is no such file.
     """
-    storage, name = _split(location)
+    storage, name = _split_location(location)
     if name:
         if not storage.exists(name):
             raise JobError(f"init_from: there is no file {location}")
@@ -121,7 +121,7 @@ def describe_start(run: Storage, location: str) -> str:
     """One line that names the file with which the run began, and the best weights beside it."""
     start = pinned(run)
     assert start is not None
-    storage = _split(location)[0]
+    storage = _split_location(location)[0]
     place = f"{storage}/{start.folder}/{start.name}" if start.folder else f"{storage}/{start.name}"
     line = f"init_from: takes {place}"
     if start.name == BEST:
@@ -135,7 +135,7 @@ def describe_start(run: Storage, location: str) -> str:
 
 def write_best(run: Storage, metric: str, value: float, step: int) -> None:
     """Write the weights of the best checkpoint, the one after `step` steps, as a weights file of the bare module."""
-    model = load(run.child(CHECKPOINTS), name_of(step))[1]["model"]
+    model = load_checkpoint(run.child(CHECKPOINTS), name_of(step))[1]["model"]
     tensors = {name: one for name, one in model.items() if isinstance(one, torch.Tensor)}
     write_tensors(run, BEST, tensors, json.dumps({"metric": metric, "value": value, "step": step}))
 
@@ -154,7 +154,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
         raise ModelError(f"the weights of {where} are not this model's: {error}") from None
 
 
-def _split(location: str) -> tuple[Storage, str]:
+def _split_location(location: str) -> tuple[Storage, str]:
     """Split `init_from` into a folder and a file name, which is empty if it names a folder."""
     base, mark, query = location.partition("?") if "://" in location else (location, "", "")
     folder, _, name = base.rstrip("/").rpartition("/")
@@ -173,7 +173,7 @@ def _pin(run: Storage, location: str) -> Start:
 
 def _file_of(run: Storage, location: str, start: Start) -> tuple[Storage, str]:
     """Find the pinned file: in the run directory, else where it was found first; raises JobError if it is gone."""
-    storage = _split(location)[0]
+    storage = _split_location(location)[0]
     for place in (run.child(LINKS), storage.child(start.folder) if start.folder else storage):
         if place.exists(start.name):
             return place, start.name

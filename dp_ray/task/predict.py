@@ -40,14 +40,14 @@ def predict_outputs(
     work = Work(split_of(job, dataset), world.world_size, world.rank, Done(ledger.done_ranges(committed)))
     stopped: list[int] = []
 
-    def tell(text: str) -> None:
+    def note(text: str) -> None:
         if world.rank == 0:  # rank 0 has a shard of every batch, so other ranks would only repeat it
             send(Note(text))
 
     with (
         Recorder(world, send) as recorder,
         Probe(model, job.batch_dim) as probe,
-        PartWriter(parts, work.shards, job.batch_dim, recorder.keep, attempt, tell) as writer,
+        PartWriter(parts, work.shards, job.batch_dim, recorder.keep, attempt, note) as writer,
     ):
 
         def goes_on(step: int) -> bool:
@@ -67,7 +67,7 @@ def predict_outputs(
             recorder.on_step(step)
             writer.on_step(step)
 
-        batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, tell))
+        batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note))
         predict(model, job, world.device, work, batches, on_shard, on_step, goes_on)
         control.through()
     if stopped:

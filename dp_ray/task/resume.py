@@ -8,7 +8,7 @@ from dp_ray.job import Job
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Trainer
 from dp_ray.replica.world import broadcast, is_rank_0
-from dp_ray.rundir.checkpoint import CHECKPOINTS, TrainState, load, newest
+from dp_ray.rundir.checkpoint import CHECKPOINTS, TrainState, load_checkpoint, newest
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.weights import (
     describe_start,
@@ -36,7 +36,7 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
         name = broadcast(found[0] if found else "")
     else:
         name = broadcast("")
-        found = (name, *load(checkpoints, name)) if name else None
+        found = (name, *load_checkpoint(checkpoints, name)) if name else None
     if found:
         advice = f"start anew {replacing(run)}"
         check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, advice)

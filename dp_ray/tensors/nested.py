@@ -53,14 +53,14 @@ class TreeSpec:
     def to_json(self, above: Keys = ()) -> Any:
         """Plain JSON values that `from_json` reads; raises ModelError for a key or constant that JSON cannot hold."""
         if self.container is None:
-            return {"kind": self.kind, "value": _plain(self.value, above)}
+            return {"kind": self.kind, "value": _require_plain(self.value, above)}
         below = zip(self.keys, self.children, strict=True)
         context = {"context": self.value} if self.kind == "pytree" and _is_json(self.value) else {}
         return {
             **context,
             "kind": self.kind,
             "type": f"{self.container.__module__}:{self.container.__qualname__}",
-            "keys": [_plain(key, (*above, key)) for key in self.keys],
+            "keys": [_require_plain(key, (*above, key)) for key in self.keys],
             "children": [child.to_json((*above, key)) for key, child in below],
         }
 
@@ -254,7 +254,7 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _plain(value: Any, keys: Keys) -> Any:
+def _require_plain(value: Any, keys: Keys) -> Any:
     if is_plain(value):
         return value
     advice = "return tensors, arrays, strings, numbers or None"

@@ -20,7 +20,7 @@ def take_apart(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
         values, context = registered.flatten_fn(node)
         return tuple(range(len(values))), tuple(values), context
     pairs, context = registered.flatten_with_keys_fn(node)
-    keys = [_plain(key) for key, _ in pairs]
+    keys = [_key_of(key) for key, _ in pairs]
     is_unique = len(set(keys)) == len(keys)
     return tuple(keys) if is_unique else tuple(range(len(pairs))), tuple(value for _, value in pairs), context
 
@@ -30,7 +30,7 @@ def make(cls: type[Any], values: list[Any], context: Any) -> Any:
     return _pytree.SUPPORTED_NODES[cls].unflatten_fn(values, context)
 
 
-def _plain(key: Any) -> int | str:
+def _key_of(key: Any) -> int | str:
     """The plain key, index or name inside one of torch's key objects."""
     for name in ("key", "idx", "name"):
         if isinstance(found := getattr(key, name, None), int | str):

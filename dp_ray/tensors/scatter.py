@@ -84,10 +84,10 @@ def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0
     held = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
     columns = {keys: [leaves[keys] for leaves in held] for keys in leaf_keys(spec)}
     counts = [None] * len(trees) if rows is None else rows
-    return unflatten(spec, [_join(quoted(keys), column, counts, dim) for keys, column in columns.items()])
+    return unflatten(spec, [_concatenate(quoted(keys), column, counts, dim) for keys, column in columns.items()])
 
 
-def _join(name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int) -> Any:
+def _concatenate(name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int) -> Any:
     """Concatenate one leaf of all shards; raises ModelError, naming the shard whose piece does not fit."""
     if all(piece.ndim == 0 for piece in pieces):
         if any(count != 1 for count in rows):

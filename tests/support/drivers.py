@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dp_ray.cluster.ray_internals import VARIABLES
+from dp_ray.cluster.ray_internals.variables import VARIABLES
 from tests.support.cluster import ROOT, Cluster
 
 SLOW: dict[str, Any] = {

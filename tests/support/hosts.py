@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dp_ray.cluster.ray_internals import AUTH_MODE, AUTH_TOKEN
+from dp_ray.cluster.ray_internals.variables import AUTH_MODE, AUTH_TOKEN
 
 PORT = 6379
 # How soon Ray calls a silent node dead: by default after about a minute.

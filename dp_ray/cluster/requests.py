@@ -1,6 +1,6 @@
 """What workers are asked to do between two steps, and why.
 
-It imports nothing of dp_ray, so that the channel's process, which holds the order, stays small.
+It imports nothing of dp_ray, so that the channel's process, which holds the request, stays small.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Ask(StrEnum):
     NOTHING = ""
     SAVE = "save"
     STOP = "stop"  # to be started again, with more or fewer workers
-    END = "end"  # for good: no later order replaces it
+    END = "end"  # for good: no later request replaces it
 
 
 class Why(Enum):
@@ -26,7 +26,7 @@ class Why(Enum):
 
 
 @dataclass(frozen=True)
-class Order:
+class Request:
     """What workers are asked to do; `text` gives the reason with its numbers, for people."""
 
     ask: Ask
@@ -34,5 +34,5 @@ class Order:
     text: str
 
 
-NOTHING = Order(Ask.NOTHING, Why.NOTHING, "")
-END = Order(Ask.END, Why.USER, Why.USER.value)
+NOTHING = Request(Ask.NOTHING, Why.NOTHING, "")
+END = Request(Ask.END, Why.USER, Why.USER.value)

@@ -1,0 +1,151 @@
+"""Ray Core: starts and enters a cluster, looks at its nodes, and drains one on purpose."""
+
+import shlex
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import ray
+import ray._private.state
+import ray._private.utils
+import ray._private.worker
+import ray._raylet
+from ray._private.authentication import authentication_token_setup
+from ray.core.generated import autoscaler_pb2
+
+# Finding, starting and authenticating
+
+CONNECT_SECONDS = 10.0
+
+
+def start_local(num_cpus: int, folder: str, **keys: Any) -> None:
+    """Start an embedded Ray in a folder of its own. Public: none; ray.init documents no argument for the folder."""
+    ray.init("local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=folder, **keys)
+
+
+def find_users_token() -> bool:
+    """Show the user's token to the cluster from now on; return whether there is one.
+
+    Public: none; ray.init does so only at an address that it finds by itself.
+    """
+    setup = authentication_token_setup.maybe_enable_token_auth_if_token_available
+    return bool(setup(warn_if_disabled=False))
+
+
+def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
+    """Whether the Ray at HOST:PORT demands its token. Public: none; ray.init fails minutes later.
+
+    Raises ConnectionError if no Ray answers within `seconds`; Ray itself retries a dead address for minutes.
+    """
+    import grpc
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=seconds)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                return True
+            raise ConnectionError(f"{error.code().name.lower()}, {error.details()}") from None
+    return False
+
+
+@contextmanager
+def raylets_hushed(verbose: bool) -> Iterator[None]:
+    """Keep Ray from printing a page to stdout for each dead worker. Public: none; log_to_driver does not help."""
+    before = ray._private.worker._worker_logs_enabled
+    ray._private.worker._worker_logs_enabled = verbose
+    try:
+        yield
+    finally:
+        ray._private.worker._worker_logs_enabled = before
+
+
+@contextmanager
+def shown_as(arguments: Sequence[str] | None) -> Iterator[None]:
+    """Have Ray's dashboard and logs show `arguments` as this driver's command line. Public: none."""
+    before = ray._private.utils.get_entrypoint_name
+    if arguments is not None:
+        ray._private.utils.get_entrypoint_name = lambda: shlex.join(arguments)
+    try:
+        yield
+    finally:
+        ray._private.utils.get_entrypoint_name = before
+
+
+# What the cluster is like
+
+
+def autoscales() -> bool:
+    """Whether the cluster has an autoscaler that may add nodes. Public: none."""
+    return bool(ray._private.state.state.get_max_resources_from_cluster_config())
+
+
+def draining_nodes() -> frozenset[str]:
+    """The ids of the nodes that are about to be taken away. Public: none; ray.util.state does not report them."""
+    return frozenset(ray._private.state.state.get_draining_nodes())
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """The free resources of each node, by its id. Public: ray.available_resources, only for all nodes together."""
+    return dict(ray._private.state.available_resources_per_node())
+
+
+def label_of(*node_ids: str) -> dict[str, str]:
+    """The label selector of these nodes. Public: the label "ray.io/node-id", which is documented."""
+    return {ray._raylet.RAY_NODE_ID_KEY: node_ids[0] if len(node_ids) == 1 else f"in({','.join(node_ids)})"}
+
+
+def check_cluster_file(config: dict[str, Any]) -> None:
+    """Raise if `ray up` would reject a cluster file. Public: none; `ray up` itself starts machines."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(config))
+
+
+# Faults on purpose
+
+
+def drain_this_node(seconds: float | None) -> str | None:
+    """Tell Ray that this node will be taken away; return why Ray refuses, else None. Public: `ray drain-node`."""
+    deadline = 0 if seconds is None else time.time_ns() // 10**6 + round(seconds * 1000)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    context = ray.get_runtime_context()
+    head = ray._raylet.GcsClient(address=context.gcs_address)
+    accepted, why = head.drain_node(context.get_node_id(), reason, "fault injection", deadline)
+    return None if accepted else str(why)
+
+
+def raylet_of_this_worker() -> psutil.Process:
+    """The raylet of this worker's node; the node's workers are its child processes. Public: none."""
+    raylet = psutil.Process().parent()
+    assert raylet is not None and "raylet" in raylet.name(), "a worker's parent is its node's raylet"
+    return raylet
+
+
+# Bytes on the head node for a submitted job
+
+
+def leave_on_head(client: Any, data: bytes) -> str:
+    """Upload bytes as Ray's job client uploads code packages, and return their address.
+
+    Ray removes them after ten minutes without use. Raises RuntimeError if Ray refuses them.
+    Public: none; Ray logs all that `submit_job` carries.
+    """
+    name = f"_ray_pkg_{uuid.uuid4().hex}.zip"
+    answer = client._do_request("PUT", f"/api/packages/gcs/{name}", data=data)
+    if answer.status_code != 200 or not client._package_exists(f"gcs://{name}"):
+        raise RuntimeError(f"it does not take the values of env: status {answer.status_code}")
+    return f"gcs://{name}"
+
+
+def take_from_head(address: str, place: str) -> bytes | None:
+    """Take and remove the bytes that `leave_on_head` uploaded; None if they are gone. Public: none."""
+    head = ray._raylet.GcsClient(address=address)
+    left: bytes | None = head.internal_kv_get(place.encode(), None)
+    head.internal_kv_del(place.encode(), False, None)
+    return left

@@ -1,0 +1,42 @@
+"""Names and sets environment variables of Ray.
+
+Public: ADDRESS to USE_TLS are documented; for the rest there is no argument of ray.init or of ray.train.RunConfig.
+"""
+
+from collections.abc import MutableMapping, Sequence
+
+import ray._raylet
+
+VARIABLES = "RAY_"  # the prefix of all names
+TRAIN_VARIABLES = "RAY_TRAIN_"
+ADDRESS = "RAY_ADDRESS"  # where a driver finds its cluster; Ray sets it in its jobs
+AUTH_MODE = "RAY_AUTH_MODE"  # "token": show one
+AUTH_TOKEN = "RAY_AUTH_TOKEN"
+API_SERVER_ADDRESS = "RAY_API_SERVER_ADDRESS"  # where `ray job` finds the dashboard
+TMPDIR = "RAY_TMPDIR"  # where a Ray that is started here keeps its sessions
+USE_TLS = "RAY_USE_TLS"  # if set, an address cannot be probed in plain text
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in each process of a submitted job
+WARN_BLOCKING = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"  # the controller waits for our channel in its event loop
+
+# Set in the driver's environment, from where Ray Train copies them to its own processes.
+TRAIN_ENVIRONMENT = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # Ray's 2 s delay each start, end and failure
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # the patch would print each line twice
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # a user's relative paths keep their meaning
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # saves a process; our scaling checks the nodes itself
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",  # not Ray's 60: workers start only where room was just free
+}
+
+
+def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] = ()) -> None:
+    """Remove Ray's variables from an environment, except the names to keep, and have Ray read the rest again."""
+    for key in environment.keys() - set(keep):
+        if key.startswith(VARIABLES) or key == "PYTHONBREAKPOINT":
+            del environment[key]
+    read_variables_anew()
+
+
+def read_variables_anew() -> None:
+    """Have Ray read its variables from os.environ again; it reads them only once. Public: none; a fresh process."""
+    ray._raylet.Config.initialize("")
