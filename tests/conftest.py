@@ -25,6 +25,16 @@ hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile("dp_ray")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let all tests on Ray run in one process, with one cluster, and pass over what Ray leaves to the collector."""
+    for item in items:
+        is_on_ray = item.get_closest_marker("ray") is not None
+        assert is_on_ray or "cluster" not in item.fixturenames, f"{item.nodeid} uses a cluster, and is not marked ray"
+        if is_on_ray:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"))
+
+
 def environment() -> dict[str, str]:
     """os.environ, without what pytest and, at its first DDP, torch write there."""
     theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")

@@ -213,7 +213,6 @@ def session_folder(address: str) -> Path:
 
 
 @pytest.mark.ray
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_a_run_through_ray(server: Server, tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     result = dp_ray.run(**predicting(server, "ray", workers=2, address=cluster.address))
     local = dp_ray.run(**predicting(server, "ray", storage=str(tmp_path)))
