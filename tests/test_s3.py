@@ -178,7 +178,7 @@ def test_the_secret_is_neither_shown_nor_kept(server: Server, capfd: pytest.Capt
     )
     dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.0}}
     dp_ray.run(**{**again, "dataset": dataset, "inputs": "first", "quiet": False})
-    with pytest.raises(dp_ray.Error) as finished:
+    with pytest.raises(dp_ray.Error, match="holds this run, finished") as finished:
         dp_ray.run(**job)
     assert server.objects("secret/again")
     told = "".join(capfd.readouterr()) + str(finished.value) + repr(result) + str(result.to_json())
