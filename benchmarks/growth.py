@@ -1,7 +1,7 @@
 """What grows with the workers, and what does not: 4,096 of them against 8.
 
 The plan of 10**9 rows, the steps of one worker, and the shape reports that the driver takes in a second: three
-processes replay what the workers would send, through a real Inbox, into the driver's own Monitor.
+processes replay what the workers would send, through a real Channel, into the driver's own Monitor.
 """
 
 import json
@@ -23,7 +23,7 @@ from dp_ray.monitor.console import Console
 from dp_ray.monitor.listening import listening
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.monitor.tensorboard import TensorBoardWriter
-from dp_ray.plan.plan import plan
+from dp_ray.plan.plan import Plan
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.results.shape_reports import ReportFile
@@ -81,7 +81,7 @@ def _medians(measured: Callable[[int], float], repeats: int) -> tuple[float, flo
 
 
 def _plan_seconds(workers: int) -> float:
-    return seconds(lambda: json.dumps(plan(_split(workers), workers)))
+    return seconds(lambda: json.dumps(Plan(_split(workers), workers, workers).to_json()))
 
 
 def _worker_seconds(workers: int) -> float:

@@ -1,6 +1,6 @@
 """What it costs a worker to send the driver every shard's shapes, against a `ray.train.report` for each batch.
 
-dp_ray's cost is the difference between a loop of forwards with its Probe and Recorder, sending to a real Inbox, and
+dp_ray's cost is the difference between a loop of forwards with its Probe and Recorder, sending to a real Channel, and
 the same loop without. Ray Train's is what a call takes, in two workers with its defaults.
 """
 

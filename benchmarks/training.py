@@ -162,15 +162,15 @@ def blocked(folder: Path, megabytes: int, repeats: int) -> list[tuple[float, flo
 
     state = {"model": {f"layer{number}": torch.randn(megabytes * 2**20 // 40) for number in range(10)}}
     storage = Storage(str(folder))
-    saver = CheckpointWriter(storage, keep=1)
+    writer = CheckpointWriter(storage, keep=1)
     pairs = []
     for step in range(repeats + 1):
         started = time.perf_counter()
-        saver.save(step, {}, state)
+        writer.save(step, {}, state)
         mine = time.perf_counter() - started
-        saver.wait()
+        writer.wait()
         started = time.perf_counter()
         torch.save(state, folder / "plain.pt")
         pairs.append((mine, time.perf_counter() - started))
-    saver.close()
+    writer.close()
     return pairs[1:]

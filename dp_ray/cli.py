@@ -1,6 +1,5 @@
 """The command line: run, plan, verify, submit, evaluate, predict, report, schema."""
 
-import contextlib
 import json
 import shlex
 import sys
@@ -109,25 +108,13 @@ def run(
 @SETTINGS
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
-    """Show how a job is cut into steps and shards, and which worker gets which; starts no Ray."""
-    job = _load(job_file, workers, settings).for_task()
-    from dp_ray.plan.plan import plan as plan_of
-    from dp_ray.plan.plan import table
-    from dp_ray.plan.split import Split
-    from dp_ray.replica.targets import build_dataset
-    from dp_ray.system.environment import environment
+    """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
+    job = _load(job_file, workers, settings)
+    from dp_ray.plan.table import table
+    from dp_ray.planning import plan_job
 
-    with contextlib.redirect_stdout(sys.stderr), environment(job.env):
-        epochs, most = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
-        split = Split(
-            len(build_dataset(job, job.dataset_key)), job.batch_size, job.num_shards, job.drop_last, epochs, most
-        )
-        planned = plan_of(split, job.max_workers)
-        if job.device_map is not None:
-            from dp_ray.replica.devices import plan_blocks
-
-            planned["blocks"] = plan_blocks(job)
-    click.echo(json.dumps(planned) if as_json else table(planned))
+    planned = plan_job(job)
+    click.echo(json.dumps(planned.to_json()) if as_json else table(planned))
 
 
 @cli.command()
@@ -208,11 +195,13 @@ def _of_a_training(command: Any) -> Any:
             "--dataset", metavar="TARGET", help="Another dataset: module:attribute, or {target: ..., args: ...}."
         ),
         click.option(
-            "--weights", type=click.Choice(["best", "last"]), help="Default best, where there are, else last."
+            "--weights",
+            type=click.Choice(["best", "last"]),
+            help="Default: best if the training kept them, else last.",
         ),
         WORKERS,
         SETTINGS,
-        click.option("--name", help="The run's name; by default the training's with the task behind it."),
+        click.option("--name", help="The run's name. Default: the training's name, then the task."),
         click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own."),
         click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
         click.option("--shapes", is_flag=True, help="Print what every shard's model saw."),
@@ -278,7 +267,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
     if found and not as_json:
         click.echo(found)
         if found.status != "running":
-            click.echo("run the same command to carry on")
+            click.echo("run the same command to resume")
     if found and not found.has_result:
         if as_json:
             click.echo(json.dumps(found.to_json()))
@@ -286,7 +275,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
     result, *others = map(load, run_dirs)
     if others:
         if shapes:
-            raise click.UsageError("--shapes prints those of one run: give one RUN_DIR")
+            raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")
         results = [result, *others]
         click.echo(json.dumps(compared_values(results)) if as_json else compared(results))
         return

@@ -20,14 +20,13 @@ from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outcome import result_of, save_unfinished, summary_of
 from dp_ray.plan.order import Order
-from dp_ray.plan.plan import remarks
-from dp_ray.plan.split import Split
-from dp_ray.replica.evaluation import unmeasured
+from dp_ray.plan.plan import Plan
+from dp_ray.planning import dataset_rows, make_plan, taken_over
 from dp_ray.results.outputs import merge
 from dp_ray.results.result import Result
 from dp_ray.results.shown import relative
 from dp_ray.rundir import ledger
-from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, located, with_shards_of_run
+from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, with_full_init_from, with_shards_of_run
 from dp_ray.rundir.history_file import HISTORY, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import Lease, held, wait_until_free
@@ -80,15 +79,10 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A job as it will run: with its dataset's split, and the shards of the run that it resumes, if any.
-
-    `asked` is the job as the user gave it; `rows` are the lengths of its datasets, by their keys.
-    """
+    """A job as it will run, with the shards of the run that it resumes; its plan, and the faults to inject."""
 
     job: Job
-    asked: Job
-    split: Split
-    rows: dict[str, int]
+    plan: Plan
     faults: tuple[Fault, ...]
 
 
@@ -97,9 +91,9 @@ def execute(job: Job, options: Options) -> Result:
     started = time.monotonic()
     console = Console(job.run_name, options.quiet)
     prepared = prepare(job, options, console)
-    base, job = base_storage(prepared.job), prepared.job
+    job, plan, base = prepared.job, prepared.plan, base_storage(prepared.job)
     killed = wait_until_free(base.child(job.run_name), console.say)
-    claimed = claim(job, base, options.overwrite, prepared.rows, prepared.split.total_steps, options.resume)
+    claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume)
     for line in _resumption(prepared, claimed, killed):
         console.say(line)
     execution = Execution(prepared, claimed, options, console, started)
@@ -112,39 +106,29 @@ def prepare(job: Job, options: Options, console: Console) -> Prepared:
     job = job.for_task()
     faults = parse_faults(options.inject)
     if faults and job.max_workers == 0:
-        raise JobError("--inject: workers is 0, so there is no worker but the driver itself; set workers")
+        raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
     if job.max_workers > 0:
         check_ray()
-    if job.init_from is not None:
-        job = job.model_copy(update={"init_from": located(job.init_from).location})
-    asked = job
-    if not options.overwrite:
-        job = with_shards_of_run(asked, base_storage(job))
+    asked = with_full_init_from(job)
+    job = asked if options.overwrite else with_shards_of_run(asked, base_storage(asked))
     building = console.if_slow("building the dataset")
     with contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
-        split, rows = check_targets(job)  # stdout is kept free of what user code prints
+        check_targets(job)  # stdout is kept free of what user code prints
+        plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
     if job.max_workers == 0:
         job = with_own_model(job)
-    return Prepared(job, asked, split, rows, faults)
+    return Prepared(job, plan, faults)
 
 
 def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> Iterator[str]:
     """Lines for the user of a resumed run; `killed` is the lease of its last driver, if that was killed."""
     if not claimed.is_resumed:
         return
-    if prepared.job.num_shards != prepared.asked.num_shards:
-        yield _taken_over(prepared.asked, prepared.job)
+    split = prepared.plan.split
     if claimed.lengths:
-        yield f"goes on to step {prepared.split.total_steps} ({claimed.lengths})"
-    if end := last_end(prepared.job, prepared.split, claimed.storage, killed):
+        yield f"continues to step {split.total_steps} ({claimed.lengths})"
+    if end := last_end(prepared.job, split, claimed.storage, killed):
         yield f"the last attempt was {end.what}"
-
-
-def _taken_over(asked: Job, job: Job) -> str:
-    """A line on what a resumed run keeps, although the given job would change it."""
-    fewer = f"; at most so many workers share them, {asked.max_workers} were asked for"
-    kept = f"shards: {job.num_shards}, with which this run began"
-    return kept + fewer * (asked.max_workers > job.num_shards)
 
 
 class Execution:
@@ -155,7 +139,7 @@ class Execution:
     ) -> None:
         self._prepared = prepared
         self._job = prepared.job
-        self._split = prepared.split
+        self._split = prepared.plan.split
         self._claimed = claimed
         self._storage = claimed.storage
         self._options = options
@@ -178,9 +162,9 @@ class Execution:
                 check_ours(self._claimed)
                 self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
-            told = RunInterrupted(interruption(self._job, self._storage, self._split, self._options.overwrite))
-            self._keep_unfinished("interrupted", told)
-            raise told from (None if isinstance(stopped, StopRequested) else stopped)
+            interrupted = RunInterrupted(interruption(self._job, self._storage, self._split, self._options.overwrite))
+            self._keep_unfinished("interrupted", interrupted)
+            raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
             self._keep_unfinished("failed", error)
             raise
@@ -189,7 +173,7 @@ class Execution:
     def _say_what_runs(self) -> None:
         where = relative(str(self._storage))
         self._console.say(f"{'resuming in' if self._claimed.is_resumed else 'run directory'} {where}")
-        for line in (*remarks(self._split, self._job.max_workers), *unmeasured(self._job)):
+        for line in self._prepared.plan.remarks:
             self._console.say(line)
 
     def _ask_to_stop(self, signal_name: str) -> bool:
@@ -197,7 +181,7 @@ class Execution:
 
     def _follow(self) -> None:
         """Run the workers to their end, followed by a monitor."""
-        job, options, rows = self._job, self._options, self._prepared.rows
+        job, options, rows = self._job, self._options, self._prepared.plan.rows
         with monitoring(job, self._split, self._claimed, self._console, options.shapes) as monitor:
             self._monitor = monitor
             if job.max_workers == 0:

@@ -91,7 +91,7 @@ def _named(target: Any) -> Any:
 def _init_from(run: Storage, which: Weights) -> str:
     if which == "best" and not run.exists(BEST):
         raise JobError(
-            f"--weights best: {run} holds no {BEST}: set checkpoint.best, and train to the end; or take the last"
+            f"--weights best: {run} holds no {BEST}: set checkpoint.best, and train to the end; or use --weights last"
         )
     name = BEST if which == "best" else WEIGHTS
     return (
@@ -125,7 +125,7 @@ def _lines(job: Job, run: Storage, which: Weights, kept: dict[str, Any], overrid
     lines = [f"{job.run_name}: {does} the {which} weights of {run} on {whose}{ran.dataset.target}"]
     if job.task == "evaluate" and ran.dataset_key != "dataset":
         unused = [key for key in overrides if key.startswith("dataset.")]
-        lines += [f"{job.run_name}: {key} is not used: evaluate takes eval.dataset" for key in unused]
+        lines += [f"{job.run_name}: {key} is not used: evaluate uses eval.dataset" for key in unused]
     if lost := [key for key in kept["env"] if f"env.{key}" not in overrides]:
         again = ", ".join(f"--set env.{key}=..." for key in lost)
         lines.append(f"{job.run_name}: its env is not kept: set it again where it is needed ({again})")

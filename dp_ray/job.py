@@ -88,7 +88,7 @@ class Job(JobKeys):
         if self.sync_batchnorm and self.bitwise:
             yield "sync_batchnorm: its sums depend on the workers, so it cannot be bitwise"
         if self.step is not None and self.loss is not None:
-            yield "loss: is computed by step where there is one; leave loss or step out"
+            yield "loss: is not used, because step computes the loss; leave loss or step out"
 
     def _of_metrics(self) -> Iterator[str]:
         """Metrics whose name is taken, and names of metrics that nothing measures."""

@@ -52,7 +52,7 @@ _TOP = (
     ("eval.every_epochs", "check_val_every_n_epoch eval_epochs val_epochs"),
     ("eval.batch_size", "eval_batch_size val_batch_size test_batch_size per_device_eval_batch_size"),
     (
-        "init_from: weights, a run or a checkpoint to start another run from; to carry on an unfinished run, run the "
+        "init_from: weights, a run or a checkpoint to start another run from; to resume an unfinished run, run the "
         "same command again",
         "resume resume_from resume_from_checkpoint resume_training ckpt ckpt_path checkpoint_path load load_from "
         "load_checkpoint pretrained pretrained_weights weights init_weights state_dict",

@@ -15,7 +15,7 @@ from dp_ray.results.shown import measured, relative
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history_file import best_of, summary
-from dp_ray.rundir.incidents import IncidentLog, Interruption
+from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.unfinished import kept_steps
 from dp_ray.rundir.weights import WEIGHTS
 from dp_ray.storage import Storage
@@ -35,9 +35,13 @@ def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
     """How this driver ends, by an error or a stop; a killed driver cannot record its end."""
     step = max(monitor.steps_done, kept)
     if result.status == "failed":
-        return Interruption("driver", f"ended after step {step} by {str(result.error).splitlines()[0]}", step)
+        return Interruption(
+            IncidentKind.DRIVER, f"ended after step {step} by {str(result.error).splitlines()[0]}", step
+        )
     step = kept if monitor.is_stopping else step  # a planned stop keeps the step after which it stops
-    return Interruption("driver", f"stopped by {monitor.stopped_by or 'an interrupt'} after step {step}", step)
+    return Interruption(
+        IncidentKind.DRIVER, f"stopped by {monitor.stopped_by or 'an interrupt'} after step {step}", step
+    )
 
 
 def summary_of(result: Result, is_resumed: bool) -> str:

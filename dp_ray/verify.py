@@ -85,30 +85,29 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
     shards = job.shards or max(1, *counts)
     bitwise = job.bitwise or job.task == "predict"
     tolerance = TOLERANCE[job.precision] if tolerance is None else tolerance
-    runs: list[Result] = []
 
     def run(count: int, **changes: Any) -> Result:
         changes = {"name": f"{job.run_name}-verify-{count}", "workers": count, "shards": shards, **changes}
         try:
             return execute(job.model_copy(update={"metrics": _metrics(job), **changes}), options)
         except RunInterrupted:
-            raise RunInterrupted("interrupted; verify begins anew") from None
+            raise RunInterrupted("interrupted; run verify again, it begins anew") from None
 
-    def compare_all() -> Verdict:
-        runs.extend(run(count) for count in counts)
+    def compare_all() -> tuple[Verdict, list[Result]]:
+        runs = [run(count) for count in counts]
         rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
         different = [at for at, row in enumerate(rows) if not row.same]
         first = None
         if different and bitwise:
             first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
         kept = [one.run_dir for one in (runs if different else [])]
-        return Verdict(rows, bitwise, tolerance, first, kept)
+        return Verdict(rows, bitwise, tolerance, first, kept), runs
 
     if max(counts) == 0:
-        verdict = compare_all()
+        verdict, runs = compare_all()
     else:
         with connected(job.model_copy(update={"workers": max(counts)}), options.address, options.verbose):
-            verdict = compare_all()
+            verdict, runs = compare_all()
     if verdict.same:
         for one in runs:
             one.storage().remove()
@@ -208,7 +207,8 @@ def _first_difference(run: Callable[..., Result], first: tuple[int, Result], oth
     for until in (step, step + 1):
         if until and (found := _first_parameter(run, first[0], other[0], until)):
             return f"{who}, first after step {until - 1}: {found}"
-    return f"{who}, first in step {step}: {', '.join(told) or 'nothing that is kept'}, and no parameter with it"
+    values = ", ".join(told) or "no value that is kept"
+    return f"{who}, first in step {step}: {values} differs, and no parameter does"
 
 
 def _first_parameter(run: Callable[..., Result], first: int, other: int, steps: int) -> str | None:

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from dp_ray.errors import DataError
 from dp_ray.job import Job
 from dp_ray.monitor.attempts import Attempts
 from dp_ray.monitor.console import Console
@@ -16,10 +17,11 @@ from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Report
 from dp_ray.results.shape_reports import ReportFile
+from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.storage import Storage
 
 LIMIT = 100.0
-FAILED = Failed("a", World(1, 2), "DataError", "sample 7", "all")
+FAILED = Failed("a", World(1, 2), DataError, "sample 7", "all")
 
 
 class Nodes(NodeControl):
@@ -89,14 +91,14 @@ def test_a_superseded_worker_that_starts_to_step_is_not_watched(clock: list[floa
 def test_a_worker_lost_with_its_node_is_told_as_the_nodes_end() -> None:
     monitor = following(*attempts("a"), nodes=Nodes("node 1"))
     for rank in range(2):
-        monitor.take(Interrupted("worker", "its process was killed, or crashed", (rank,)))
+        monitor.take(Interrupted(IncidentKind.WORKER, "its process was killed, or crashed", (rank,)))
     told = [(one.kind, one.ranks, one.nodes) for one in monitor.incidents.interruptions]
     assert told == [("worker", (0,), ("10.0.0.0",)), ("node", (1,), ("10.0.0.1",))]
 
 
 def test_an_error_is_forgotten_when_the_workers_are_replaced() -> None:
     assert following(*attempts("a"), FAILED).failed == FAILED
-    assert following(*attempts("a"), FAILED, Interrupted("error", "sample 7", (1,))).failed is None
+    assert following(*attempts("a"), FAILED, Interrupted(IncidentKind.ERROR, "sample 7", (1,))).failed is None
     assert following(*attempts("a"), FAILED, *attempts("b")).failed is None
 
 

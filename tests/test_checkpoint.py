@@ -64,10 +64,10 @@ def test_a_state_that_went_through_a_file_goes_on_as_if_it_had_not(tmp_path: Pat
     rates = walk(*whole, 0, 12)
     first = trained(kind, schedule)
     assert walk(*first, 0, 5) == rates[:5]
-    saver = CheckpointWriter(Storage(str(tmp_path)), 1)
-    saver.save(5, {"said": 1}, [part.state_dict() for part in first])
-    saver.wait()
-    saver.close()
+    writer = CheckpointWriter(Storage(str(tmp_path)), 1)
+    writer.save(5, {"said": 1}, [part.state_dict() for part in first])
+    writer.wait()
+    writer.close()
     about, states = load_checkpoint(Storage(str(tmp_path)), "step-5.safetensors")
     assert about == {"said": 1}
     second = trained(kind, schedule)
@@ -98,16 +98,16 @@ def test_what_cannot_be_kept_is_named() -> None:
         pack({"scheduler": {"anneal": lambda step: step}})
 
 
-def save(saver: CheckpointWriter, step: int, value: float, best_step: int | None = None) -> None:
-    saver.save(step, {"fingerprint": "ours"}, {"model": {"w": torch.full((3,), value)}}, best_step)
+def save(writer: CheckpointWriter, step: int, value: float, best_step: int | None = None) -> None:
+    writer.save(step, {"fingerprint": "ours"}, {"model": {"w": torch.full((3,), value)}}, best_step)
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    saver = CheckpointWriter(Storage(str(tmp_path)), 2)
+    writer = CheckpointWriter(Storage(str(tmp_path)), 2)
     for step in range(1, 7):
-        save(saver, step, step, best_step=2 if step >= 2 else None)
-    saver.wait()
-    saver.close()
+        save(writer, step, step, best_step=2 if step >= 2 else None)
+    writer.wait()
+    writer.close()
     assert steps_of(Storage(str(tmp_path))) == [2, 5, 6]
 
 
@@ -120,37 +120,37 @@ def test_what_changes_after_the_copy_is_not_in_the_file(tmp_path: Path, monkeypa
         write(*args)
 
     monkeypatch.setattr(state_module, "write_tensors", held_up)
-    saver = CheckpointWriter(Storage(str(tmp_path)), 1)
+    writer = CheckpointWriter(Storage(str(tmp_path)), 1)
     live = torch.ones(1000)
-    saver.save(1, {}, {"w": live})
+    writer.save(1, {}, {"w": live})
     live.fill_(2)
     assert not steps_of(Storage(str(tmp_path))), "the training was made to wait"
     go.set()
-    saver.wait()
-    saver.close()
+    writer.wait()
+    writer.close()
     assert load_checkpoint(Storage(str(tmp_path)), "step-1.safetensors")[1]["w"].eq(1).all()
 
 
 @pytest.mark.root
 def test_a_full_storage_is_told_and_the_checkpoint_before_stays(small_disk: Path) -> None:
-    saver = CheckpointWriter(Storage(str(small_disk)), 2)
-    saver.save(1, {"fingerprint": "ours"}, {"w": torch.ones(100)})
-    saver.wait()
-    saver.save(2, {"fingerprint": "ours"}, {"w": torch.ones(1 << 21)})
+    writer = CheckpointWriter(Storage(str(small_disk)), 2)
+    writer.save(1, {"fingerprint": "ours"}, {"w": torch.ones(100)})
+    writer.wait()
+    writer.save(2, {"fingerprint": "ours"}, {"w": torch.ones(1 << 21)})
     with pytest.raises(StorageError, match=r"cannot write step-2.safetensors.*No space left"):
-        saver.wait()
-    saver.close()
+        writer.wait()
+    writer.close()
     assert [path.name for path in small_disk.iterdir()] == ["step-1.safetensors"]
     assert load_checkpoint(Storage(str(small_disk)), "step-1.safetensors")[1]["w"].sum() == 100
 
 
 def test_damaged_and_foreign_checkpoints_are_passed_over_and_told(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
-    saver = CheckpointWriter(storage, 9)
+    writer = CheckpointWriter(storage, 9)
     for step in range(1, 6):
-        save(saver, step, step)
-    saver.wait()
-    saver.close()
+        save(writer, step, step)
+    writer.wait()
+    writer.close()
     (tmp_path / "step-5.safetensors").write_bytes((tmp_path / "step-5.safetensors").read_bytes()[:-5])
     damaged = bytearray((tmp_path / "step-4.safetensors").read_bytes())
     damaged[-1] ^= 4

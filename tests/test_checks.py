@@ -83,7 +83,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"model": f"{HERE}:NoModule"},
             JobError,
-            "model: must give a torch.nn.Module, and NoModule is no class of them",
+            "model: must give a torch.nn.Module, and NoModule is no subclass of it",
         ),
         ({"model": NoModule()}, JobError, "model: must be a torch.nn.Module, got a NoModule"),
         (
@@ -160,8 +160,10 @@ def test_batches_that_leave_workers_idle_are_told(split: Split, workers: int, sa
 
 
 @pytest.mark.usefixtures("in_project")
-def test_the_plan_tells_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", "jobs/tutorial.yaml", "--workers", "3", "--set", "batch_size=300"]
+def test_the_plan_tells_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", "jobs/tutorial.yaml", "--workers", "3", "--set", "batch_size=300", "--set", f"storage={tmp_path}"]
     assert status_of(monkeypatch, *args) == 0
     line = "batch_size 300 is larger than the dataset: its 100 rows are one batch"
     assert line in capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""The run directory: claimed once, carried on only by the same job, seen by every worker or not used at all."""
+"""The run directory: claimed once, resumed only by the same job, seen by every worker or not used at all."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_new_run_is_claimed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [None, "failed", "interrupted"])
-def test_an_unfinished_run_of_the_same_job_is_carried_on(tmp_path: Path, status: str | None) -> None:
+def test_an_unfinished_run_of_the_same_job_is_resumed(tmp_path: Path, status: str | None) -> None:
     first = claim(job_of(shards=8, workers=2), Storage(str(tmp_path)))
     (tmp_path / "job" / "parts" / "kept").write_text("x")
     if status:

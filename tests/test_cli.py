@@ -34,8 +34,10 @@ def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.usefixtures("in_project")
-def test_the_plan_of_the_tutorial(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planned(monkeypatch, capsys, "jobs/tutorial.yaml", "--workers", "8") == {
+def test_the_plan_of_the_tutorial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(monkeypatch, capsys, "jobs/tutorial.yaml", "--workers", "8", "--set", f"storage={tmp_path}") == {
         "rows": 100,
         "batch_size": 30,
         "shards": 8,
@@ -62,8 +64,11 @@ def test_the_plan_of_the_tutorial(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.usefixtures("in_project")
-def test_the_plan_for_reading(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of(monkeypatch, "plan", "jobs/tutorial.yaml", "--workers", "3", "--set", "shards=8") == 0
+def test_the_plan_for_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--set", "shards=8", "--set", f"storage={tmp_path}"]
+    assert status_of(monkeypatch, "plan", "jobs/tutorial.yaml", "--workers", "3", *settings) == 0
     assert capsys.readouterr().out.splitlines() == [
         "100 rows in global batches of 30: 4 steps, 8 shards on 3 workers; padded 0, dropped 0",
         "3 x 30 rows",

@@ -14,6 +14,7 @@ import dp_ray
 from dp_ray.cli import cli
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
+from dp_ray.plan.plan import PlacedBlock
 from dp_ray.replica.devices import blocks_of, input_device, mixed_devices, plan_blocks, spread
 from dp_ray.replica.model import build_model
 from dp_ray.replica.step import beside
@@ -292,8 +293,7 @@ class Counts(nn.Sequential):
 
 def test_a_model_that_needs_its_numbers_to_be_built_is_planned_too() -> None:
     keys = {"model": "tests.test_devices:Counts", "dataset": [1], "batch_size": 1, "device_map": "auto", **TWO}
-    blocks = plan_blocks(Job.make(keys, "job"))
-    assert blocks == [{"name": "0", "bytes": 24, "device": "cpu"}, {"name": "1", "bytes": 24, "device": "cpu"}]
+    assert plan_blocks(Job.make(keys, "job")) == (PlacedBlock("0", 24, "cpu"), PlacedBlock("1", 24, "cpu"))
 
 
 def test_the_plan_says_which_block_goes_where(tmp_path: Path, in_project: Path, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run that broke is carried on: only what is missing is read, and the end is that of one undisturbed run."""
+"""A run that broke is resumed: only what is missing is read, and the end is that of one undisturbed run."""
 
 import contextlib
 import struct
@@ -39,7 +39,7 @@ def keys(folder: Path, **others: Any) -> dict[str, Any]:
     return {**values, "name": "run", "storage": str(folder), **others}
 
 
-def test_a_broken_run_is_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
     (tmp_path / "broken").touch()
     with pytest.raises(DataError, match="sample 50 of the dataset raised OSError: sector 50"):
@@ -129,7 +129,7 @@ def training(folder: Path, **others: Any) -> dict[str, Any]:
     return {**keys, "checkpoint": {"every_steps": 2}, "name": "run", "storage": str(folder), "quiet": True, **others}
 
 
-def test_a_broken_training_is_carried_on_with_its_shapes_and_its_scalars(tmp_path: Path) -> None:
+def test_a_broken_training_is_resumed_with_its_shapes_and_its_scalars(tmp_path: Path) -> None:
     (tmp_path / "broken").touch()
     with pytest.raises(DataError, match="sample 70 of the dataset raised OSError: sector 70"):
         dp_ray.run(**training(tmp_path))

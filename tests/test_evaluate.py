@@ -136,7 +136,10 @@ def test_elements_of_metrics_are_columns_of_the_history(tmp_path: Path) -> None:
     [
         ("eval_recall_7", r"checkpoint\.best\.metric: eval measures eval_loss, .*eval_recall_2.*got 'eval_recall_7'"),
         ("eval_recall", r"checkpoint\.best\.metric: eval measures .*eval_scores_rows_0.*got 'eval_recall'"),
-        ("eval_right_0", r"checkpoint\.best\.metric: .*of a metric with a state each element.*got 'eval_right_0'"),
+        (
+            "eval_right_0",
+            r"checkpoint\.best\.metric: .*the elements of a metric that has several.*got 'eval_right_0'",
+        ),
     ],
 )
 def test_a_watched_element_that_is_none_is_told(tmp_path: Path, name: str, says: str) -> None:

@@ -1,4 +1,4 @@
-"""Workers and drivers that are killed, stopped, or hang: the end is the undisturbed run's, and the story is told."""
+"""Workers and drivers that are killed, stopped, or hang: the end is the undisturbed run's; each incident is told."""
 
 import contextlib
 import os
@@ -116,7 +116,7 @@ def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_st
     assert (hung["kind"], hung["ranks"], hung["step"]) == ("hang", [0], 6)
     assert (stopped["kind"], stopped["ranks"]) == ("hang", [1])
     assert stopped["step"] in (6, 7, 8), "what a process had not reported when it was stopped is not known"
-    assert "it does not answer: stopped, or cut off" in stopped["what"]
+    assert "it does not answer: its process is stopped, or its node is cut off" in stopped["what"]
     said = capfd.readouterr().err
     assert "hangs, and is replaced: rank 0 on " in said
     assert "has been in step 6 for " in said

@@ -59,7 +59,7 @@ def result_of(folder: Path, name: str) -> dict[str, object]:
 def stopped_at_its_first_checkpoint(
     folder: Path, name: str, status: int, function: Callable[..., Any], *args: str
 ) -> str:
-    """Start a training, and send it SIGINT once it has kept a checkpoint: how the last line says to carry on."""
+    """Start a training, and send it SIGINT once it has kept a checkpoint: the last line says how to resume."""
     quick = (folder / "mine.py").read_text()
     # Slow enough that it cannot end before it is stopped, however busy the machine is.
     slow = quick.replace("return self.points[index]", "__import__('time').sleep(0.003); return self.points[index]")
@@ -74,7 +74,7 @@ def stopped_at_its_first_checkpoint(
         ended = running.end(60)
     (folder / "mine.py").write_text(quick)
     assert ended.returncode == status, ended.stderr
-    last = re.search(r"interrupted after step \d+ of 120; (.*) to carry on$", ended.stderr.rstrip().splitlines()[-1])
+    last = re.search(r"interrupted after step \d+ of 120; (.*) to resume$", ended.stderr.rstrip().splitlines()[-1])
     assert last, ended.stderr
     return last[1]
 

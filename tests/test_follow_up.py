@@ -76,7 +76,7 @@ def test_a_key_of_a_dataset_that_is_not_used_is_said(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert follow(monkeypatch, "evaluate", run_dir, "--set", "dataset.args.length=3", "--name", "unused") == 0
-    assert "dataset.args.length is not used: evaluate takes eval.dataset" in capsys.readouterr().err
+    assert "dataset.args.length is not used: evaluate uses eval.dataset" in capsys.readouterr().err
     assert dp_ray.load(run_dir.parent / "unused").rows == 20
 
 

@@ -81,7 +81,7 @@ def test_an_attempt_that_lost_the_worker_that_was_killed_ended_by_its_hang(clock
     hangs = Hangs(LIMIT, 9, Console("job", True))
     hang(hangs, clock, 3)
     hangs.check(Kills())
-    assert hangs.end((1,)) == "rank 1 on 10.0.0.1 has been in step 3 for 110 s; it stands at"
+    assert hangs.end((1,)) == "rank 1 on 10.0.0.1 has been in step 3 for 110 s; its stack is"
     assert hangs.end((1,)) == "", "the attempt after it lost the worker for another reason"
     hang(hangs, clock, 4)
     hangs.check(Kills())

@@ -137,7 +137,7 @@ def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(
     assert [one["kind"] for one in told] == ["worker", "node", "resize", "preemption"]
     assert result.world_sizes == [3, 3, 2, 3, 2]
     assert told[1]["nodes"] == ["10.77.0.3"]
-    assert [one["step"] - one["resumed_step"] for one in told[2:]] == [0, 0], "at a step's border nothing is lost"
+    assert [one["step"] - one["resumed_step"] for one in told[2:]] == [0, 0], "nothing is lost between two steps"
     assert told[3]["what"] == "Ray drains 10.77.0.2"
     assert "10.77.0.2" not in {worker["node"] for worker in result.workers}
     up[1].kill()  # a node that was drained takes no more work
@@ -174,7 +174,9 @@ def test_a_job_that_finds_no_room_any_more_says_so_and_can_be_run_again_with_les
         up[2].kill()
         assert driver.end() == 1
     said = "".join(driver.said)
-    assert "error: 3 workers need 3 CPU, 3 slot (1 CPU, 1 slot each); 2 nodes have room for 2, and none came" in said
+    assert (
+        "error: 3 workers need 3 CPU, 3 slot (1 CPU, 1 slot each); 2 nodes have room for 2, and no more came" in said
+    )
     assert "in 4 s (timeouts.capacity)" in said
     result = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="run", quiet=True)
     here = dp_ray.run(str(tmp_path / "job.yaml"), workers=0, storage=str(tmp_path), name="here", quiet=True)

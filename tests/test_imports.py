@@ -24,6 +24,7 @@ FLOORS = [
     "job",
     "job_file",
     "job_schema",
+    "job_plan",
     "uploads",
     "storage",
     "tensors",
@@ -33,6 +34,7 @@ FLOORS = [
     "task",
     "monitor",
     "cluster",
+    "planning",
     "checks",
     "in_process",
     "following",
@@ -44,7 +46,13 @@ FLOORS = [
     "__main__",
 ]
 # What imports inside functions: what is slow to import, or needs Ray, where it is used.
-LAZY = {"dp_ray/__init__.py", "dp_ray/cli.py", "dp_ray/driver.py", "dp_ray/cluster/ray_internals/core.py"}
+LAZY = {
+    "dp_ray/__init__.py",
+    "dp_ray/cli.py",
+    "dp_ray/driver.py",
+    "dp_ray/planning.py",
+    "dp_ray/cluster/ray_internals/core.py",
+}
 
 
 def modules() -> list[Path]:

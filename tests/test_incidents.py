@@ -91,13 +91,13 @@ def test_each_attempts_end_is_told_as_it_was(tmp_path: Path, capsys: pytest.Capt
     result = dp_ray.run(**keys(tmp_path, quiet=False))
     first, second, third, fourth = told(result)
     assert first == ("driver", "stopped by SIGINT after step 16", 16, 16)
-    assert second == ("driver", "killed, or its machine lost, after step 31 (last heard of)", 31, 16)
+    assert second == ("driver", "killed, or its machine lost, after step 31 (the last it reported)", 31, 16)
     assert re.match("ended after step 20 by DataError: .*sector 7", third[1]) and third[2:] == (20, 16)
     assert fourth == ("driver", "stopped by SIGTERM after step 19", 19, 19)
     assert result.world_sizes == [1] * 5
     assert "run: the last attempt was stopped by SIGTERM after step 19\n" in capsys.readouterr().err
     assert (
-        "driver: killed, or its machine lost, after step 31 (last heard of); driver: ended after step 20 by"
+        "driver: killed, or its machine lost, after step 31 (the last it reported); driver: ended after step 20 by"
         in reported(tmp_path / "run", capsys)
     )
 
@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_says_what_is_there(tmp_path: Path, capsys: pytest
     ended(tmp_path, 31, 0, "SIGKILL", checkpoint={"every_steps": 10, "every_seconds": None})
     assert json.loads((tmp_path / "run" / LEASE).read_text())["step"] == 31
     shown = reported(tmp_path / "run", capsys)
-    says = rf"unfinished: newest checkpoint step 30 of 48, last alive {CLOCK}\nrun the same command to carry on\n"
+    says = rf"unfinished: newest checkpoint step 30 of 48, last alive {CLOCK}\nrun the same command to resume\n"
     assert re.fullmatch(says, shown), shown
     values = json.loads(reported(tmp_path / "run", capsys, as_json=True))
     assert (values["status"], values["step"], values["steps"]) == ("unfinished", 30, 48)

@@ -30,10 +30,10 @@ def keep(folder: Path, step: int, value: float, keeps: int = 1) -> None:
     checkpoints.create()
     torch.manual_seed(0)
     model = {name: torch.full_like(one, value) for name, one in training.mlp().state_dict().items()}
-    saver = CheckpointWriter(checkpoints, keeps)
-    saver.save(step, {"fingerprint": "another job's"}, {"model": model})
-    saver.wait()
-    saver.close()
+    writer = CheckpointWriter(checkpoints, keeps)
+    writer.save(step, {"fingerprint": "another job's"}, {"model": model})
+    writer.wait()
+    writer.close()
 
 
 class Fragile(training.Pairs):
@@ -236,5 +236,5 @@ def test_a_checkpoint_under_the_name_of_another_step_is_told(tmp_path: Path) -> 
     (tmp_path / "step-5.safetensors").write_bytes(
         (Path(short.run_dir) / "checkpoints/step-6.safetensors").read_bytes()
     )
-    with pytest.raises(JobError, match=r"step-5.safetensors is 6 steps on, its name says 5"):
+    with pytest.raises(JobError, match=r"step-5.safetensors holds step 6, but its name says 5"):
         trained(tmp_path, "on", init_from=str(tmp_path / "step-5.safetensors"))

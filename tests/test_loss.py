@@ -216,7 +216,7 @@ def test_one_number_per_class_is_found_out_where_it_could_be_one_per_row(
     rows: int, classes: int, is_loss: bool
 ) -> None:
     with pytest.raises(
-        ModelError, match=rf"size \[{classes}\] for a shard of {rows} rows.*as many for one row as for two"
+        ModelError, match=rf"size \[{classes}\] for a shard of {rows} rows.*as many numbers for one row as for two"
     ):
         measured(per_class, rows, classes, is_loss)
 

@@ -1,4 +1,4 @@
-"""The driver's ear: what workers send, in order; what goes wrong while listening ends the job."""
+"""The monitor: it takes in what workers send, in order; an error while it listens ends the job."""
 
 import asyncio
 import io
@@ -28,6 +28,7 @@ from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
+from dp_ray.rundir.incidents import IncidentKind
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Note
 
@@ -85,9 +86,9 @@ def test_attempts_are_counted_when_all_their_workers_are_there() -> None:
 
 def test_the_first_error_told_is_the_one_that_counts() -> None:
     monitor = monitor_of(quiet=True)
-    first = Failed("a", World(1, 2, node="n"), "DataError", "sample 7 ...", "all", "frames of rank 1")
+    first = Failed("a", World(1, 2, node="n"), errors.DataError, "sample 7 ...", "all", "frames of rank 1")
     monitor.take(first)
-    monitor.take(Failed("a", World(0, 2), "ModelError", "a consequence", "all of rank 0"))
+    monitor.take(Failed("a", World(0, 2), errors.ModelError, "a consequence", "all of rank 0"))
     assert monitor.failed == first
     error = error_of(first)
     assert type(error) is errors.DataError
@@ -96,9 +97,17 @@ def test_the_first_error_told_is_the_one_that_counts() -> None:
     monitor.close()
 
 
-@pytest.mark.parametrize("kind", ["", "os", "Exception", "__doc__"])
-def test_an_error_of_no_kind_of_ours_is_a_plain_one(kind: str) -> None:
-    assert type(error_of(Failed("a", World(), kind, "text", "trace"))) is errors.Error
+def test_an_error_of_no_kind_of_ours_is_a_plain_one() -> None:
+    assert type(error_of(Failed("a", World(), None, "text", "trace"))) is errors.Error
+
+
+def test_an_error_replaces_the_loss_of_a_peer_that_it_caused() -> None:
+    monitor = monitor_of(quiet=True)
+    cause = Failed("a", World(1, 2), errors.ModelError, "the cause", "all")
+    for failed in (Failed("a", World(0, 2), errors.WorkerError, "a peer was lost", "all"), cause):
+        monitor.take(failed)
+    assert monitor.failed == cause
+    monitor.close()
 
 
 def test_what_users_print_shows_its_rank_even_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +153,7 @@ def test_a_stop_can_be_asked_for_once_and_only_while_steps_are_run(capsys: pytes
     monitor.take(ready("a", 1))
     assert not monitor.ask_to_stop(), "they build their models"
     monitor.take(Started("a", 0, 0))
-    monitor.take(Interrupted("worker", "killed", (1,)))
+    monitor.take(Interrupted(IncidentKind.WORKER, "killed", (1,)))
     assert not monitor.ask_to_stop(), "they are being replaced"
     for message in (ready("b", 0), ready("b", 1), Started("b", 0, 0)):
         monitor.take(message)
@@ -211,7 +220,7 @@ def test_progress_says_what_goes_on_and_how_far_it_is(clock: Clock) -> None:
     assert str(progress) == "step 10/10, 100 rows, finishing"
 
 
-def test_progress_of_a_run_that_is_carried_on_is_that_of_its_own_steps(clock: Clock) -> None:
+def test_progress_of_a_run_that_is_resumed_is_that_of_its_own_steps(clock: Clock) -> None:
     progress = Progressed("job", steps=10, rows=100)
     progress.advance(6, 60)
     progress.start([World(0)])

@@ -98,9 +98,11 @@ def test_an_interrupt_is_a_planned_stop_and_the_cell_goes_on_when_it_is_run_agai
     cell = "result = dp_ray.run(**keys, name='mine')"
     outputs = notebook.run_and_interrupt(cell, at="epoch 0")
     (error,) = (one for one in outputs if one.output_type == "error")
-    stopped = re.fullmatch(r"interrupted after step (\d+) of 48; run the same command to carry on", error.evalue)
+    stopped = re.fullmatch(r"interrupted after step (\d+) of 48; run the same command to resume", error.evalue)
     assert (error.ename, stopped is not None) == ("RunInterrupted", True)
-    assert "stops after this step, which is kept; once more leaves at once" in stderr(outputs)
+    assert "stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once" in stderr(
+        outputs
+    )
     assert "_execute" not in "".join(error.traceback), "frames of dp_ray"
     outputs = notebook.run(cell)
     assert "resuming in " in stderr(outputs)

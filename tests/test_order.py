@@ -78,7 +78,7 @@ def test_agrees_with_python_integers(n: int, seed: int, epoch: int, data: st.Dat
     ],
 )
 def test_the_bits_never_change(order: Order, start: int, expected: list[int]) -> None:
-    """Whoever changes these values breaks every run that is to be carried on or repeated."""
+    """Whoever changes these values breaks every run that is to be resumed or repeated."""
     assert order.indices(start, start + len(expected)).tolist() == expected
 
 
@@ -139,14 +139,14 @@ def test_length(n: int) -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("n", "position"), [(0, 0), (5, 5), (5, -1), (5, -5), (5, 2**70)])
 def test_a_position_out_of_range_is_an_index_error(n: int, position: int, shuffle: bool) -> None:
-    with pytest.raises(IndexError, match=f"position {position} of an order of {n} samples"):
+    with pytest.raises(IndexError, match=f"position {position} is outside an order of {n} samples"):
         Order(n, shuffle=shuffle)[position]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (0, 6), (4, 3), (6, 6), (-2, -1)])
 def test_a_slice_out_of_range_is_an_index_error(start: int, stop: int, shuffle: bool) -> None:
-    with pytest.raises(IndexError, match=f"positions {start} to {stop} of an order of 5 samples"):
+    with pytest.raises(IndexError, match=f"positions {start} to {stop} are no range in an order of 5 samples"):
         Order(5, shuffle=shuffle).indices(start, stop)
 
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_ray import cli
-from dp_ray.plan.plan import plan, table
+from dp_ray.plan.plan import Plan
 from dp_ray.plan.split import Split
+from dp_ray.plan.table import table
 
 
 def walked(rows: int, batch_size: int, epochs: int, max_steps: int | None, drop_last: bool) -> list[list[int]]:
@@ -29,7 +30,7 @@ def test_a_plan_is_what_a_run_does(
     rows: int, batch_size: int, epochs: int, max_steps: int | None, drop_last: bool
 ) -> None:
     found = walked(rows, batch_size, epochs, max_steps, drop_last)
-    planned = plan(Split(rows, batch_size, 3, drop_last, epochs, max_steps), 2)
+    planned = Plan(Split(rows, batch_size, 3, drop_last, epochs, max_steps), 2, 2).to_json()
     if not found:
         assert planned["steps"] == 0
         return
@@ -39,9 +40,9 @@ def test_a_plan_is_what_a_run_does(
 
 
 def test_the_steps_in_all_are_told() -> None:
-    lines = table(plan(Split(100, 30, 3, epochs=5, max_steps=10), 2)).splitlines()
+    lines = table(Plan(Split(100, 30, 3, epochs=5, max_steps=10), 2, 2)).splitlines()
     assert lines[1] == "3 epochs, 10 steps in all, the last one ends after 2"
-    assert "epochs" not in table(plan(Split(100, 30, 3, max_steps=2), 2))
+    assert "epochs" not in table(Plan(Split(100, 30, 3, max_steps=2), 2, 2))
 
 
 @pytest.mark.usefixtures("in_project")

@@ -20,6 +20,7 @@ from dp_ray.cluster.restart_decision import (
     decide,
 )
 from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
+from dp_ray.rundir.incidents import IncidentKind
 
 NOW = 1000.0
 GROWTH = Request(Ask.STOP, Why.GROWTH, "there is room for 3 workers")
@@ -51,10 +52,10 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
     ("failure", "keys", "do", "reason", "told", "left"),
     [
         # A death explains all that the other workers say.
-        (failed({1: "killed"}, lost_peer=0), {}, Do.RESTART, Reason.DIED, ("worker", "killed", (1,)), 1),
-        (failed({1: "killed"}, raised=0), {}, Do.RESTART, Reason.DIED, ("worker", "killed", (1,)), 1),
-        (failed({0: "b", 2: "a"}), {}, Do.RESTART, Reason.DIED, ("worker", "a; b", (0, 2)), 1),
-        (failed({0: "a", 2: "a"}), {}, Do.RESTART, Reason.DIED, ("worker", "a", (0, 2)), 1),
+        (failed({1: "killed"}, lost_peer=0), {}, Do.RESTART, Reason.DIED, (IncidentKind.WORKER, "killed", (1,)), 1),
+        (failed({1: "killed"}, raised=0), {}, Do.RESTART, Reason.DIED, (IncidentKind.WORKER, "killed", (1,)), 1),
+        (failed({0: "b", 2: "a"}), {}, Do.RESTART, Reason.DIED, (IncidentKind.WORKER, "a; b", (0, 2)), 1),
+        (failed({0: "a", 2: "a"}), {}, Do.RESTART, Reason.DIED, (IncidentKind.WORKER, "a", (0, 2)), 1),
         (failed({1: "killed"}), {"retries": 0}, Do.GIVE_UP, Reason.NO_RETRIES, None, 0),
         # A lost peer may be a death that Ray does not see yet; where none comes, it was the network.
         (failed(lost_peer=0), {}, Do.WAIT, Reason.DEATH_TO_COME, None, 2),
@@ -64,12 +65,12 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             {"lost_peer_since": NOW - DEATH_SECONDS},
             Do.RESTART,
             Reason.LOST_PEER,
-            ("network", "oh", (0,)),
+            (IncidentKind.NETWORK, "oh", (0,)),
             1,
         ),
         # An error of user code: once, if the worker had come some way.
-        (failed(raised=1), {}, Do.RESTART, Reason.ERROR, ("error", "oh", (1,)), 1),
-        (failed(raised=1, lost_peer=0), {}, Do.RESTART, Reason.ERROR, ("error", "oh", (1,)), 1),
+        (failed(raised=1), {}, Do.RESTART, Reason.ERROR, (IncidentKind.ERROR, "oh", (1,)), 1),
+        (failed(raised=1, lost_peer=0), {}, Do.RESTART, Reason.ERROR, (IncidentKind.ERROR, "oh", (1,)), 1),
         (failed(raised=1), {"seen": SEEN}, Do.GIVE_UP, Reason.CAME_BACK, None, 2),
         (failed(raised=1), {"retries": 0}, Do.GIVE_UP, Reason.NO_RETRIES, None, 0),
         (failed(mistaken=1, raised=0), {}, Do.GIVE_UP, Reason.MISTAKE, None, 2),
@@ -80,7 +81,7 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             {"request": GROWTH, "retries": 0},
             Do.RESTART,
             Reason.RESIZED,
-            ("resize", "there is room for 3 workers", ()),
+            (IncidentKind.RESIZE, "there is room for 3 workers", ()),
             0,
         ),
         (
@@ -88,7 +89,7 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             {"request": DRAIN, "retries": 0},
             Do.RESTART,
             Reason.DRAINED,
-            ("preemption", "Ray drains 10.0.0.2", ()),
+            (IncidentKind.PREEMPTION, "Ray drains 10.0.0.2", ()),
             0,
         ),
         (
@@ -96,17 +97,24 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
             {"request": DRAIN},
             Do.RESTART,
             Reason.DRAINED,
-            ("preemption", DRAIN.text, ()),
+            (IncidentKind.PREEMPTION, DRAIN.text, ()),
             2,
         ),
-        (failed(stopped=0, raised=1), {"request": DRAIN}, Do.RESTART, Reason.ERROR, ("error", "oh", (1,)), 1),
+        (
+            failed(stopped=0, raised=1),
+            {"request": DRAIN},
+            Do.RESTART,
+            Reason.ERROR,
+            (IncidentKind.ERROR, "oh", (1,)),
+            1,
+        ),
         # A start that failed.
         (
             LOST,
             {},
             Do.RESTART,
             Reason.START_LOST,
-            ("worker", f"the workers could not be started: {LOST.cause}", ()),
+            (IncidentKind.WORKER, f"the workers could not be started: {LOST.cause}", ()),
             1,
         ),
         (LOST, {"retries": 0}, Do.GIVE_UP, Reason.NO_RETRIES, None, 0),

@@ -1,4 +1,4 @@
-"""Trainings that are killed and carried on, anywhere, end at the bits of those that were not."""
+"""Trainings that are killed and resumed, anywhere, end at the bits of those that were not."""
 
 import os
 import random
@@ -117,11 +117,11 @@ def test_another_runs_checkpoint_goes_on_to_the_bits_of_one_long_run(tmp_path: P
     run_group(fresh, tmp_path / "fresh")
     assert len(history_of(tmp_path / "fresh")) == 12
 
-    with pytest.raises(ProcessExit, match=r"is 12 steps on, and this job has 12: set epochs above 3"):
+    with pytest.raises(ProcessExit, match=r"has done 12 steps, and this job has 12: set epochs above 3"):
         run_group(job_of("conv", DATA, workers=1, **keys, init_from=str(tmp_path / "long")), tmp_path / "x")
     changed = job_of("conv", DATA, workers=1, **{**keys, "batch_size": 14}, init_from=str(tmp_path / "short"))
     with pytest.raises(
-        ProcessExit, match=r"the steps of .* are others: .*'batch_size': 22.* there, .*'batch_size': 14"
+        ProcessExit, match=r"the steps of .* differ from this job's: .*'batch_size': 22.* there, .*'batch_size': 14"
     ):
         run_group(changed, tmp_path / "y")
 

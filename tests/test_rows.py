@@ -1,4 +1,4 @@
-"""A dataset's length is part of a run's identity: when it is carried on, and on all of its workers."""
+"""A dataset's length is part of a run's identity: when it is resumed, and on all of its workers."""
 
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def broken_off(folder: Path, rows: int, **keys: Any) -> None:
 
 
 @pytest.mark.parametrize("task", ["train", "predict"])
-def test_a_dataset_that_grew_is_not_carried_on(tmp_path: Path, task: str) -> None:
+def test_a_dataset_that_grew_is_not_resumed(tmp_path: Path, task: str) -> None:
     keys = {"task": task, "inputs": "first", "shuffle": False}
     broken_off(tmp_path, 101, **keys)
     (tmp_path / "rows").write_text("200")
@@ -94,12 +94,14 @@ def test_nor_is_one_on_which_a_training_is_evaluated(tmp_path: Path) -> None:
         run(tmp_path, **keys)
 
 
-def test_a_checkpoint_itself_is_not_carried_on_over_other_rows(tmp_path: Path) -> None:
+def test_a_checkpoint_itself_is_not_resumed_over_other_rows(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("50")
     job = job_of("mlp", from_file(tmp_path), workers=1, epochs=2, batch_size=10, checkpoint={"every_steps": 2})
     run_group(job, tmp_path / "run")
     (tmp_path / "rows").write_text("60")
-    with pytest.raises(ProcessExit, match=r"step-10.safetensors are others: .*'rows': 50.* there, .*'rows': 60"):
+    with pytest.raises(
+        ProcessExit, match=r"step-10.safetensors differ from this job's: .*'rows': 50.* there, .*'rows': 60"
+    ):
         run_group(job, tmp_path / "run")
 
 
@@ -119,7 +121,7 @@ def test_workers_that_have_other_rows_than_the_driver_are_told(tmp_path: Path) -
         dp_ray.run(job, storage=str(tmp_path), quiet=True)
 
 
-def test_a_run_of_an_older_version_which_kept_no_lengths_is_carried_on(tmp_path: Path) -> None:
+def test_a_run_of_an_older_version_which_kept_no_lengths_is_resumed(tmp_path: Path) -> None:
     from dp_ray.rundir.claim import claim
 
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 1}, "run")

@@ -385,7 +385,7 @@ def test_ctrl_c_ends_the_run_with_130(cluster: Cluster, tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     steps = re.fullmatch(
-        r"interrupted after step (\d+) of 300; run the same command to carry on", errors.splitlines()[-1]
+        r"interrupted after step (\d+) of 300; run the same command to resume", errors.splitlines()[-1]
     )
     assert steps, errors
     assert dp_ray.load(tmp_path / "slow").status == "interrupted"

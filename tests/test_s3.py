@@ -154,7 +154,7 @@ class Kills(models.SlowPairs):
         return super().__getitem__(index)
 
 
-def test_a_killed_driver_is_carried_on(server: Server, tmp_path: Path) -> None:
+def test_a_killed_driver_is_resumed(server: Server, tmp_path: Path) -> None:
     dataset = {"target": "tests.test_s3:Kills", "args": {"folder": str(tmp_path)}}
     keys = training(server, "killed", dataset=dataset)
     (tmp_path / "deadly").touch()

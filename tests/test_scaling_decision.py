@@ -72,13 +72,13 @@ def test_what_is_waited_for_is_said_now_and_then() -> None:
     few = decide(idle(1, 1, said=NOW - SAY_SECONDS - 1), NOW)
     assert few.text == "2 workers need 2 CPU; 3 nodes have room for 1: waiting"
     held = decide(idle(1, 3, said=float("-inf")), NOW)
-    assert held.text == "2 workers need 2 CPU; others hold it: waiting"
+    assert held.text == "2 workers need 2 CPU; other jobs hold them: waiting"
 
 
 def test_giving_up_says_what_is_missing_and_what_to_do() -> None:
     assert decide(idle(1, 1, 61.0, has_started=True), NOW).text == (
-        "2 workers need 2 CPU (1 CPU each); 3 nodes have room for 1, and none came in 60 s (timeouts.capacity); "
-        "run the job again when there are more, or with fewer workers: it carries on"
+        "2 workers need 2 CPU (1 CPU each); 3 nodes have room for 1, and no more came in 60 s (timeouts.capacity); "
+        "run the job again when there are more nodes, or with fewer workers: it resumes"
     )
 
 

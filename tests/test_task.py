@@ -14,13 +14,13 @@ from torch.utils.data import TensorDataset
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job import Job
+from dp_ray.job_plan import split_of
 from dp_ray.plan.order import Order
 from dp_ray.replica.world import World
 from dp_ray.results.outputs import Merged, merge
 from dp_ray.results.shape_recorder import Report
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task.cut import split_of
 from dp_ray.task.notices import Note
 from dp_ray.task.task import run_task
 from tests.support import models
@@ -39,7 +39,7 @@ def run_alone(job: Job, folder: Path) -> tuple[Merged, list[Report]]:
     told: list[Any] = []
     for rank in range(job.max_workers):
         run_task(job, World(rank, job.max_workers), run, told.append)
-    split = split_of(job, job.dataset)
+    split = split_of(job, len(job.dataset))
     merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.is_shuffled), split.rows_kept)
     return Merged(run), [one for one in told if isinstance(one, Report)]
 

@@ -1,6 +1,7 @@
 """A user's mistake: which of the job's keys raised, what it got, and the user's own frames alone."""
 
 import contextlib
+import pickle
 import re
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import nn
 
 import dp_ray
 from dp_ray.cluster import worker
-from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError
+from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError, WorkerError
 from dp_ray.job import Job
 from dp_ray.monitor import messages
 from dp_ray.monitor.failures import error_of
@@ -273,12 +274,13 @@ def test_what_raised_is_named_on_every_worker_of_a_group(tmp_path: Path, failing
         run_group(Job.make(keys, "job"), tmp_path)
 
 
-def test_a_worker_tells_the_users_frames_and_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+class Heartbeat:
+    has_progressed = False
+
+
+def test_a_worker_sends_the_users_frames_and_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Failed] = []
     monkeypatch.setattr(worker, "send", lambda channel, message: told.append(message))
-
-    class Heartbeat:
-        has_progressed = False
 
     given: Any = worker.WorkerConfig(Job.make(keys_of_job(), "job"), "run", "token", None, False)
     heartbeat: Any = Heartbeat()
@@ -286,11 +288,37 @@ def test_a_worker_tells_the_users_frames_and_the_whole(monkeypatch: pytest.Monke
         step = worker_step()
         step(nn.Linear(6, 3), (torch.ones(4, 6), torch.ones(4)))
     (failed,) = told
-    assert (failed.kind, failed.text.partition(";")[0]) == ("ModelError", "loss raised LookupError: nothing there")
+    assert (failed.kind, failed.text.partition(";")[0]) == (ModelError, "loss raised LookupError: nothing there")
     (short,) = error_of(failed).__notes__
     (whole,) = error_of(failed, is_verbose=True).__notes__
     assert files_in(short) == {"test_tracebacks.py"}
     assert files_in(whole) >= {"test_tracebacks.py", "step.py", "worker.py"}
+
+
+class NoSample(DataError):
+    """An error that a user derives from one of ours."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (JobError("oh"), JobError),
+        (Error("oh"), Error),
+        (NoSample("oh"), DataError),
+        (LookupError("oh"), Error),
+        (WorkerError("oh"), WorkerError),
+    ],
+)
+def test_a_workers_error_reaches_the_driver_as_the_class_of_ours_that_it_is(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Error]
+) -> None:
+    told: list[bytes] = []
+    monkeypatch.setattr(worker, "send", lambda channel, message: told.append(pickle.dumps(message)))
+    given: Any = worker.WorkerConfig(Job.make(keys_of_job(), "job"), "run", "token", None, False)
+    heartbeat: Any = Heartbeat()
+    with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), heartbeat):
+        raise error
+    assert type(error_of(pickle.loads(told[0]))) is kind
 
 
 def keys_of_job() -> dict[str, Any]:

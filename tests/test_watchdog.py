@@ -52,7 +52,7 @@ def test_the_one_that_does_not_wait_is_blamed_once_with_its_stack(clock: list[fl
     hang = dog.hang()
     assert hang is not None
     assert (hang.ranks, hang.step) == ((1,), 7)
-    assert str(hang) == f"rank 1 on 10.0.0.1 has been in step 7 for 103 s; it stands at\n{READS.rstrip()}"
+    assert str(hang) == f"rank 1 on 10.0.0.1 has been in step 7 for 103 s; its stack is\n{READS.rstrip()}"
     assert dog.hang() is None, "it is told once"
 
 

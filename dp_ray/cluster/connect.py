@@ -75,7 +75,8 @@ def _start_ray(job: Job, address: str | None, verbose: bool, folder: str) -> Non
             else:
                 start_local(_logical_cpus(job), folder, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"no Ray answers at {address or 'local'}: {error}") from error
+        says = f"no Ray answers at {address}" if address else "cannot start Ray on this machine"
+        raise ClusterError(f"{says}: {error}") from error
 
 
 def _shown_command_line() -> list[str] | None:
@@ -92,7 +93,7 @@ def authenticate(address: str) -> None:
     if not is_host_and_port or AUTH_MODE in os.environ or USE_TLS in os.environ:
         return
     if wants_token(address) and not find_users_token():
-        raise ConnectionError(f"it wants its token, put that into ~/.ray/auth_token or {AUTH_TOKEN}")
+        raise ConnectionError(f"it wants a token: put it into ~/.ray/auth_token or {AUTH_TOKEN}")
 
 
 @contextmanager
@@ -132,7 +133,9 @@ def check_fits(job: Job, each: Resources) -> str | None:
             f"{text_of(_total(nodes, each))}, room for {capacity} workers{_too_large(each, nodes)}"
         )
         if not autoscales():
-            raise ClusterError(f"{says}, and no autoscaler that could add nodes")
+            raise ClusterError(
+                f"{says}, and no autoscaler that could add nodes; ask for fewer workers, or for less for each"
+            )
         return f"{says}; waiting for the autoscaler"
     free = ray.available_resources()
     lacking = {name for name, amount in each.items() if free.get(name, 0) < amount * job.min_workers}

@@ -23,7 +23,7 @@ def bring_about(fault: Fault, driver_node: str) -> None:
         _pause(fault.seconds)
     elif fault.what == "node":
         if ray.get_runtime_context().get_node_id() == driver_node:
-            raise JobError(f"--inject '{fault}': the driver itself runs on that node")
+            raise JobError(f"--inject '{fault}': the driver runs on that node; name another node")
         _kill_node() if fault.action == "kill" else _drain_node(fault.seconds)
 
 

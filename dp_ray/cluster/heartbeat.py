@@ -124,7 +124,7 @@ class Heartbeat(StepControl):
         frame = sys._current_frames().get(self._loop)
         if frame is None:
             return "", ""
-        waits = waits_for() or "a collective of its own" * is_in_collective(frame)
+        waits = waits_for() or "a collective of the user's code" * is_in_collective(frame)
         return "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:]), waits
 
 

@@ -105,7 +105,7 @@ def run_on_ray(
             with planned_stops(monitor.ask_to_stop), listening(monitor, lambda: receive(channel), trainer.abort):
                 trainer.fit()
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
-            if monitor.is_stopping and (monitor.failed is None or monitor.failed.kind == WorkerError.__name__):
+            if monitor.is_stopping and (monitor.failed is None or monitor.failed.is_lost_peer):
                 raise StopRequested("stopped as it was asked") from None
             raise _cause(error, monitor, verbose) from None
 
@@ -139,7 +139,7 @@ def check_can_be_shipped(job: Job) -> None:
                 ray.cloudpickle.dump(given, nowhere)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            advice = "name a target in its place, which each worker calls for itself"
+            advice = "give a target instead, which each worker calls for itself"
             raise JobError(f"{key}: cannot be pickled for the workers: {why}; {advice}") from error
 
 

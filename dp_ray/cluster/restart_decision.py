@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 from dp_ray.cluster.requests import Ask, Request, Why
 from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
+from dp_ray.rundir.incidents import IncidentKind
 
 DEATH_SECONDS = 3.0  # Ray sees a worker's death at most this much later than its peers
 
@@ -118,16 +119,19 @@ def decide(snapshot: Snapshot, now: float) -> Decision:
 def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> Decision:
     """Decide by the first cause: a death explains its peers' errors; an error of user code explains lost peers."""
     if failure.died:
-        return _retry(memory, Reason.DIED, Interrupted("worker", _each(failure.died.values()), tuple(failure.died)))
+        return _retry(
+            memory, Reason.DIED, Interrupted(IncidentKind.WORKER, _each(failure.died.values()), tuple(failure.died))
+        )
     for ending in (Ending.MISTAKEN, Ending.RAISED):
         if raised := failure.of(ending):
             return _after_error(*min(raised.items()), memory)
     if failure.of(Ending.STOPPED):
         is_drained = request.why is Why.DRAIN
-        message = Interrupted("preemption" if is_drained else "resize", request.text, ())
-        return Decision(Do.RESTART, Reason.DRAINED if is_drained else Reason.RESIZED, memory, message)
+        kind = IncidentKind.PREEMPTION if is_drained else IncidentKind.RESIZE
+        reason = Reason.DRAINED if is_drained else Reason.RESIZED
+        return Decision(Do.RESTART, reason, memory, Interrupted(kind, request.text, ()))
     what = _each(one.first_line for one in failure.ended.values())
-    return _retry(memory, Reason.LOST_PEER, Interrupted("network", what, tuple(failure.ended)))
+    return _retry(memory, Reason.LOST_PEER, Interrupted(IncidentKind.NETWORK, what, tuple(failure.ended)))
 
 
 def _after_error(rank: int, error: WorkerExit, memory: Memory) -> Decision:
@@ -138,18 +142,18 @@ def _after_error(rank: int, error: WorkerExit, memory: Memory) -> Decision:
     if (which := _identity(error)) in memory.seen:
         return Decision(Do.GIVE_UP, Reason.CAME_BACK, memory)
     memory = replace(memory, seen=memory.seen | {which})
-    return _retry(memory, Reason.ERROR, Interrupted("error", error.first_line, (rank,)))
+    return _retry(memory, Reason.ERROR, Interrupted(IncidentKind.ERROR, error.first_line, (rank,)))
 
 
 def _after_start(failure: StartFailed, memory: Memory) -> Decision:
     """Decide after a failed start: no capacity, workers that died meanwhile, or an error."""
     match failure.trouble:
         case StartTrouble.NO_CAPACITY:  # another job took it: the next start waits for capacity
-            message = Waits("the room that there was is taken, or lies in pieces too small: waiting")
+            message = Waits("the free resources were taken, or no node has enough of them for a worker: waiting")
             return Decision(Do.RESTART, Reason.NO_CAPACITY, memory, message)
         case StartTrouble.LOST:
             what = f"the workers could not be started: {failure.cause}"
-            return _retry(memory, Reason.START_LOST, Interrupted("worker", what, ()))
+            return _retry(memory, Reason.START_LOST, Interrupted(IncidentKind.WORKER, what, ()))
         case StartTrouble.ERROR:
             return Decision(Do.GIVE_UP, Reason.START_ERROR, memory)
 

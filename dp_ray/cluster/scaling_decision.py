@@ -152,13 +152,13 @@ def _lack_capacity(idle: Idle, now: float) -> Decision:
     wanted = idle.wanted
     needs = f"{wanted.min_workers} workers need {times(wanted.each, wanted.min_workers)}"
     fits = idle.idle_capacity >= wanted.min_workers
-    who = "others hold it" if fits else f"{idle.num_nodes} nodes have room for {idle.idle_capacity}"
+    who = "other jobs hold them" if fits else f"{idle.num_nodes} nodes have room for {idle.idle_capacity}"
     if not fits and _is_too_late(idle, now):
         return Decision(
             Do.GIVE_UP,
             Reason.TIMED_OUT,
-            text=f"{needs} ({text_of(wanted.each)} each); {who}, and none came in {wanted.capacity_seconds:g} s "
-            "(timeouts.capacity); run the job again when there are more, or with fewer workers: it carries on",
+            text=f"{needs} ({text_of(wanted.each)} each); {who}, and no more came in {wanted.capacity_seconds:g} s "
+            "(timeouts.capacity); run the job again when there are more nodes, or with fewer workers: it resumes",
         )
     text = f"{needs}; {who}: waiting" if now - idle.said > SAY_SECONDS else ""
     return Decision(Do.WAIT, Reason.OTHERS_HOLD if fits else Reason.TOO_FEW_NODES, text=text)

@@ -51,7 +51,9 @@ def take_settings(place: str) -> list[str]:
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(f"the values of env cannot be fetched from Ray at {address!r}: {error}") from error
     if left is None:
-        raise ClusterError("the values of env are kept for one job, ten minutes long, and are gone: submit it again")
+        raise ClusterError(
+            "the values of env are gone: Ray keeps them for ten minutes, and one job takes them; submit the job again"
+        )
     return list(json.loads(left))
 
 

@@ -18,8 +18,9 @@ import torch
 
 from dp_ray.cluster.channel import send
 from dp_ray.cluster.heartbeat import Heartbeat
-from dp_ray.errors import Error, JobError, WorkerError
+from dp_ray.errors import JobError, WorkerError
 from dp_ray.job import Job
+from dp_ray.monitor.failures import kind_of
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.messages import Ending, Failed, Printed, WorkerExit, WorkerReady, message_of
 from dp_ray.replica.world import World, broadcast
@@ -99,13 +100,13 @@ def reported_errors(given: WorkerConfig, attempt: str, world: World, heartbeat: 
     except StopRequested as stopped:
         raise WorkerExit(Ending.STOPPED, str(stopped), True) from None
     except BaseException as error:
-        kind = type(error).__name__ if isinstance(error, Error) else ""
+        kind = kind_of(error)
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         send(given.channel, Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error)))
-        raise WorkerExit(_kind_of(error), text, heartbeat.has_progressed) from None
+        raise WorkerExit(_ending_of(error), text, heartbeat.has_progressed) from None
 
 
-def _kind_of(error: BaseException) -> Ending:
+def _ending_of(error: BaseException) -> Ending:
     if isinstance(error, WorkerError):
         return Ending.LOST_PEER
     passes = isinstance(error, Exception) and not isinstance(error, JobError)

@@ -61,6 +61,6 @@ def _parse(number: int, text: str) -> Fault:
     if is_named == (match["what"] == "driver"):
         raise JobError(f"--inject {text!r}: which {match['what']}? {_SAYS}")
     if match["seconds"] and match["action"] == "kill":
-        raise JobError(f"--inject {text!r}: what is killed stays so; {_SAYS}")
+        raise JobError(f"--inject {text!r}: only a pause or a drain takes 'for ...'; {_SAYS}")
     seconds = float(match["seconds"]) if match["seconds"] else None
     return Fault(number, match["action"], match["what"], match["which"] or "", seconds, int(match["step"]))

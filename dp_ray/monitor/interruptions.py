@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from dp_ray.monitor.console import Console
-from dp_ray.rundir.incidents import IncidentLog, Interruption
+from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 
 
 class Interruptions:
@@ -35,7 +35,7 @@ class Interruptions:
         """Record that an attempt's first step begins, which ends the interruption before it."""
         if not self.log.is_interrupted:
             return
-        is_known = self.log.interruptions[-1].kind != "driver"
+        is_known = self.log.interruptions[-1].kind is not IncidentKind.DRIVER
         seconds = round(time.monotonic() - self._moved, 1) if is_known else None
         self.log = self.log.resumed(step, seconds)
         self._console.say(self.log.interruptions[-1].resumption)

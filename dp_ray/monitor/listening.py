@@ -20,44 +20,58 @@ def listening(
     If the monitor fails, as on a full disk, the block is aborted, and interrupted too if it runs on the main thread.
     The failure is then raised.
     """
-    ended = threading.Event()
-    trouble: list[BaseException] = []
-    caller = threading.current_thread()
-
-    def listen() -> None:
-        try:
-            while True:
-                last = ended.is_set()
-                for message in receive():
-                    monitor.take(message)
-                monitor.tick()
-                if last:
-                    return
-        except BaseException as error:
-            trouble.append(error)
-            monitor.is_deaf = True
-            while not ended.is_set():
-                abort()
-                if caller is threading.main_thread():
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                ended.wait(INTERRUPT_SECONDS)  # a signal just before the block begins to wait is lost, so repeat it
-
-    thread = threading.Thread(target=listen, name="monitor", daemon=True)
+    listener = Listener(monitor, receive, abort)
     try:
-        thread.start()
+        listener.start()
         yield
     finally:
-        ended.set()
-        _join_thread(thread, trouble)
-        if trouble:
-            raise trouble[0]
+        listener.finish()
+        if listener.failure is not None:
+            raise listener.failure
 
 
-def _join_thread(thread: threading.Thread, trouble: list[BaseException]) -> None:
-    """Wait for the thread; the interrupt that it sends may arrive only here."""
-    while thread.is_alive():
+class Listener(threading.Thread):
+    """Feeds the monitor until it is told to finish; `failure` is what the monitor raised."""
+
+    def __init__(self, monitor: Monitor, receive: Callable[[], list[Message]], abort: Callable[[], None]) -> None:
+        super().__init__(name="monitor", daemon=True)
+        self.failure: BaseException | None = None
+        self._monitor = monitor
+        self._receive = receive
+        self._abort = abort
+        self._ended = threading.Event()
+        self._caller = threading.current_thread()
+
+    def run(self) -> None:
+        """Take in messages, also the last ones; if the monitor fails, abort the caller's block."""
         try:
-            thread.join()
-        except KeyboardInterrupt:
-            if not trouble:
-                raise
+            self._listen()
+        except BaseException as error:
+            self.failure = error
+            self._monitor.is_deaf = True
+            self._interrupt()
+
+    def finish(self) -> None:
+        """Let the thread take in the last messages, and wait for it; its interrupt may arrive only here."""
+        self._ended.set()
+        while self.is_alive():
+            try:
+                self.join()
+            except KeyboardInterrupt:
+                if self.failure is None:
+                    raise
+
+    def _listen(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._ended.is_set()
+            for message in self._receive():
+                self._monitor.take(message)
+            self._monitor.tick()
+
+    def _interrupt(self) -> None:
+        while not self._ended.is_set():
+            self._abort()
+            if self._caller is threading.main_thread():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self._ended.wait(INTERRUPT_SECONDS)  # a signal just before the block begins to wait is lost: repeat it

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from dp_ray.errors import Error, WorkerError
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Report
+from dp_ray.rundir.incidents import IncidentKind
 
 BEAT_SECONDS = 0.5
 
@@ -52,17 +54,22 @@ class Printed:
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker raised an error; `kind` is its class in dp_ray.errors, "" for any other error.
+    """A worker raised an error; `kind` is the class of dp_ray.errors that it is of, None for any other error.
 
     `traceback` has all frames. `frames` has only those of user code, which show the user where the mistake is.
     """
 
     attempt: str
     world: World
-    kind: str
+    kind: type[Error] | None
     text: str
     traceback: str
     frames: str = ""
+
+    @property
+    def is_lost_peer(self) -> bool:
+        """Whether the worker only lost another one, so that the cause is elsewhere."""
+        return self.kind is WorkerError
 
 
 @dataclass(frozen=True)
@@ -111,10 +118,10 @@ class FaultInjected:
 class Interrupted:
     """The workers of an attempt are being replaced, as Ray Train's controller reports; `ranks` were lost.
 
-    `kind` is worker, network, error, preemption or resize.
+    The driver turns `kind` WORKER into NODE or HANG where it finds so.
     """
 
-    kind: str
+    kind: IncidentKind
     what: str
     ranks: tuple[int, ...]
 

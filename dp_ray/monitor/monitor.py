@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dp_ray.errors import WorkerError
 from dp_ray.job import Job
 from dp_ray.monitor.attempts import Attempt, Attempts
 from dp_ray.monitor.console import Console, Progressed
@@ -36,7 +35,7 @@ from dp_ray.results.shape_journal import Journal
 from dp_ray.results.shape_recorder import Keep, ShardSpan
 from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
-from dp_ray.rundir.incidents import IncidentLog, Interruption
+from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.task.notices import Measured, Note
 from dp_ray.text import counted
 
@@ -112,8 +111,8 @@ class Monitor:
             case FaultInjected():
                 self._fault_injected(message)
             case Failed():
-                if self.failed is None or self.failed.kind == WorkerError.__name__:
-                    self.failed = message  # replaces a WorkerError, which only follows from another worker's end
+                if self.failed is None or self.failed.is_lost_peer:
+                    self.failed = message
 
     def begin(self, what: str) -> None:
         """Show `what` as the current phase, before the first step."""
@@ -147,7 +146,7 @@ class Monitor:
 
     def _stop(self) -> None:
         self.node_control.stop()
-        self._console.say("stops after this step, which is kept; once more leaves at once")
+        self._console.say("stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once")
 
     def close(self) -> None:
         """Finish the shape reports and TensorBoard's files; workers can no longer be asked to stop."""
@@ -205,10 +204,10 @@ class Monitor:
     def _interrupted(self, message: Interrupted) -> None:
         lost = self._attempts.workers(message.ranks)
         kind, what = message.kind, message.what
-        if kind == "worker" and any(self.node_control.is_gone(one.node_id) for one in lost):
-            kind = "node"
+        if kind is IncidentKind.WORKER and any(self.node_control.is_gone(one.node_id) for one in lost):
+            kind = IncidentKind.NODE
         if hung := self._hangs.end(message.ranks):
-            kind, what = "hang", hung
+            kind, what = IncidentKind.HANG, hung
         self.failed = None
         nodes = tuple(sorted({one.world.node for one in lost}))
         self._interruptions.interrupt(Interruption(kind, what, self.progress.step, message.ranks, nodes))

@@ -36,7 +36,11 @@ class Hang:
     def __str__(self) -> str:
         who = ", ".join(str(worker.world) for worker in self.workers)
         has = "has" if len(self.workers) == 1 else "have"
-        at = f"; it stands at\n{self.stack.rstrip()}" if self.stack else "; it does not answer: stopped, or cut off"
+        at = (
+            f"; its stack is\n{self.stack.rstrip()}"
+            if self.stack
+            else "; it does not answer: its process is stopped, or its node is cut off"
+        )
         return f"{who} {has} been in step {self.step} for {self.seconds:.0f} s{at}"
 
 

@@ -54,13 +54,13 @@ class Order:
     def __getitem__(self, position: int) -> int:
         """The sample index at `position`; raises IndexError outside 0 .. num_samples - 1."""
         if not 0 <= position < self.num_samples:
-            raise IndexError(f"position {position} of an order of {self.num_samples} samples")
+            raise IndexError(f"position {position} is outside an order of {self.num_samples} samples")
         return int(self.indices(position, position + 1)[0])
 
     def indices(self, start: int, stop: int) -> NDArray[np.int64]:
         """The sample indices at positions start .. stop - 1; raises IndexError unless 0 <= start <= stop <= n."""
         if not 0 <= start <= stop <= self.num_samples:
-            raise IndexError(f"positions {start} to {stop} of an order of {self.num_samples} samples")
+            raise IndexError(f"positions {start} to {stop} are no range in an order of {self.num_samples} samples")
         samples = np.arange(start, stop, dtype=np.int64)
         if self.shuffle:
             for first in range(0, len(samples), _BLOCK):

@@ -20,7 +20,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
-from dp_ray.replica.targets import bound, build_dataset, resolve
+from dp_ray.replica.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
 from dp_ray.tensors.nested import flatten, map_leaves, sizes
 from dp_ray.tensors.raw import moved
@@ -171,7 +171,7 @@ def seeded_dataset(job: Job, name: str = "dataset") -> Any:
     if isinstance(job.dataset, Target):
         resolve(name, job.dataset)  # before seeding: a module may draw random numbers, but on its first import only
     with preserved(CPU):
-        seed_all(derive_seed(job.seed, "dataset", name != "dataset"))
+        seed_all(dataset_seed(job, name))
         return build_dataset(job, name)
 
 

@@ -19,6 +19,7 @@ from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.plan.partition import balance
+from dp_ray.plan.plan import PlacedBlock
 from dp_ray.replica.targets import build, resolve
 from dp_ray.tensors.nested import map_leaves
 from dp_ray.tensors.raw import moved
@@ -97,8 +98,8 @@ def _built_on(device: str, job: Job, count: int) -> Any:
         return build("model", with_devices(job.model, given))
 
 
-def plan_blocks(job: Job) -> list[dict[str, Any]]:
-    """Which block of the job's model goes to which device of a worker: `name`, `bytes` and `device` of each block.
+def plan_blocks(job: Job) -> tuple[PlacedBlock, ...]:
+    """Which block of the job's model goes to which device of a worker.
 
     The model is built on torch's meta device, which takes no memory, or on the CPU if that fails. Raises JobError.
     """
@@ -110,7 +111,7 @@ def plan_blocks(job: Job) -> list[dict[str, Any]]:
     if not isinstance(model, nn.Module):
         raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
     found = blocks_of(job, model, len(names))
-    return [{**block._asdict(), "device": names[block.device]} for block in found]
+    return tuple(PlacedBlock(block.name, block.bytes, names[block.device]) for block in found)
 
 
 def _parts_of(model: nn.Module) -> list[str]:

@@ -17,6 +17,7 @@ from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.data import Indices
 from dp_ray.replica.model import autocast, evaluating
 from dp_ray.replica.rng import ForwardSeeds
+from dp_ray.replica.stateful import keeps_state
 from dp_ray.replica.step import Metrics, Step, StepOutput, as_row, run_step
 from dp_ray.replica.targets import bound, build, resolve
 from dp_ray.replica.user_code import at, got, raising
@@ -55,8 +56,8 @@ def check_watched(job: Job, states: Mapping[str, Any]) -> None:
     for where, name in job.watched.items():
         if name not in job.eval_names and not set(job.owners(name)) & states.keys():
             raise JobError(
-                f"{where}: eval measures {', '.join(job.eval_names)}, and of a metric with a state each element by "
-                f"its name, like eval_recall_0; got {name!r}"
+                f"{where}: eval measures {', '.join(job.eval_names)}, and the elements of a metric that has several, "
+                f"like eval_recall_0; got {name!r}"
             )
 
 
@@ -65,22 +66,6 @@ def check_measured(job: Job, measured: Mapping[str, float]) -> None:
     for where, name in job.watched.items():
         if name not in measured:
             raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
-
-
-def keeps_state(made: Any) -> bool:
-    """Whether a metric, or its class, has the interface of a torchmetrics metric."""
-    return all(hasattr(made, name) for name in ("update", "compute", "merge_state", "reset"))
-
-
-def unmeasured(job: Job) -> Iterator[str]:
-    """Yield a line for each metric with a state in a training without evaluations: nothing measures it."""
-    if job.task != "train" or job.eval is not None:
-        return
-    for name, given in job.metrics.items():
-        found = resolve(f"metrics.{name}", given) if isinstance(given, Target) else given
-        if keeps_state(found):
-            only = "is measured over a whole dataset, so by evaluations only"
-            yield f"metrics.{name}: {only}, and there are none: set eval"
 
 
 class Evaluation:

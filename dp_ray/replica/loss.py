@@ -52,15 +52,15 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
         raise ModelError(f"{what} returned {_kind(value)}; it must return one number for each row, or (sum, weight)")
     if value.ndim == 0 or value.numel() < min(rows, 2):
         raise ModelError(
-            f"{what} returned {_kind(value)} for a shard of {rows} rows: a mean over a shard cannot be made one over "
-            "the whole batch; return one number for each row (of torch's losses: reduction='none'), or (sum, weight);"
-            " what reduction='batchmean' gives is (sum, rows); of a model's own loss, a mean over n: (loss * n, n)"
+            f"{what} returned {_kind(value)} for a shard of {rows} rows: the whole batch's mean cannot be made of "
+            "means over shards; return one number for each row (torch's losses: reduction='none'), or "
+            "(sum, weight): for reduction='batchmean' (sum, rows), for a mean over n elements (loss * n, n)"
         )
     if value.numel() < rows or not (rows in value.shape or value.shape[0] % rows == 0):
         raise ModelError(
             f"{what} returned {_kind(value)} for a shard of {rows} rows: one number for each row or element has the "
-            f"size [{rows}], [{rows}, ...] or [{rows} * n]; of one number for each class, or of what is left by a "
-            "mask, return (sum, weight)"
+            f"size [{rows}], [{rows}, ...] or [{rows} * n]; for one number per class, or for what a mask leaves, "
+            "return (sum, weight)"
         )
     return Weighted(total_of(value), value.numel())
 
@@ -165,9 +165,9 @@ _AS_MODULES: Mapping[Any, str] = {
 
 def _means(reduction: Any) -> str:
     return (
-        f"the loss is the mean over the whole global batch, whatever the split, so it cannot be {reduction!r}; leave "
-        "it out for the mean over all elements, or write a function that returns (sum, rows) for the sum of each row "
-        "on average; either is a sum divided by a number, so the learning rate may have to be another"
+        "the loss is the mean over the whole global batch, so that the split does not matter, and reduction cannot "
+        f"be {reduction!r}; leave it out for the mean over all elements, or write a function that returns "
+        "(sum, rows) for the mean over the rows; both are smaller than the sum, so the learning rate may have to grow"
     )
 
 

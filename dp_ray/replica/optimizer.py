@@ -123,7 +123,9 @@ class Schedule:
         elif given is not None:
             self.scheduler = _called("scheduler", given, optimizer)
         if self.scheduler is not None and not hasattr(self.scheduler, "step"):
-            raise JobError(f"scheduler: must give what has a step(), got {type(self.scheduler).__qualname__}")
+            raise JobError(
+                f"scheduler: must give an object with a step() method, got {type(self.scheduler).__qualname__}"
+            )
         if self.watches and self._per != "epoch":
             raise JobError("scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch")
 
@@ -154,7 +156,8 @@ class Schedule:
             self.scheduler.step()
         elif self.metric not in measured:
             raise JobError(
-                f"scheduler.metric: {self.metric} was not measured by the end of the epoch; evaluate by then"
+                f"scheduler.metric: {self.metric} was not measured by the end of the epoch; "
+                "set eval to evaluate in each epoch"
             )
         else:
             self.scheduler.step(measured[self.metric])

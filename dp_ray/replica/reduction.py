@@ -145,7 +145,9 @@ class DdpReduction(Reduction):
 def check_one_type(parameters: Iterable[nn.Parameter]) -> None:
     """Raise JobError if the parameters are on devices of several types, which DDP does not support."""
     if len(types := {one.device.type for one in parameters}) > 1:
-        raise JobError(f"devices: of several workers must be of one type, got {' and '.join(sorted(types))}")
+        raise JobError(
+            f"devices: must be of one type if there are several workers, got {' and '.join(sorted(types))}"
+        )
 
 
 def wrapped(loss: ShardLoss, sparse: Sequence[nn.Parameter], finds_unused: bool) -> DistributedDataParallel:

@@ -135,8 +135,8 @@ class Metrics:
             if has_fixed_size(function, *seen, self._batch_dim):
                 raise ModelError(
                     f"{what} returned a tensor of size {list(value.shape)} for a shard of {rows} rows, and "
-                    "returns as many for one row as for two: these are numbers of classes, say, and not of rows; "
-                    "return one number for each row, or (sum, weight)"
+                    "returns as many numbers for one row as for two: so they are not one for each row, but one for "
+                    "each class, say; return one number for each row, or (sum, weight)"
                 )
         return weighed
 

@@ -31,7 +31,7 @@ class StopVote:
         if len(self._votes) <= self._lag:
             return False
         oldest, ready = self._votes.popleft()
-        with waiting("the GPU, which may be in an exchange"):
+        with waiting("the GPU, which may be in a collective"):
             if ready is not None:
                 ready.synchronize()
             return bool(oldest.item())

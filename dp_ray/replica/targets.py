@@ -13,6 +13,7 @@ from typing import Any
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
+from dp_ray.plan.seeds import derive_seed
 
 
 def build(key: str, target: Any) -> Any:
@@ -57,11 +58,16 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
     return dataset
 
 
+def dataset_seed(job: Job, key: str) -> int:
+    """The seed with which the dataset of the job's `key` is built."""
+    return derive_seed(job.seed, "dataset", key != "dataset")
+
+
 def _has(dataset: Any, name: str) -> bool:
     """Whether a dataset has a method; torch's base class has a __getitem__ that only raises."""
+    base = getattr(sys.modules.get("torch.utils.data"), "Dataset", None)  # an import would take seconds
     found = getattr(type(dataset), name, None)
-    is_torchs = getattr(found, "__module__", "") == "torch.utils.data.dataset"
-    return hasattr(dataset, name) and not (is_torchs and getattr(found, "__qualname__", "") == f"Dataset.{name}")
+    return hasattr(dataset, name) and (found is None or found is not getattr(base, name, None))
 
 
 def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
@@ -89,7 +95,7 @@ def check_gives(key: str, found: Any, kind: type, name: str) -> None:
     if not inspect.isclass(found) or issubclass(found, kind):
         return
     if found.__new__ is object.__new__ and type(found).__call__ is type.__call__:
-        raise JobError(f"{key}: must give a {name}, and {found.__qualname__} is no class of them")
+        raise JobError(f"{key}: must give a {name}, and {found.__qualname__} is no subclass of it")
 
 
 def resolve(key: str, target: Target) -> Any:

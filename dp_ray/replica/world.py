@@ -42,6 +42,7 @@ class World:
         return f"rank {self.rank} on {self.node}"
 
 
+# gloo's errors are plain RuntimeErrors, and so is any error of a communication hook: only the text tells them apart.
 _LOST = re.compile(r"gloo|NCCL|Connection (reset|closed) by peer")
 
 

@@ -60,7 +60,7 @@ class History:
 
     def flush(self) -> None:
         """Read the numbers from the device and send them to the driver."""
-        with waiting("the GPU, which may be in an exchange"):
+        with waiting("the GPU, which may be in a collective"):
             rows = [self._row(*entry) for entry in self._pending]
         self._pending, self._sent = [], time.perf_counter()
         self._rows += rows

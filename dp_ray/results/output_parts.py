@@ -13,7 +13,7 @@ from dp_ray.results.columns import SAMPLE_INDEX, Layout, from_arrow, to_arrow
 from dp_ray.storage import Storage
 
 POSITION = "position"
-AGAIN = "run again, which makes what is missing; if this comes back, start anew under another name (--name, name=)"
+AGAIN = "run the job again, which makes what is missing; if the error comes back, use another name (--name, name=)"
 MERGE_BYTES = 4 << 20  # read at once of each part during a merge
 MERGE_BYTES_IN_ALL = 256 << 20
 READ_BYTES = 256 << 10
@@ -125,7 +125,7 @@ def verify_complete(blocks: Iterator[pa.Table], order: Order, rows: int) -> Iter
             what = "is missing" if got > expected else "is there twice"
             raise StorageError(f"the outputs of position {min(expected, got)} {what}; {AGAIN}")
         if at + len(block) > rows:
-            raise StorageError(f"there are outputs of position {rows}, the job has {rows} rows; {AGAIN}")
+            raise StorageError(f"there are outputs of position {rows}, but the job has {rows} rows; {AGAIN}")
         samples = block.column(SAMPLE_INDEX).to_numpy()
         wrong = np.flatnonzero(samples != order.indices(at, at + len(block)))
         if len(wrong):

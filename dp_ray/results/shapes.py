@@ -72,7 +72,7 @@ class Probe:
         """The last forward's sizes and milliseconds; raises ModelError if the module was not called."""
         seen, self._seen = self._seen, None
         if seen is None:
-            raise ModelError("the model's forward was not called, so nobody saw what it got")
+            raise ModelError("the model's forward was not called, so there are no shapes to report")
         return seen, self._milliseconds
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -165,7 +165,7 @@ class CheckpointWriter:
         """
         self.wait()
         plain, tensors = pack(state)
-        with waiting("the GPU, which may be in an exchange"):
+        with waiting("the GPU, which may be in a collective"):
             self._stage(tensors)
         text = json.dumps({**about, "state": plain})
         self._writing = self._thread.submit(self._write, step, text, best_step, before)

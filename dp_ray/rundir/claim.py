@@ -1,11 +1,9 @@
 """Claims a run directory for a driver, and decides whether its run can be resumed."""
 
 import json
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dp_ray.errors import JobError, StorageError
@@ -17,6 +15,7 @@ from dp_ray.rundir.differences import differences
 from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.rundir.history_file import METRICS, unmerge_history
 from dp_ray.rundir.incidents import read_incidents
+from dp_ray.rundir.location import located_at
 from dp_ray.rundir.weights import check_start, find_start
 from dp_ray.storage import Storage
 
@@ -57,7 +56,7 @@ def claim(
     text = json.dumps(says, indent=2, default=str) + "\n"
     if overwrite:
         _check_is_run(storage)
-    is_resumed = not overwrite and _check_may_carry_on(job, storage, rows or {}, steps, resume)
+    is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume)
     _check_start(job, storage, is_resumed)
     lengths = _changed_lengths(read_claim(storage), job) if is_resumed else ""
     if is_resumed and is_finished(storage):
@@ -116,20 +115,24 @@ def base_storage(job: Job) -> Storage:
 
 
 def located(location: str) -> Storage:
-    """A folder of runs, or a path in one, where all workers find it.
+    """A folder of runs, or a path in one, where all workers find it."""
+    return Storage(located_at(location))
 
-    In a submitted Ray job, a relative path is below the home directory: Ray removes the copied working directory.
+
+def with_full_init_from(job: Job) -> Job:
+    """The job with `init_from` as all workers find it."""
+    if job.init_from is None:
+        return job
+    return job.model_copy(update={"init_from": located(job.init_from).location})
+
+
+def check_resumable(
+    job: Job, storage: Storage, rows: Mapping[str, int], steps: int | None, resume: bool = False
+) -> bool:
+    """Whether the job resumes the run in `storage`; False if there is none.
+
+    The arguments are those of `claim`. Raises JobError if the directory holds another run, or no run but other files.
     """
-    if "://" in location or Path(location).is_absolute() or not _in_shipped_folder():
-        return Storage(location)
-    return Storage(str(Path.home() / location))
-
-
-def _in_shipped_folder() -> bool:
-    return "runtime_resources" in Path(os.getcwd()).parts
-
-
-def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int], steps: int | None, resume: bool) -> bool:
     claimed = read_claim(storage)
     if not claimed:
         _check_is_run(storage)
@@ -138,27 +141,26 @@ def _check_may_carry_on(job: Job, storage: Storage, rows: Mapping[str, int], ste
     if others := _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows):
         raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
     if told := _cannot_become(job, storage, _changed_lengths(claimed, job), steps):
-        use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
-        use *= told == "finished" and job.task == "train"
-        raise JobError(f"{storage} holds this run, {told}; {use}{advice}")
+        raise JobError(f"{storage} holds this run, {told}{advice}")
     if not job.is_all_targets and not resume:
-        unknown = "whether these are the same is unknown: if they are, resume=True carries it on"
+        unknown = "whether these are the same is unknown: if they are, resume=True resumes it"
         raise JobError(f"{storage} holds a run of Python objects; {unknown}; else {advice}")
     return True
 
 
 def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) -> str:
-    """Why the run cannot be resumed with this many steps; empty if it can."""
+    """Why the run cannot be resumed with this many steps, up to the advice; empty if it can."""
     kept = steps_of(storage.child(CHECKPOINTS)) if job.task == "train" else []
     done = max(kept, default=0)
     if steps is not None and steps < done:
-        return f"{done} steps on, and this job has {steps} ({lengths})"
+        return f"which has done {done} steps, and this job has {steps} ({lengths}); "
     if not is_finished(storage):
         return ""
     if not lengths or steps == done:
-        return "finished"
+        use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
+        return "finished; " + use * (job.task == "train")
     if not kept or not storage.exists(METRICS):
-        return "finished, without the checkpoints and the history from which it could go on"
+        return "finished, without the checkpoints and the history from which it could resume; "
     return ""
 
 

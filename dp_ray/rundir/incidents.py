@@ -1,7 +1,9 @@
 """The interruptions of a run, kept in its directory while it runs, so that the next driver knows them too."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from dp_ray.errors import StorageError
@@ -10,17 +12,29 @@ from dp_ray.storage import Storage
 INCIDENTS = "story.json"
 
 
+class IncidentKind(StrEnum):
+    """What ended an attempt before the job was done."""
+
+    WORKER = "worker"  # a worker's process was lost
+    NODE = "node"
+    NETWORK = "network"  # workers lost a connection, and all of them live
+    HANG = "hang"
+    ERROR = "error"  # of user code, perhaps transient
+    PREEMPTION = "preemption"
+    RESIZE = "resize"
+    DRIVER = "driver"
+
+
 @dataclass(frozen=True)
 class Interruption:
     """The end of an attempt before the job was done.
 
-    `kind` is worker (a process was lost), node, network, hang, error (in the user's code, perhaps transient),
-    preemption, resize or driver. `ranks` and `nodes` are those that were lost. `step` is the step that was running;
+    `ranks` and `nodes` are those that were lost. `step` is the step that was running;
     for a driver's end, the step that was next. The next attempt resumed from `resumed_step`, None if there was none.
     `seconds` is the time from the last finished step to the resumption, None if unknown.
     """
 
-    kind: str
+    kind: IncidentKind
     what: str
     step: int
     ranks: tuple[int, ...] = ()
@@ -30,8 +44,14 @@ class Interruption:
 
     def __str__(self) -> str:
         where = f" (rank {', '.join(map(str, self.ranks))} on {', '.join(self.nodes)})" if self.ranks else ""
-        when = "" if self.kind == "driver" else f", in step {self.step}"  # for a driver's end, `what` names the step
+        when = (
+            "" if self.kind is IncidentKind.DRIVER else f", in step {self.step}"
+        )  # for a driver's end, `what` names the step
         return f"{self.kind}: {self.what}{where}{when}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The interruption as JSON values."""
+        return {**asdict(self), "kind": self.kind.value, "ranks": list(self.ranks), "nodes": list(self.nodes)}
 
     @property
     def resumption(self) -> str:
@@ -41,6 +61,12 @@ class Interruption:
         again = f", {self.step - self.resumed_step} steps again" if self.step > self.resumed_step else ""
         after = "" if self.seconds is None else f" after {self.seconds:.1f} s"
         return f"resumed from step {self.resumed_step}{after}{again}"
+
+
+def interruption_of(values: Mapping[str, Any]) -> Interruption:
+    """The inverse of `Interruption.to_json`; raises ValueError, KeyError or TypeError if the values are damaged."""
+    kind, ranks, nodes = IncidentKind(values["kind"]), tuple(values["ranks"]), tuple(values["nodes"])
+    return Interruption(**{**values, "kind": kind, "ranks": ranks, "nodes": nodes})
 
 
 @dataclass(frozen=True)
@@ -68,7 +94,11 @@ class IncidentLog:
     @property
     def driver_end(self) -> Interruption | None:
         """How the last driver ended, if the log has it and the run has not resumed since."""
-        return self.interruptions[-1] if self.is_interrupted and self.interruptions[-1].kind == "driver" else None
+        return (
+            self.interruptions[-1]
+            if self.is_interrupted and self.interruptions[-1].kind is IncidentKind.DRIVER
+            else None
+        )
 
     @property
     def is_interrupted(self) -> bool:
@@ -77,8 +107,7 @@ class IncidentLog:
 
     def to_json(self) -> dict[str, Any]:
         """The log as JSON values."""
-        told = [{**asdict(one), "ranks": list(one.ranks), "nodes": list(one.nodes)} for one in self.interruptions]
-        return {"world_sizes": list(self.world_sizes), "interruptions": told}
+        return {"world_sizes": list(self.world_sizes), "interruptions": [one.to_json() for one in self.interruptions]}
 
     def save(self, run: Storage) -> None:
         """Write the log to the run directory."""
@@ -94,10 +123,7 @@ def read_incidents(run: Storage, name: str = INCIDENTS) -> IncidentLog:
         if not run.exists(name):
             return IncidentLog()
         values = json.loads(run.read_text(name))
-        told = [
-            Interruption(**{**one, "ranks": tuple(one["ranks"]), "nodes": tuple(one["nodes"])})
-            for one in values["interruptions"]
-        ]
-        return IncidentLog(tuple(map(int, values["world_sizes"])), tuple(told))
+        interruptions = tuple(map(interruption_of, values["interruptions"]))
+        return IncidentLog(tuple(map(int, values["world_sizes"])), interruptions)
     except (StorageError, ValueError, KeyError, TypeError):
         return IncidentLog()

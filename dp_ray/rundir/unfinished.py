@@ -12,7 +12,7 @@ from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import is_finished, read_claim
 from dp_ray.rundir.files import RESULT, RUN
-from dp_ray.rundir.incidents import Interruption, read_incidents
+from dp_ray.rundir.incidents import IncidentKind, Interruption, read_incidents
 from dp_ray.rundir.lease import Lease, last_alive
 from dp_ray.rundir.weights import first_step
 from dp_ray.storage import Storage
@@ -81,6 +81,13 @@ def kept_steps(run: Storage, task: str, split: Split) -> int:
     return done.through(range(num_filled(min(split.rows, split.batch_size), split.shards)))
 
 
+def resumption(run: Storage, task: str, split: Split) -> str:
+    """A line on the step after which a job resumes the run."""
+    kept = kept_steps(run, task, split)
+    after = f"after step {kept} of {split.total_steps}" if kept else "from its start, since no step is kept yet"
+    return f"resumes {run} {after}"
+
+
 def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Interruption | None:
     """How the last driver of a resumed run ended; None if no driver had workers yet.
 
@@ -89,8 +96,8 @@ def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Inte
     incidents = read_incidents(run)
     if killed and incidents.world_sizes and not incidents.driver_end:
         step = max(killed.step, kept_steps(run, job.task, split), first_step(run))
-        what = f"killed, or its machine lost, after step {step} (last heard of)"
-        incidents = incidents.interrupted(Interruption("driver", what, step))
+        what = f"killed, or its machine lost, after step {step} (the last it reported)"
+        incidents = incidents.interrupted(Interruption(IncidentKind.DRIVER, what, step))
         incidents.save(run)
     return incidents.driver_end
 
@@ -101,7 +108,7 @@ def interruption(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
         return "interrupted; an evaluation keeps nothing: it begins anew"
     kept = kept_steps(run, job.task, split)
     where = f"after step {kept} of {split.total_steps}" if kept else "before a step was kept"
-    return f"interrupted {where}; {_again(job, overwrite)} to {'carry on' if kept else 'begin anew'}"
+    return f"interrupted {where}; {_again(job, overwrite)} to {'resume' if kept else 'begin anew'}"
 
 
 def _again(job: Job, overwrite: bool) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from dp_ray.job import Job
+from dp_ray.job_plan import checkpoints_of
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.results.history import History
@@ -51,6 +52,7 @@ class Checkpointer:
         )
         self._begin_best(kept)
         self._saved = train_state.step
+        self._schedule = checkpoints_of(job).schedule
         self._pace = Pace(job.checkpoint)
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
@@ -62,11 +64,9 @@ class Checkpointer:
         is_best = self._note_best(measured)
         if measured:
             self._history.resume_clock()
-        every = self._job.checkpoint.every_steps
-        at_step = every is not None and (step + 1) % every == 0
-        at_epoch = self._pace.is_auto and (step + 1) % self._split.steps == 0
+        by_step = self._schedule.recurs(self._split, step)
         by_clock = self._pace.is_due(self._writer.seconds, self._writer.is_writing)
-        if must_save or is_best or by_clock or at_step or at_epoch:
+        if must_save or is_best or by_clock or by_step:
             self.save()
 
     def save(self) -> None:

@@ -1,18 +1,10 @@
-"""How a job cuts its dataset into steps."""
+"""Which samples the steps of a checkpoint hold, and whether they are those of a job."""
 
-import dataclasses
 from typing import Any
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.plan.split import Split
-
-
-def split_of(job: Job, dataset: Any) -> Split:
-    """The split of the dataset into steps and shards, over all of the job's epochs."""
-    cut = Split(len(dataset), job.batch_size, job.num_shards, job.drop_last)
-    is_train = job.task == "train"
-    return dataclasses.replace(cut, epochs=job.epochs, max_steps=job.max_steps) if is_train else cut
 
 
 def cut_of(job: Job, split: Split) -> dict[str, Any]:
@@ -24,4 +16,4 @@ def cut_of(job: Job, split: Split) -> dict[str, Any]:
 def check_cut(what: str, about: dict[str, Any], job: Job, split: Split, advice: str) -> None:
     """Raise JobError if a checkpoint's steps hold other samples than this job's; the error names `what`."""
     if (there := about.get("cut")) != (here := cut_of(job, split)):
-        raise JobError(f"{what} are others: {there} there, {here} here; {advice}")
+        raise JobError(f"{what} differ from this job's: {there} there, {here} here; {advice}")

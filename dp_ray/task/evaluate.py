@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from dp_ray.job import Job
+from dp_ray.job_plan import split_of
 from dp_ray.job_target import Target
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
@@ -20,7 +21,6 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.rundir.weights import describe_start, load_weights, read_start
 from dp_ray.storage import Storage
-from dp_ray.task.cut import split_of
 from dp_ray.task.notices import Measured, Note, Send
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.train import seen
@@ -35,7 +35,7 @@ def evaluate(
     model = started(job, world, run, send)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     called = compiled(model, job)
-    work = Work(split_of(job, dataset), world.world_size, world.rank)
+    work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
     measures, states = build_metrics(job)
     evaluation = Evaluation(job, build_step(job, world), measures, states, world.device)
     batches = load_shards(job, dataset, work, world.device)

@@ -6,6 +6,7 @@ from typing import Any
 
 from dp_ray.errors import ModelError
 from dp_ray.job import Job
+from dp_ray.job_plan import split_of
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Work
 from dp_ray.replica.data import Indices, load_shards, seeded_dataset
@@ -20,7 +21,6 @@ from dp_ray.results.shapes import Probe
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import PARTS, begin_attempt
 from dp_ray.storage import Storage
-from dp_ray.task.cut import split_of
 from dp_ray.task.evaluate import started
 from dp_ray.task.notices import Note, Send
 from dp_ray.task.step_control import StepControl
@@ -37,8 +37,8 @@ def predict_outputs(
     model = compiled(bare, job)
     parts = run.child(PARTS)
     attempt, committed = begin_attempt(run)
-    work = Work(split_of(job, dataset), world.world_size, world.rank, Done(ledger.done_ranges(committed)))
-    stopped: list[int] = []
+    work = Work(split_of(job, len(dataset)), world.world_size, world.rank, Done(ledger.done_ranges(committed)))
+    is_stopped = False
 
     def note(text: str) -> None:
         if world.rank == 0:  # rank 0 has a shard of every batch, so other ranks would only repeat it
@@ -51,12 +51,13 @@ def predict_outputs(
     ):
 
         def goes_on(step: int) -> bool:
+            nonlocal is_stopped
             control.before(step)
             if control.wants_stop:
-                stopped.append(step)
+                is_stopped = True
             elif control.take_save():
                 writer.commit()
-            return not stopped
+            return not is_stopped
 
         def on_shard(shard: Shard, indices: Indices, outputs: Any) -> None:
             recorder.on_shard(shard, *probe.take())
@@ -70,7 +71,7 @@ def predict_outputs(
         batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note))
         predict(model, job, world.device, work, batches, on_shard, on_step, goes_on)
         control.through()
-    if stopped:
+    if is_stopped:
         control.leave()
     control.end()
 

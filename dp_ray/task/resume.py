@@ -63,11 +63,11 @@ def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location:
     train_state = resume(trainer, about, checkpoint["state"], split, send)
     if train_state.step != (says := first_step(run)):
         raise JobError(
-            f"init_from: {location} is {train_state.step} steps on, its name says {says}: give it its own name"
+            f"init_from: {location} holds step {train_state.step}, but its name says {says}: rename it back"
         )
     if train_state.step >= split.total_steps:
         raise JobError(
-            f"init_from: {location} is {train_state.step} steps on, and this job has {split.total_steps}: "
+            f"init_from: {location} has done {train_state.step} steps, and this job has {split.total_steps}: "
             f"set epochs above {job.epochs}; {advice}"
         )
     return dataclasses.replace(train_state, best=None, best_step=None)

@@ -10,6 +10,7 @@ from torch import nn
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
+from dp_ray.job_plan import split_of
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.data import load_shards, seeded_dataset
@@ -27,7 +28,6 @@ from dp_ray.rundir.ledger import begin_attempt, check_newest
 from dp_ray.rundir.weights import BEST, WEIGHTS, write_best
 from dp_ray.storage import Storage
 from dp_ray.task.checkpointer import Checkpointer
-from dp_ray.task.cut import split_of
 from dp_ray.task.evaluator import Evaluator
 from dp_ray.task.notices import Note, Send
 from dp_ray.task.resume import restore
@@ -44,7 +44,7 @@ def train(
     """
     dataset = seeded_dataset(job)
     check_rows("dataset", len(dataset), rows_on_driver)
-    split = split_of(job, dataset)
+    split = split_of(job, len(dataset))
     model = with_synced_batchnorm(build_model(job, world.devices), job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     measures, states = build_metrics(job)

@@ -47,9 +47,9 @@ class Stopped(Exception):
 
 
 def run_group(job: Job, folder: Path | str, control: StepControl | None = None) -> list[Any]:
-    """Run the job on its workers, to its end or until they die; what rank 0 told. Ended holds what one raised.
+    """Run the job on its workers, to its end or until they die; return what they sent.
 
-    Each worker has a copy of `control`, if there is one.
+    Each worker has a copy of `control`, if there is one. Raises ProcessExit with the traceback of what one raised.
     """
     run = Storage(str(folder))
     run.child(PARTS).create()

@@ -1,4 +1,4 @@
-"""What users' code may do wrong, and what the world may do to a run: each ends in one clear error, nothing lost."""
+"""Mistakes in user code, and what the world may do to a run: each ends in one clear error, and nothing is lost."""
 
 import sys
 from pathlib import Path
@@ -11,6 +11,7 @@ from torch import nn
 
 import dp_ray
 from dp_ray import cli
+from dp_ray.cluster.launch import check_can_be_shipped
 from dp_ray.errors import DataError, Error, JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job import Job
 from dp_ray.replica.model import build_model, synchronise
@@ -108,7 +109,7 @@ def test_outputs_that_cannot_be_kept_are_told_by_step_and_shard(tmp_path: Path) 
 
 
 def test_dropping_everything_is_an_error_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="drop_last leaves none of the 5 rows: batch_size is 7"):
+    with pytest.raises(DataError, match="drop_last: drops all 5 rows, because batch_size is 7"):
         run(tmp_path, models.Doubler(), models.Rows(5), drop_last=True)
     assert not (tmp_path / "run").exists()
 
@@ -135,8 +136,8 @@ def test_stdout_is_for_what_was_asked_for(
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
-        "{model: 'tests.support.models:Doubler', dataset: 'tests.test_attacks:Prints', batch_size: 9, workers: 0, "
-        f"storage: '{tmp_path}'}}"
+        "{model: 'tests.support.models:Doubler', dataset: 'tests.test_user_mistakes:Prints', batch_size: 9, "
+        f"workers: 0, storage: '{tmp_path}'}}"
     )
     for args in (["run", "--shapes", "--json"], ["plan", "--json"]):
         monkeypatch.setattr(sys, "argv", ["dp-ray", args[0], str(job), *args[1:]])
@@ -146,7 +147,7 @@ def test_stdout_is_for_what_was_asked_for(
 
 
 def test_env_is_there_in_this_process_too_and_gone_afterwards(tmp_path: Path) -> None:
-    dataset = {"target": "tests.test_attacks:NeedsVariable"}
+    dataset = {"target": "tests.test_user_mistakes:NeedsVariable"}
     assert run(tmp_path, "tests.support.models:Doubler", dataset, env={"DP_RAY_TEST": "5"}).rows == 9
 
 
@@ -185,7 +186,7 @@ class TakesOver(nn.Module):
 
 
 def test_the_result_of_another_driver_is_left_alone(tmp_path: Path) -> None:
-    model = {"target": "tests.test_attacks:TakesOver", "args": {"folder": str(tmp_path)}}
+    model = {"target": "tests.test_user_mistakes:TakesOver", "args": {"folder": str(tmp_path)}}
     with pytest.raises(StorageError, match="was taken over by another driver"):
         run(tmp_path, model, "tests.support.models:Rows")
     assert not (tmp_path / "run" / "result.json").exists()
@@ -207,8 +208,6 @@ def test_overwriting_needs_a_job_that_can_be_written_down(tmp_path: Path) -> Non
 
 
 def test_a_dataset_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    from dp_ray.cluster.launch import check_can_be_shipped
-
     data = models.Rows(9)
     data.lock = (number for number in range(3))  # type: ignore[attr-defined]
     job = Job.make({"model": models.Doubler(), "dataset": data, "batch_size": 1}, "run")

@@ -1,4 +1,4 @@
-"""Faults on purpose: what can be asked for, and on which worker each falls."""
+"""Fault injection: the faults that --inject takes, and which worker each one hits."""
 
 import pytest
 

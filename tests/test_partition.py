@@ -1,4 +1,4 @@
-"""Blocks cut into consecutive parts: the largest part is as small as it can be, by trying all cuts."""
+"""The parts of a partition: the largest one is as small as it can be, by trying all cuts."""
 
 from itertools import combinations, pairwise
 

@@ -34,7 +34,7 @@ def run(folder: Path, **others: Any) -> dp_ray.Result:
     keys: dict[str, Any] = {
         "task": "train",
         "model": "tests.support.training:mlp",
-        "dataset": {"target": "tests.test_kept:Breaks", "args": {"folder": str(folder)}},
+        "dataset": {"target": "tests.test_checkpoint_retention:Breaks", "args": {"folder": str(folder)}},
         "loss": "torch.nn:CrossEntropyLoss",
         "metrics": {"accuracy": "tests.support.training:right"},
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.5}},
@@ -92,7 +92,7 @@ def test_the_best_begins_anew_under_another_metric_or_mode(tmp_path: Path, secon
     }
 
 
-def test_the_same_best_goes_on(tmp_path: Path) -> None:
+def test_the_same_best_is_continued(tmp_path: Path) -> None:
     best = {"every_steps": 2, "keep": 1, "best": LOSS}
     break_off(tmp_path, checkpoint=best)
     result = run(tmp_path, checkpoint=best)

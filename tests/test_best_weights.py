@@ -1,4 +1,4 @@
-"""The best weights of a training are a file of their own; what a run gives to start from is said."""
+"""The best weights of a training are a file of their own; one line says which weights `init_from` used."""
 
 from pathlib import Path
 

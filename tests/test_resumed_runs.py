@@ -1,4 +1,4 @@
-"""Runs that go on: on other workers, for longer, as Python objects; and what is told of them meanwhile."""
+"""Runs that are resumed: on other workers, for longer, as Python objects; and what the console says of them."""
 
 import functools
 from pathlib import Path
@@ -34,13 +34,13 @@ def killed(folder: Path, before: int, **keys: Any) -> None:
     assert list((folder / made.run_name / "checkpoints").iterdir())
 
 
-def test_a_job_that_sets_no_shards_goes_on_on_other_numbers_of_workers(
+def test_a_job_that_sets_no_shards_resumes_on_other_numbers_of_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed(tmp_path, 20, workers=2, checkpoint={"every_steps": 5})
     result = dp_ray.run(job(tmp_path, workers=0))
     told = [line for line in capsys.readouterr().err.splitlines() if "shards: " in line]
-    assert told == ["run: shards: 2, with which this run began"]
+    assert told == ["run: shards: 2, as when this run began"]
     assert result.shards == 2
     run_group(job(tmp_path, workers=2), tmp_path / "undisturbed")
     undisturbed = weights_of(tmp_path / "undisturbed")
@@ -69,13 +69,13 @@ EVAL = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length":
     [({"epochs": 2}, {"epochs": 4}), ({"max_steps": 20}, {"max_steps": 33}), ({"max_steps": 12}, {})],
     ids=["epochs", "max_steps", "no max_steps"],
 )
-def test_a_finished_training_goes_on_for_longer(
+def test_a_finished_training_resumes_for_longer(
     tmp_path: Path, first: dict[str, Any], then: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys: dict[str, Any] = {"eval": EVAL, "scheduler": "tests.support.training:warm_up"}
     ends = len(run(tmp_path, **keys, **first).history) - 1
     result = dp_ray.run(job(tmp_path, **keys, **then))
-    assert f"run: goes on to step {len(result.history)} (" in capsys.readouterr().err
+    assert f"run: continues to step {len(result.history)} (" in capsys.readouterr().err
     undisturbed = run(tmp_path, name="undisturbed", **keys, **then)
     assert ends + 1 < len(result.history) == len(undisturbed.history)
     ours, theirs = result.history, undisturbed.history
@@ -88,12 +88,12 @@ def test_a_finished_training_goes_on_for_longer(
     assert not (tmp_path / "run" / "history").exists()
 
 
-def test_an_unfinished_training_goes_on_for_longer(tmp_path: Path) -> None:
+def test_an_unfinished_training_resumes_for_longer(tmp_path: Path) -> None:
     killed(tmp_path, 20, checkpoint={"every_steps": 5}, epochs=2)
     assert same(run(tmp_path, epochs=4), run(tmp_path, epochs=4, name="undisturbed"))
 
 
-def test_a_longer_run_that_is_killed_goes_on_too(tmp_path: Path) -> None:
+def test_a_longer_run_that_is_killed_resumes_too(tmp_path: Path) -> None:
     """The result of the shorter one is gone by then, its history is not."""
     run(tmp_path, epochs=2)
     longer = job(tmp_path, epochs=4, checkpoint={"every_steps": 5}, workers=1)
@@ -111,7 +111,7 @@ def test_a_damaged_last_checkpoint_costs_no_history(tmp_path: Path) -> None:
     assert same(run(tmp_path, epochs=4), run(tmp_path, epochs=4, name="undisturbed"))
 
 
-def test_a_run_of_a_version_that_hashed_the_lengths_goes_on(
+def test_a_run_of_a_version_that_hashed_the_lengths_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hashed = Job.fingerprint
@@ -129,7 +129,7 @@ def test_a_run_of_a_version_that_hashed_the_lengths_goes_on(
 def test_a_training_is_never_cut_below_what_is_done(tmp_path: Path) -> None:
     run(tmp_path, epochs=2)
     with pytest.raises(
-        JobError, match=r"30 steps on, and this job has 15 \(epochs: 2 before, 1 now\); give it another"
+        JobError, match=r"which has done 30 steps, and this job has 15 \(epochs: 2 before, 1 now\); give it another"
     ):
         run(tmp_path, epochs=1)
     with pytest.raises(JobError, match=r"holds this run, finished; use it .*give it another name"):
@@ -142,7 +142,9 @@ def test_a_finished_training_without_its_checkpoints_does_not_begin_anew(tmp_pat
     run(tmp_path, epochs=2)
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.unlink()
-    with pytest.raises(JobError, match="finished, without the checkpoints and the history from which it could go on"):
+    with pytest.raises(
+        JobError, match="finished, without the checkpoints and the history from which it could resume"
+    ):
         run(tmp_path, epochs=3)
 
 
@@ -186,15 +188,13 @@ def of_objects(folder: Path, dataset: Breaks, **keys: Any) -> dict[str, Any]:
     return {**given, **made, "checkpoint": {"every_steps": 2}, "name": "run", "storage": str(folder), **keys}
 
 
-def test_python_objects_go_on_if_the_caller_says_so(tmp_path: Path) -> None:
+def test_python_objects_resume_if_the_caller_says_so(tmp_path: Path) -> None:
     dataset = Breaks()
     dataset.broken = True
     with pytest.raises(DataError, match="sector 50"):
         dp_ray.run(**of_objects(tmp_path, dataset), resume=True)
     dataset.broken = False
-    says = (
-        "a run of Python objects; whether these are the same is unknown: if they are, resume=True carries it on; else"
-    )
+    says = "a run of Python objects; whether these are the same is unknown: if they are, resume=True resumes it; else"
     with pytest.raises(JobError, match=says):
         dp_ray.run(**of_objects(tmp_path, dataset))
     with pytest.raises(JobError, match=r"a run of a different job \(batch_size: 7 there, 8 here\)"):

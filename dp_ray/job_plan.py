@@ -1,0 +1,68 @@
+"""Makes the plan of a job: what a run will do, from the job's keys and the lengths of its datasets."""
+
+from collections.abc import Iterable, Mapping
+
+from dp_ray.errors import DataError, JobError
+from dp_ray.job import Job
+from dp_ray.plan.plan import Checkpoints, Evaluations, PlacedBlock, Plan, Schedule, remarks
+from dp_ray.plan.split import Split, chunk_sizes
+
+
+def plan_of(
+    job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = (), blocks: Iterable[PlacedBlock] = ()
+) -> Plan:
+    """The plan of a job over datasets of these lengths, by their keys: `dataset` and, in a training, `eval.dataset`.
+
+    Raises DataError if no step is left, and JobError if workers without rows would deadlock SyncBatchNorm.
+    """
+    split = split_of(job, rows["dataset"])
+    _check(job, split)
+    return Plan(
+        split=split,
+        min_workers=job.min_workers,
+        max_workers=job.max_workers,
+        evaluations=evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None,
+        checkpoints=checkpoints_of(job) if job.task == "train" else None,
+        blocks=tuple(blocks),
+        remarks=(*remarks(split, job.max_workers), *more_remarks),
+    )
+
+
+def split_of(job: Job, rows: int) -> Split:
+    """How the job cuts a dataset of `rows` samples into steps and shards, over all of its epochs."""
+    epochs, max_steps = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
+    return Split(rows, job.batch_size, job.num_shards, job.drop_last, epochs, max_steps)
+
+
+def has_evaluations(job: Job) -> bool:
+    """Whether the job evaluates its model while it trains."""
+    return job.task == "train" and job.eval is not None
+
+
+def evaluations_of(job: Job, rows: int) -> Evaluations:
+    """The evaluations of a training whose `eval.dataset` has `rows` samples."""
+    assert job.eval is not None
+    each = job.eval.every_epochs or (None if job.eval.every_steps else 1)
+    split = Split(rows, job.over_eval().batch_size, job.num_shards)
+    return Evaluations(split, Schedule(job.eval.every_steps, each))
+
+
+def checkpoints_of(job: Job) -> Checkpoints:
+    """When a training writes checkpoints: by default at the end of each epoch, and more by the clock."""
+    when = job.checkpoint
+    is_auto = when.every_seconds == "auto" and when.every_steps is None
+    schedule = Schedule(when.every_steps, 1 if is_auto else None)
+    return Checkpoints(schedule, when.keep, when.every_seconds, when.best.metric if when.best else None)
+
+
+def _check(job: Job, split: Split) -> None:
+    if split.steps == 0:
+        raise DataError(
+            f"drop_last: drops all {split.rows} rows, because batch_size is {split.batch_size}; "
+            "set a smaller batch_size, or drop_last: false"
+        )
+    if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.batch_sizes()):
+        raise JobError(
+            "sync_batchnorm: the last batch leaves workers empty, and empty workers would deadlock SyncBatchNorm; "
+            "set drop_last"
+        )
