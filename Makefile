@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv$(if $(RAY),-ray-$(RAY))
 BIN := $(VENV)/bin
+# Two processes, one of which runs all tests on Ray (tests/conftest.py).
+TWO := -n 2 --dist loadgroup
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
@@ -23,10 +25,10 @@ demo: $(VENV)/installed
 	$(BIN)/dp-ray run jobs/digits.yaml --workers 2 --name demo-training --overwrite
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO)
 
 quick: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray'
+	$(BIN)/python -m pytest -m 'not ray' $(TWO)
 
 gpu: $(VENV)/installed
 	$(BIN)/python -m pytest tests/gpu

@@ -129,6 +129,17 @@ def test_every_command_within_a_sentence_is_valid(page: Path, monkeypatch: pytes
             assert set(extras[1].split(",")) <= project["optional-dependencies"].keys()
 
 
+def test_the_pages_have_what_the_tests_above_look_for() -> None:
+    """A pattern that finds nothing any more would let them all pass."""
+    codes = [code for page in PAGES for code in inline_of(page)]
+    assert sum(len(list(links_of(page))) for page in PAGES) > 50
+    assert sum(re.match(r"[a-z_]+: \S", code) is not None for code in codes) > 20
+    assert any(code.startswith("dp-ray ") and "jobs/" in code for code in codes)
+    assert any("pip install '.[" in code for code in codes)
+    named = [re.findall(r"`((?:\w+/)+\w+\.py)(?:::(\w+))?`", prose_of(page)) for page in PAGES]
+    assert sum(map(len, named)) > 20 and any(test for found in named for _, test in found)
+
+
 def test_the_house_names_every_module_in_a_line() -> None:
     (house,) = [one.text for one in blocks_of(ROOT / "CONTRIBUTING.md") if one.text.startswith("dp_ray/\n")]
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
