@@ -1,9 +1,11 @@
 """What a job leaves behind in its process: undone, or named."""
 
 import contextlib
+import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -53,6 +55,34 @@ def test_the_process_that_frees_shared_memory_goes_on() -> None:
         SharedMemory(create=True, size=8).unlink()
     tracker = psutil.Process(resource_tracker._resource_tracker._pid)  # type: ignore[attr-defined]
     assert tracker.status() != psutil.STATUS_ZOMBIE
+
+
+def test_python_starts_its_server_of_forked_processes_again() -> None:
+    for _ in range(2):
+        with isolated():
+            child = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+
+
+def test_a_librarys_thread_that_serves_any_job_does_not_remain() -> None:
+    with isolated() as remains, ThreadPoolExecutor(1) as pool:
+        pool.submit(os.getpid).result()
+        kept = ThreadPoolExecutor(1)
+        kept.submit(os.getpid).result()
+    kept.shutdown()
+    assert remains == []
+
+
+def test_what_cannot_be_restored_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    with isolated() as remains:
+        os.chdir(tmp_path)
+        gone.rmdir()
+    assert remains == ["its working directory"]
 
 
 def test_a_thread_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,8 @@ def test_code_that_was_edited_between_two_jobs_is_what_runs(
         "import torch\n\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return x + 1\n"
     )
     keys: dict[str, Any] = {"model": "edited_model:Model", "dataset": models.Rows(4), "batch_size": 2, "workers": 1}
-    with dp_ray.session(address=cluster.address, workers=1) as session:
+    monkeypatch.setenv(ADDRESS, cluster.address)
+    with dp_ray.session(workers=1) as session:
         first = session.run(None, name="first", **keys)
         model.write_text(model.read_text().replace("x + 1", "x + 2000"))
         second = session.run(None, name="second", **keys)

@@ -4,7 +4,7 @@
 calls it for Ray Train's controller.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from dp_ray.cluster.requests import Ask, Request, Why
@@ -30,6 +30,11 @@ class Wanted:
     accelerator_type: str | None
     capacity_seconds: float | None
     can_stop: bool = True
+
+    def of_job(self, workers: int, can_stop: bool) -> "Wanted":
+        """What a job that takes so many of a session's workers asks for: it gains nothing from more."""
+        most = min(self.max_workers, workers)
+        return replace(self, min_workers=min(self.min_workers, most), max_workers=most, can_stop=can_stop)
 
     def capacity(self, nodes: list[dict[str, float]]) -> int:
         """How many workers fit on nodes with these resources, at most `max_workers`."""
@@ -177,7 +182,7 @@ def is_worth_a_look(running: Running, now: float) -> bool:
 
 
 def _why_not_to_grow(running: Running, now: float) -> Reason | None:
-    if running.num_workers == running.wanted.max_workers:
+    if running.num_workers >= running.wanted.max_workers:
         return Reason.AS_WANTED
     return Reason.TOO_YOUNG if now - running.started < GROW_AFTER_SECONDS else None
 
