@@ -156,7 +156,8 @@ class Session:
         if why is None:
             return
         console.say(f"the workers are started anew: {why}")
-        self._sources.forget()
+        if edited:
+            self._sources.forget()
         if self._is_own and edited and address_of(self._address):  # a connection sends the code to the cluster
             self._reconnect()
         elif self._workers.close(CLOSE_SECONDS if self._is_own else LEAVE_SECONDS) or not self._is_own:
