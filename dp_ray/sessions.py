@@ -231,10 +231,15 @@ def keys_for(jobs: Iterable[Job]) -> WorkerKeys:
             "accelerator_type": _common("accelerator_type", [job.accelerator_type for job in found], None),
             "placement": _common("placement", [job.placement for job in found], "PACK"),
             "devices": found[0].devices if all(job.devices == found[0].devices for job in found) else None,
-            "timeouts": found[0].timeouts,
+            "timeouts": {"capacity": _longest([job.timeouts.capacity for job in found])},
             "env": found[0].env if all(job.env == found[0].env for job in found) else {},
         }
     )
+
+
+def _longest(seconds: list[float | None]) -> float | None:
+    """The longest of some times; None is without limit."""
+    return None if None in seconds else max(one for one in seconds if one is not None)
 
 
 def _common(key: str, values: list[Any], default: Any) -> Any:

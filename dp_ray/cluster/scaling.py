@@ -30,7 +30,7 @@ LOOK_SECONDS = 1.0  # between two checks of the cluster
 
 
 class ElasticScalingPolicy(WorkerScaling):
-    """Runs as many workers as the nodes that answer have room for, between the job's minimum and maximum."""
+    """Runs as many workers as the nodes that answer have room for, between the session's minimum and maximum."""
 
     def __init__(self, config: ScalingConfig, wanted: Wanted, channel: Any) -> None:
         super().__init__(config)

@@ -193,6 +193,8 @@ Message = (
     | FaultInjected
     | Interrupted
     | Waits
+    | Finished
+    | GaveUp
 )
 
 

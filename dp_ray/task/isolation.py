@@ -1,8 +1,11 @@
-"""Restores a worker's process after a job, so that the next job finds what a fresh process would have.
+"""Restores a worker's process after a job, for the next job.
 
 What can be undone is undone: the environment, the working directory, torch's settings, hooks of all modules,
 processes and memory. What cannot be undone is named: threads and open files. A worker with such remains is started
 anew.
+
+Imported modules stay imported, as in one Python process that runs the jobs in turn: a module's globals, the
+attributes of its classes and whatever it patched in other modules are neither undone nor named.
 """
 
 import gc

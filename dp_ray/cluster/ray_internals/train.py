@@ -129,7 +129,7 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
 
 
 class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
-    """A WorkerGroup that frees its resources if workers fail while they form their process group.
+    """A WorkerGroup that frees its resources if workers fail while they start.
 
     Public: none; Ray's own keeps the resources of such workers.
     """
@@ -162,7 +162,8 @@ class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
 class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer with our policies, which can be aborted and starts no needless process.
 
-    `is_own` says that its Ray, or its job there, ends with the run. Public: none; TorchTrainer takes no policies.
+    `is_own` says that its Ray, or the connection to it, ends with these workers. Public: none; TorchTrainer takes no
+    policies.
     """
 
     def __init__(
