@@ -1,8 +1,9 @@
 """What a job leaves behind in its process: undone, or named."""
 
 import contextlib
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 
 from dp_ray.task import isolation
 from dp_ray.task.isolation import isolated
+from tests.support.cluster import ROOT
 from tests.support.messy import Messy, settings
 
 
@@ -57,13 +59,28 @@ def test_the_process_that_frees_shared_memory_goes_on() -> None:
     assert tracker.status() != psutil.STATUS_ZOMBIE
 
 
-def test_python_starts_its_server_of_forked_processes_again() -> None:
+SERVED = """
+import multiprocessing, os
+from dp_ray.task.isolation import isolated
+
+if __name__ == "__main__":
     for _ in range(2):
-        with isolated():
+        with isolated() as remains:
             child = multiprocessing.get_context("forkserver").Process(target=os.getpid)
             child.start()
             child.join()
             assert child.exitcode == 0
+        assert remains == []
+        print(multiprocessing.forkserver._forkserver._forkserver_pid)
+"""
+
+
+def test_python_starts_its_server_of_forked_processes_again(tmp_path: Path) -> None:
+    script = tmp_path / "served.py"
+    script.write_text(SERVED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
 
 
 def test_a_librarys_thread_that_serves_any_job_does_not_remain() -> None:

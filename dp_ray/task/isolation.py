@@ -87,9 +87,13 @@ def _succeeds(restore: Restore) -> bool:
 
 def _end_processes(before: Belongings) -> None:
     """End the processes that the job started; Python starts its server of forked processes again if it is needed."""
-    if stop := getattr(forkserver._forkserver, "_stop", None):
-        stop()
-    _end([child for child in _children() if child not in before.children])
+    started = [child for child in _children() if child not in before.children]
+    server: Any = forkserver._forkserver
+    for child in started:
+        if child.pid == getattr(server, "_forkserver_pid", None):
+            child.kill()
+            server._stop()  # forgets the server, and waits for its end
+    _end(started)
 
 
 def _children() -> list[psutil.Process]:
