@@ -191,20 +191,21 @@ SCRIPT = """
 
     def interrupt_at(step):
         def watch():
-            journal = os.path.join("runs", "stopped", "history")
+            journal = os.path.join(sys.argv[2], "stopped", "history")
             while not os.path.isdir(journal) or not os.listdir(journal):
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGINT)
         threading.Thread(target=watch, daemon=True).start()
 
     with dp_ray.session(address=sys.argv[1], workers=2) as session:
-        keys = dict(workers=2, shards=3, name="stopped", bitwise=True, epochs=2, checkpoint={"every_steps": 5})
+        keys = dict(workers=2, shards=3, name="stopped", storage=sys.argv[2], bitwise=True, epochs=2)
+        keys["checkpoint"] = {"every_steps": 5}
         interrupt_at(5)
         try:
-            session.run(sys.argv[2], **keys)
+            session.run("jobs/digits.yaml", **keys)
         except dp_ray.errors.RunInterrupted as stopped:
             print("STOPPED", stopped, flush=True)
-        result = session.run(sys.argv[2], **keys)
+        result = session.run("jobs/digits.yaml", **keys)
         print("RESULT", result.status, result.world_sizes, result.weights_sha256, flush=True)
 """
 
@@ -213,15 +214,9 @@ def test_ctrl_c_stops_the_job_and_the_session_stays(cluster: Cluster, tmp_path: 
     expected = alone(tmp_path, "jobs/digits.yaml", bitwise=True, epochs=2)
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, script, cluster.address, ROOT / "jobs" / "digits.yaml"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, script, cluster.address, tmp_path]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "STOPPED" in done.stdout
     assert f"RESULT done [2, 2] {expected.weights_sha256}" in done.stdout, done.stdout
@@ -238,14 +233,14 @@ def test_a_session_that_is_idle_for_long_ends_and_says_so(cluster: Cluster, in_p
 
 
 EDITED = """
-    import pathlib, sys, torch
+    import pathlib
     import dp_ray
-    from tests.support.models import Rows
 
     model = pathlib.Path("edited_model.py")
     text = "import torch\\nclass Model(torch.nn.Module):\\n    def forward(self, x):\\n        return x + 1\\n"
+    text += "def rows():\\n    return torch.utils.data.TensorDataset(torch.arange(4.0).reshape(4, 1))\\n"
     model.write_text(text)
-    keys = dict(model="edited_model:Model", dataset=Rows(4), batch_size=2, workers=1)
+    keys = dict(model="edited_model:Model", dataset="edited_model:rows", batch_size=2, workers=1)
     with dp_ray.session(workers=1) as session:
         first = session.run(None, name="first", **keys)
         model.write_text(text.replace("x + 1", "x + 2000"))
