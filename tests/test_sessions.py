@@ -215,7 +215,7 @@ def test_ctrl_c_stops_the_job_and_the_session_stays(cluster: Cluster, tmp_path: 
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, script, cluster.address, tmp_path]
+    line = [sys.executable, str(script), cluster.address, str(tmp_path)]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "STOPPED" in done.stdout
