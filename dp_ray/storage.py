@@ -46,7 +46,7 @@ class Storage:
         is_local = isinstance(self.fs, pafs.LocalFileSystem)
         base, mark, query = (self.path, "", "") if is_local else location.partition("?")
         self._base, self._query = base, mark + query  # apart, so that `child` can extend the path before the options
-        self.before_commit: Callable[[], None] = lambda: None
+        self.before_commit: Callable[[], None] = _nothing
 
     @property
     def location(self) -> str:
@@ -195,6 +195,10 @@ class Storage:
             may_not = is_writing and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
             advice = "; set storage to a folder that you may read and write" if may_not else ""
             raise StorageError(f"{self}: {what}: {error}{advice}") from error
+
+
+def _nothing() -> None:
+    """What is called before each commit if nobody asks for more; no lambda, so that a Storage can be pickled."""
 
 
 class UnfinishedFile:

@@ -28,6 +28,7 @@ FLOORS = [
     "job_plan",
     "uploads",
     "storage",
+    "data",
     "tensors",
     "replica",
     "rundir",

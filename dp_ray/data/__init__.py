@@ -1,0 +1,13 @@
+"""Data without a line of code: files of common forms as map-style datasets, from a folder, a glob or a URL.
+
+>>> from dp_ray.data import Parquet
+>>> Parquet("s3://bucket/train/*.parquet", columns=["image", "label"])  # doctest: +SKIP
+"""
+
+from dp_ray.data.decode import image
+from dp_ray.data.images import Images
+from dp_ray.data.tables import Arrow, Parquet
+from dp_ray.data.text_tables import Csv, JsonLines
+from dp_ray.data.webdataset import WebDataset
+
+__all__ = ["Arrow", "Csv", "Images", "JsonLines", "Parquet", "WebDataset", "image"]

@@ -1,0 +1,118 @@
+"""A dataset whose samples lie in blocks: row groups, record batches, stretches of a file or of a tar shard."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from dp_ray.data.files import File, pins_of
+
+CACHE_BYTES = 256 << 20
+
+Item = dict[str, Any]
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+Source = TypeVar("Source")
+
+
+@dataclass(frozen=True)
+class Block(Generic[Source]):
+    """Consecutive samples of a file that are read at once; `source` says where they lie, `where` in words."""
+
+    file: File
+    rows: int
+    source: Source
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}{', ' * bool(self.where)}{self.where}"
+
+
+class Blocks(Dataset[Item], Generic[Source]):
+    """A map-style dataset of the rows of blocks, in order; the blocks that were read last stay in memory.
+
+    `__getitems__` reads each block once, whatever the order of the samples asked for.
+    """
+
+    loader_context = "spawn"  # threads of a storage's client do not survive a fork
+
+    def __init__(self, files: list[File], blocks: Sequence[Block[Source]], cache_bytes: int = CACHE_BYTES) -> None:
+        self.files = tuple(files)
+        self._blocks = tuple(blocks)
+        self._starts = np.cumsum([0, *(block.rows for block in blocks)])
+        self._cache = Cache(cache_bytes)
+        if all(file.is_local for file in files):
+            self.loader_context = None  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Item:
+        return self.__getitems__([index])[0]
+
+    def __iter__(self) -> Iterator[Item]:
+        for start, stop in itertools.pairwise(self._starts.tolist()):
+            yield from self.__getitems__(range(start, stop))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
+        """The samples at these indices, in their order. Raises IndexError, and DataError if a file is damaged."""
+        wanted = np.asarray(indices, np.int64)
+        wanted = np.where(wanted < 0, wanted + len(self), wanted)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(f"sample {indices} of {len(self)}")
+        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
+        items: list[Item] = [{}] * len(wanted)
+        for number in np.unique(numbers):
+            places = np.flatnonzero(numbers == number)
+            read = self._cache.get(int(number), self._load)
+            for place, item in zip(places, self._items(read, wanted[places] - self._starts[number]), strict=True):
+                items[place] = item
+        return items
+
+    @property
+    def block_rows(self) -> Rows:
+        """The number of rows of each block: int64 [blocks]."""
+        return np.diff(self._starts)
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """The size and the version of each file; they change if the file does."""
+        return pins_of(self.files)
+
+    def _load(self, number: int) -> tuple[Any, int]:
+        return self._read(self._blocks[number])
+
+    def _read(self, block: Block[Source]) -> tuple[Any, int]:
+        """What a block holds, and its size in bytes."""
+        raise NotImplementedError
+
+    def _items(self, read: Any, rows: Rows) -> list[Item]:
+        """The samples at these rows of a block that was read."""
+        raise NotImplementedError
+
+
+class Cache:
+    """What was read last, up to a number of bytes; a copy for another process is empty."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, number: int, load: Callable[[int], tuple[Any, int]]) -> Any:
+        """What `load` gives for the number, from memory if it is there; the newest one always stays."""
+        if number in self._held:
+            self._held.move_to_end(number)
+            return self._held[number][0]
+        value, size = load(number)
+        self._held[number] = value, size
+        self._bytes += size
+        while self._bytes > self._most_bytes and len(self._held) > 1:
+            self._bytes -= self._held.popitem(last=False)[1][1]
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Cache, (self._most_bytes,)

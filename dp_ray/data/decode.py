@@ -1,0 +1,103 @@
+"""Decoders: functions that turn a stored value, like the bytes of a JPEG, into what a model takes."""
+
+import io
+import json
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from dp_ray.errors import DataError, JobError
+from dp_ray.text import did_you_mean, listed
+
+Decoder: TypeAlias = Callable[[Any], Any]
+Decode: TypeAlias = Mapping[str, Decoder | str]
+
+
+def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
+    """The image in the bytes of a JPEG, a PNG or another format of Pillow: uint8 [3, height, width], in RGB.
+
+    It is resized to `size` (height, width), with Pillow's bilinear filter, if that is given. A dict with the key
+    `bytes`, as Hugging Face stores images, is taken too. Raises DataError if Pillow is missing.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError(f"images need Pillow: pip install 'dp-ray[images]': {error}") from None
+    encoded = value["bytes"] if isinstance(value, Mapping) else value
+    with Image.open(io.BytesIO(encoded)) as opened:
+        rgb = opened.convert("RGB")
+        if size is not None:
+            rgb = rgb.resize(size[::-1], Image.Resampling.BILINEAR)
+        return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+
+
+def array(value: bytes) -> torch.Tensor:
+    """The array in the bytes of a NumPy file (.npy), without objects."""
+    return torch.from_numpy(np.load(io.BytesIO(value), allow_pickle=False))
+
+
+def tensors(value: bytes) -> Any:
+    """What the bytes of a file of torch.save hold: tensors and plain values, no other objects."""
+    return torch.load(io.BytesIO(value), weights_only=True)
+
+
+def text(value: bytes) -> str:
+    """The bytes, decoded as UTF-8."""
+    return value.decode()
+
+
+def number(value: bytes) -> int:
+    """The whole number that the bytes show in digits."""
+    return int(value)
+
+
+def decode_of(decode: Decode | None, columns: Sequence[str] | None) -> dict[str, Decoder]:
+    """The decoders by column; a text names one, as `package.module:function`.
+
+    Raises JobError if one cannot be imported, or if its column is not among those that are read.
+    """
+    for name in decode or ():
+        if columns is not None and name not in columns:
+            raise JobError(
+                f"decode: {name!r} is not among the columns{did_you_mean(name, columns)}: {listed(columns)}"
+            )
+    return {name: _decoder(name, given) for name, given in (decode or {}).items()}
+
+
+def _decoder(name: str, given: Decoder | str) -> Decoder:
+    if not isinstance(given, str):
+        return given
+    try:
+        found: Decoder = pkgutil.resolve_name(given)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise JobError(f"decode: cannot import {given!r} for {name!r}: {error}") from error
+    if not callable(found):
+        raise JobError(f"decode: {given} for {name!r} is {found!r:.60}, which cannot be called")
+    return found
+
+
+def decoded(item: dict[str, Any], decode: Mapping[str, Decoder]) -> dict[str, Any]:
+    """The item with its values decoded. Raises DataError, which names the key, if a decoder raises."""
+    for name, decoder in decode.items():
+        try:
+            item[name] = decoder(item[name])
+        except KeyError:
+            raise DataError(f"there is no {name!r} to decode; the item has {listed(item)}") from None
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"{name!r} cannot be decoded: {type(error).__name__}: {error}") from error
+    return item
+
+
+BY_EXTENSION: dict[str, Decoder] = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), image),
+    **dict.fromkeys(("txt", "text", "transcript"), text),
+    **dict.fromkeys(("cls", "cls2", "index", "id"), number),
+    "json": json.loads,
+    "npy": array,
+    **dict.fromkeys(("pt", "pth"), tensors),
+}

@@ -1,0 +1,67 @@
+"""A folder of images as a map-style dataset, with a class for each folder in it or without classes."""
+
+import numpy as np
+
+from dp_ray.data.blocks import Block, Blocks, Item, Rows
+from dp_ray.data.decode import BY_EXTENSION, image
+from dp_ray.data.files import Paths, find_files, retried
+from dp_ray.errors import DataError
+
+SUFFIXES = [f".{extension}" for extension, decoder in BY_EXTENSION.items() if decoder is image]
+
+
+class Images(Blocks[int]):
+    """Images in the order of their names: items are dicts of `image`, `path` and, with classes, `label`.
+
+    `image` is uint8 [3, height, width] in RGB; `path` is the path within the folder. With `classes`, the first folder
+    of the path names the class and `label` is its number in the order of the names, which `class_names` gives.
+    `height` and `width` resize each image, with Pillow's bilinear filter; one of them alone makes it square.
+
+    Raises DataError if there are no images, if one is damaged, or if one is in no folder though there are classes.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        classes: bool = False,
+        height: int | None = None,
+        width: int | None = None,
+    ) -> None:
+        files = find_files(paths, [*SUFFIXES, *map(str.upper, SUFFIXES)])
+        self._size = _size(height, width)
+        self.class_names = sorted({_class_of(str(file), file.name) for file in files}) if classes else []
+        self._labels = {name: label for label, name in enumerate(self.class_names)}
+        super().__init__(files, [Block(file, 1, 0) for file in files], 0)
+
+    def _read(self, block: Block[int]) -> tuple[Item, int]:
+        def read() -> bytes:
+            with block.file.open() as stream:
+                return stream.read()  # type: ignore[no-any-return]
+
+        encoded = retried(read, str(block.file))
+        try:
+            item: Item = {"image": image(encoded, self._size), "path": block.file.name}
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"{block.file}: is no image, or is damaged: {error}") from error
+        if self.class_names:
+            item["label"] = np.int64(self._labels[_class_of(str(block.file), block.file.name)])
+        return item, 0
+
+    def _items(self, read: Item, rows: Rows) -> list[Item]:
+        return [dict(read) for _ in rows]
+
+
+def _size(height: int | None, width: int | None) -> tuple[int, int] | None:
+    if height is None or width is None:
+        side = height or width
+        return None if side is None else (side, side)
+    return height, width
+
+
+def _class_of(shown: str, name: str) -> str:
+    folder, slash, _ = name.partition("/")
+    if not slash:
+        raise DataError(f"{shown}: is in no folder that names its class; set classes to false for a flat folder")
+    return folder

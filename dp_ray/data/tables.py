@@ -1,0 +1,113 @@
+"""Parquet and Arrow files as map-style datasets: an item is a dict of the row's columns."""
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item, Rows, Source
+from dp_ray.data.decode import Decode, decode_of, decoded
+from dp_ray.data.files import File, Paths, find_files, in_threads, retried
+from dp_ray.data.values import Values, values_of
+from dp_ray.errors import DataError
+from dp_ray.text import did_you_mean, listed
+
+
+class Table(Blocks[Source]):
+    """A dataset of the rows of files of columns; the base class of those in Parquet and Arrow."""
+
+    def __init__(
+        self,
+        files: list[File],
+        blocks: Sequence[Block[Source]],
+        columns: Sequence[str] | None,
+        decode: Decode | None,
+        cache_bytes: int,
+    ) -> None:
+        super().__init__(files, blocks, cache_bytes)
+        self._columns = None if columns is None else list(columns)
+        self._decode = decode_of(decode, columns)
+
+    def _table(self, block: Block[Source]) -> pa.Table:
+        """The rows of a block, with the columns that are read."""
+        raise NotImplementedError
+
+    def _read(self, block: Block[Source]) -> tuple[dict[str, Values], int]:
+        table = retried(lambda: self._table(block), str(block))
+        return {name: values_of(name, table.column(name)) for name in table.column_names}, table.nbytes
+
+    def _items(self, read: dict[str, Values], rows: Rows) -> list[Item]:
+        return [decoded({name: give(row) for name, give in read.items()}, self._decode) for row in rows.tolist()]
+
+
+class Parquet(Table[int]):
+    """The rows of Parquet files; a row group is read at once.
+
+    `paths` is a file, a folder, a glob, a list of these, or a URL (`s3://...`, `gs://...`). `columns` are those to
+    read, by default all. `decode` maps a column to a function of its value, as `{"image": "dp_ray.data:image"}`.
+
+    Raises DataError for files that are missing, damaged or lack a column, by name.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        columns: Sequence[str] | None = None,
+        decode: Decode | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        files = find_files(paths, [".parquet", ".pq"])
+        blocks = [block for found in in_threads(lambda file: _row_groups(file, columns), files) for block in found]
+        super().__init__(files, blocks, columns, decode, cache_bytes)
+
+    def _table(self, block: Block[int]) -> pa.Table:
+        with block.file.open() as stream:
+            return pq.ParquetFile(stream).read_row_group(block.source, columns=self._columns)
+
+
+class Arrow(Table[int]):
+    """The rows of Arrow files (Feather); a record batch is read at once. The parameters are those of `Parquet`."""
+
+    def __init__(
+        self,
+        paths: Paths,
+        columns: Sequence[str] | None = None,
+        decode: Decode | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        files = find_files(paths, [".arrow", ".feather"])
+        blocks = [block for found in in_threads(lambda file: _batches(file, columns), files) for block in found]
+        super().__init__(files, blocks, columns, decode, cache_bytes)
+
+    def _table(self, block: Block[int]) -> pa.Table:
+        with block.file.open() as stream, pa.ipc.open_file(stream) as reader:
+            table = pa.Table.from_batches([reader.get_batch(block.source)])
+            return table if self._columns is None else table.select(self._columns)
+
+
+def _row_groups(file: File, columns: Sequence[str] | None) -> list[Block[int]]:
+    def look() -> list[Block[int]]:
+        with file.open() as stream:
+            found = pq.ParquetFile(stream)
+            check_columns(file, found.schema_arrow.names, columns)
+            sizes = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
+        return [Block(file, rows, number, f"row group {number}") for number, rows in enumerate(sizes)]
+
+    return retried(look, str(file))
+
+
+def _batches(file: File, columns: Sequence[str] | None) -> list[Block[int]]:
+    def look() -> list[Block[int]]:
+        with file.open() as stream, pa.ipc.open_file(stream) as reader:
+            check_columns(file, reader.schema.names, columns)
+            sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+        return [Block(file, rows, number, f"record batch {number}") for number, rows in enumerate(sizes)]
+
+    return retried(look, str(file))
+
+
+def check_columns(file: File, there: Sequence[str], wanted: Sequence[str] | None) -> None:
+    """Raise DataError, which names those that there are, if a file lacks a wanted column."""
+    for name in wanted or ():
+        if name not in there:
+            raise DataError(f"{file}: has no column {name!r}{did_you_mean(name, there)}; it has {listed(there)}")

@@ -1,0 +1,402 @@
+"""The datasets of dp_ray.data: what their items hold, against what wrote the files or another reader."""
+
+import csv
+import io
+import json
+import os
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import default_collate
+
+from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, stretches
+from dp_ray.errors import DataError, JobError
+
+ROWS = 23
+
+
+def columns(start: int = 0, stop: int = ROWS) -> dict[str, Any]:
+    numbers = range(start, stop)
+    return {
+        "id": list(numbers),
+        "text": [f'line "{n}"\nof, {n}' for n in numbers],
+        "price": [n / 4 for n in numbers],
+        "vector": [[float(n), n + 0.5] for n in numbers],
+        "ragged": [list(range(n % 3)) for n in numbers],
+        "flag": [n % 2 == 0 for n in numbers],
+    }
+
+
+TYPES = pa.schema(
+    [
+        ("id", pa.int32()),
+        ("text", pa.string()),
+        ("price", pa.float32()),
+        ("vector", pa.list_(pa.float32(), 2)),
+        ("ragged", pa.list_(pa.int64())),
+        ("flag", pa.bool_()),
+    ]
+)
+
+
+def parquet(folder: Path) -> Parquet:
+    for number, (start, stop) in enumerate([(0, 10), (10, 11), (11, ROWS)]):
+        table = pa.table(columns(start, stop), schema=TYPES)
+        pq.write_table(table, folder / f"part-{number}.parquet", row_group_size=4)
+    return Parquet(folder)
+
+
+def arrow(folder: Path) -> Arrow:
+    table = pa.table(columns(), schema=TYPES)
+    feather.write_feather(table, str(folder / "all.feather"), chunksize=5, compression="zstd")
+    return Arrow(folder)
+
+
+@pytest.mark.parametrize("make", [parquet, arrow])
+def test_items_of_tables_are_what_was_written(make: Any, tmp_path: Path) -> None:
+    dataset, wanted = make(tmp_path), columns()
+    assert len(dataset) == ROWS
+    for number in [0, 5, 22, -1]:
+        item = dataset[number]
+        assert (item["id"], item["text"]) == (wanted["id"][number], wanted["text"][number])
+        assert (item["price"], item["flag"]) == (wanted["price"][number], wanted["flag"][number])
+        assert torch.equal(item["vector"], torch.tensor(wanted["vector"][number]))
+        assert torch.equal(item["ragged"], torch.tensor(wanted["ragged"][number], dtype=torch.int64))
+    with pytest.raises(IndexError):
+        dataset[ROWS]
+
+
+def test_torchs_collate_keeps_the_types_of_columns(tmp_path: Path) -> None:
+    batch = default_collate([{k: v for k, v in item.items() if k != "ragged"} for item in parquet(tmp_path)])
+    assert {k: v.dtype for k, v in batch.items() if k != "text"} == {
+        "id": torch.int32,
+        "price": torch.float32,
+        "vector": torch.float32,
+        "flag": torch.bool,
+    }
+    assert batch["vector"].shape == (ROWS, 2)
+
+
+@given(st.lists(st.integers(-ROWS, ROWS - 1)), st.integers(0, 2000))
+def test_any_samples_come_in_the_order_asked_for_with_any_cache(
+    tmp_path_factory: pytest.TempPathFactory, indices: list[int], cache: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "any"
+    if not folder.exists():
+        folder.mkdir()
+        parquet(folder)
+    dataset = Parquet(folder, columns=["id"], cache_bytes=cache)
+    assert [item["id"] for item in dataset.__getitems__(indices)] == [index % ROWS for index in indices]
+
+
+def test_a_block_is_read_once_for_samples_that_lie_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, table = parquet(tmp_path), Parquet._table
+    reads: list[str] = []
+
+    def counted(self: Parquet, block: Any) -> pa.Table:
+        reads.append(str(block))
+        return table(self, block)
+
+    monkeypatch.setattr(Parquet, "_table", counted)
+    dataset.__getitems__([9, 0, 8, 1, 2, 3])
+    assert reads == [f"{tmp_path}/part-0.parquet, row group {number}" for number in (0, 2)]
+    assert dataset.block_rows.tolist() == [4, 4, 2, 1, 4, 4, 4]
+
+
+def test_a_copy_for_another_process_reads_the_same(tmp_path: Path) -> None:
+    dataset = parquet(tmp_path)
+    dataset[3]
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy[3]["text"] == dataset[3]["text"]
+    assert len(pickle.dumps(dataset)) < 10_000, "what was read is not sent along"
+
+
+def test_files_are_found_in_folders_by_globs_and_in_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b/2.parquet", "b/1.parquet", "a/c/3.parquet", "a/not.txt", "a/.hidden.parquet", "_tmp/4.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"name": [name]}), tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+
+    def names(paths: Any) -> list[str]:
+        return [item["name"] for item in Parquet(paths)]
+
+    assert names(tmp_path) == names(".") == ["a/c/3.parquet", "b/1.parquet", "b/2.parquet"]
+    assert names("b/*.parquet") == names(f"{tmp_path}/b/?.parquet") == ["b/1.parquet", "b/2.parquet"]
+    assert names("**/[13].parquet") == ["a/c/3.parquet", "b/1.parquet"]
+    assert names("*/*.parquet") == ["_tmp/4.parquet", "a/.hidden.parquet", "b/1.parquet", "b/2.parquet"]
+    assert names(["b/2.parquet", tmp_path / "a"]) == ["b/2.parquet", "a/c/3.parquet"]
+    assert names(f"file://{tmp_path}/b") == ["b/1.parquet", "b/2.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        ("nowhere", "nowhere: there is no such file or folder"),
+        ("empty", "empty: has no files that end with .parquet, .pq"),
+        ("empty/*.parquet", r"empty/\*.parquet: no file matches"),
+        ([], "no files were given: an empty list"),
+        ("damaged.parquet", r"damaged.parquet: is damaged: "),
+    ],
+)
+def test_what_is_not_there_or_damaged_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: Any, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(DataError, match=says):
+        Parquet(paths)
+
+
+def test_a_missing_column_is_named_with_those_that_there_are(tmp_path: Path) -> None:
+    parquet(tmp_path)
+    says = r"part-0.parquet: has no column 'txt'; did you mean 'text'\?; it has id, text"
+    with pytest.raises(DataError, match=says):
+        Parquet(tmp_path, columns=["txt"])
+
+
+def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
+    parquet(tmp_path)
+    dataset = Parquet(tmp_path)
+    path = tmp_path / "part-0.parquet"
+    found = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[found.dictionary_page_offset : found.dictionary_page_offset + found.total_compressed_size] = b"\xff" * (
+        found.total_compressed_size
+    )
+    path.write_bytes(damaged)
+    assert dataset[0]["id"] == 0
+    with pytest.raises(DataError, match=r"part-0.parquet, row group 1: "):
+        dataset[4]
+
+
+def test_a_missing_value_is_an_error_that_names_its_column(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, None], "b": [[1.0], [None]]}), tmp_path / "a.parquet")
+    assert Parquet(tmp_path)[0]["a"] == 1
+    with pytest.raises(DataError, match="column 'a' has no value"):
+        Parquet(tmp_path, columns=["a"])[1]
+    with pytest.raises(DataError, match="lacks a value in its middle"):
+        Parquet(tmp_path, columns=["b"])[1]
+
+
+def test_nested_values_are_tensors_lists_and_dicts(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "matrix": [[[1, 2], [3, 4]], [[5, 6], [7, 8]]],
+            "uneven": [[[1], [2, 3]], [[], [4]]],
+            "words": [["a", "b"], []],
+            "struct": [{"x": 1.5, "name": "p"}, {"x": 2.5, "name": "q"}],
+            "kind": pa.array(["one", "two"]).dictionary_encode(),
+        }
+    )
+    image = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
+    pq.write_table(table.append_column("image", image), tmp_path / "a.parquet")
+    item = Parquet(tmp_path)[1]
+    assert torch.equal(item["matrix"], torch.tensor([[5, 6], [7, 8]]))
+    assert [row.tolist() for row in item["uneven"]] == [[], [4]]
+    assert (item["words"], item["struct"], item["kind"]) == ([], {"x": 2.5, "name": "q"}, "two")
+    assert torch.equal(item["image"], torch.arange(6, 12, dtype=torch.uint8).reshape(2, 3))
+
+
+def double(value: Any) -> Any:
+    return value * 2
+
+
+def test_columns_are_decoded_by_functions_or_their_names(tmp_path: Path) -> None:
+    parquet(tmp_path)
+    dataset = Parquet(tmp_path, columns=["id", "price"], decode={"id": double, "price": f"{__name__}:double"})
+    assert dataset[5] == {"id": 10, "price": 2.5}
+    with pytest.raises(JobError, match="decode: 'text' is not among the columns: id"):
+        Parquet(tmp_path, columns=["id"], decode={"text": double})
+    with pytest.raises(JobError, match="decode: cannot import 'nowhere:it' for 'id'"):
+        Parquet(tmp_path, decode={"id": "nowhere:it"})
+    with pytest.raises(DataError, match="'text' cannot be decoded: ValueError"):
+        Parquet(tmp_path, decode={"text": int})[0]
+
+
+def json_lines(folder: Path, names: tuple[str, ...] = ("id", "text", "price", "vector", "ragged", "flag")) -> None:
+    for number, (start, stop) in enumerate([(0, 9), (9, ROWS)]):
+        rows = [dict(zip(columns(), row, strict=True)) for row in zip(*columns(start, stop).values(), strict=True)]
+        text = "\n".join(json.dumps({name: row[name] for name in names}) for row in rows)
+        (folder / f"{number}.jsonl").write_text(text + "\n" * number)
+
+
+def test_json_lines_are_what_json_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stretches, "STRETCH_BYTES", 300)
+    json_lines(tmp_path)
+    wanted = [json.loads(line) for path in sorted(tmp_path.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    dataset = JsonLines(tmp_path)
+    assert len(dataset) == len(wanted) == ROWS
+    assert len(dataset.block_rows) > 5
+    for item, row in zip(dataset, wanted, strict=True):
+        assert {name: getattr(value, "tolist", lambda v=value: v)() for name, value in item.items()} == row
+    assert {item["price"].dtype for item in dataset} == {np.dtype(np.float32)}
+    assert dataset[1]["vector"].dtype == torch.float32
+    again = JsonLines(tmp_path, columns=["price"], types={"price": "float64"})
+    assert [type(item["price"]) for item in again] == [np.float64] * ROWS
+
+
+def write_csv(folder: Path, newline: str = "\n") -> None:
+    names = ["id", "text", "price", "flag"]
+    for number, (start, stop) in enumerate([(0, 9), (9, ROWS)]):
+        with (folder / f"{number}.csv").open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator=newline)
+            writer.writerow(names)
+            writer.writerows(zip(*(columns(start, stop)[name] for name in names), strict=True))
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_csv_is_what_pythons_reader_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newline: str) -> None:
+    monkeypatch.setattr(stretches, "STRETCH_BYTES", 100)
+    write_csv(tmp_path, newline)
+    wanted = []
+    for path in sorted(tmp_path.glob("*.csv")):
+        with path.open(newline="") as file:
+            wanted += list(csv.DictReader(file))
+    dataset = Csv(tmp_path)
+    assert len(dataset) == len(wanted) == ROWS
+    assert len(dataset.block_rows) > 5
+    for item, row in zip(dataset, wanted, strict=True):
+        assert (item["id"], item["price"]) == (int(row["id"]), float(row["price"]))
+        assert (item["text"], str(item["flag"])) == (row["text"], row["flag"])
+    assert {(item["id"].dtype.name, item["price"].dtype.name) for item in dataset} == {("int64", "float32")}
+
+
+def test_csv_without_a_line_of_names_and_with_other_delimiters(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("1\tx\n2\ty\n")
+    dataset = Csv(tmp_path, names=["n", "t"], delimiter="\t", types={"n": "float32"})
+    assert [(item["n"], item["t"]) for item in dataset] == [(1.0, "x"), (2.0, "y")]
+
+
+def test_a_column_has_one_type_over_all_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"n": 1.5}\n')
+    assert [item["n"].dtype.name for item in JsonLines(tmp_path)] == ["float32", "float32"]
+    (tmp_path / "a.csv").write_text("n\n1\n")
+    (tmp_path / "b.csv").write_text("n\nx\n")
+    assert [item["n"] for item in Csv(tmp_path)] == ["1", "x"]
+
+
+def test_what_was_found_in_a_file_is_kept_beside_it_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    json_lines(tmp_path)
+    first = len(JsonLines(tmp_path))
+    kept = sorted(path.name for path in tmp_path.glob(".*"))
+    assert kept == [".0.jsonl.lines.json", ".1.jsonl.lines.json"]
+    looked: list[str] = []
+    look = JsonLines._look
+
+    def counted(self: JsonLines, file: Any, ends: Any) -> Any:
+        looked.append(file.name)
+        return look(self, file, ends)
+
+    monkeypatch.setattr(JsonLines, "_look", counted)
+    assert len(JsonLines(tmp_path)) == first
+    assert looked == []
+    before = JsonLines(tmp_path).pins
+    with (tmp_path / "1.jsonl").open("a") as file:
+        file.write(json.dumps({"id": 99}) + "\n")
+    os.utime(tmp_path / "1.jsonl", ns=(5, 5))
+    assert len(JsonLines(tmp_path)) == first + 1
+    assert looked == ["1.jsonl"]
+    changed = {name for name, pin in JsonLines(tmp_path).pins.items() if before[name] != pin}
+    assert changed == {f"{tmp_path}/1.jsonl"}
+    (tmp_path / ".0.jsonl.lines.json").write_text("damaged")
+    assert len(JsonLines(tmp_path)) == first + 1
+
+
+def shard(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for key, members in samples:
+            for extension, contents in members.items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(contents)
+                tar.addfile(info, io.BytesIO(contents))
+
+
+def jpeg(number: int, form: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(np.full((4, 6, 3), number, np.uint8)).save(stream, form)
+    return stream.getvalue()
+
+
+def sample(number: int) -> tuple[str, dict[str, bytes]]:
+    array = io.BytesIO()
+    np.save(array, np.arange(number % 5))
+    key = f"{'long-' * 30 * (number % 2)}folder/{number:04}"
+    return key, {
+        "png": jpeg(number),
+        "cls": str(number).encode(),
+        "txt": f"caption {number}".encode(),
+        "meta.json": json.dumps({"n": number}).encode(),
+        "npy": array.getvalue(),
+        "bin": bytes([number]),
+    }
+
+
+def test_samples_of_tar_shards_are_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dp_ray.data.webdataset.STRETCH_BYTES", 10_000)
+    shard(tmp_path / "0.tar", [sample(number) for number in range(12)])
+    shard(tmp_path / "1.tar", [sample(number) for number in range(12, ROWS)])
+    dataset = WebDataset(tmp_path)
+    assert len(dataset) == ROWS
+    assert len(dataset.block_rows) > 5
+    for number, item in enumerate(dataset):
+        assert item["__key__"] == sample(number)[0]
+        assert (item["cls"], item["txt"], item["meta.json"]) == (number, f"caption {number}", {"n": number})
+        assert item["bin"] == bytes([number])
+        assert item["npy"].tolist() == list(range(number % 5))
+        assert torch.equal(item["png"], torch.full((3, 4, 6), number, dtype=torch.uint8))
+    chosen = WebDataset(str(tmp_path / "*.tar"), columns=["cls"], decode={"cls": lambda contents: contents})
+    assert chosen[13] == {"__key__": sample(13)[0], "cls": b"13"}
+
+
+def test_a_sample_without_an_extension_and_a_damaged_shard_are_named(tmp_path: Path) -> None:
+    shard(tmp_path / "0.tar", [("a", {"txt": b"x"}), ("b", {"text": b"x"})])
+    with pytest.raises(DataError, match=r"0.tar, sample b: has no 'txt'; did you mean 'text'\?; it has text"):
+        WebDataset(tmp_path, columns=["txt"])[1]
+    (tmp_path / "1.tar").write_bytes(b"no tar file" * 100)
+    with pytest.raises(DataError, match=r"1.tar: is damaged, or is no tar file"):
+        WebDataset(tmp_path)
+    shard(tmp_path / "1.tar", [("a", {"txt": b"x" * 5000})])
+    os.truncate(tmp_path / "1.tar", 2000)
+    with pytest.raises(DataError, match=r"1.tar: is damaged"):
+        WebDataset(tmp_path)
+    shard(tmp_path / "1.tar", [("c", {"png": b"no image"})])
+    with pytest.raises(DataError, match=r"1.tar, sample c: 'png' cannot be decoded"):
+        WebDataset(tmp_path)[2]
+
+
+def test_folders_of_images_with_classes_and_without(tmp_path: Path) -> None:
+    for number, name in enumerate(["dog/1.png", "cat/2.PNG", "cat/deep/3.jpg"]):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(jpeg(40 * number, "JPEG" if name.endswith("jpg") else "PNG"))
+    dataset = Images(tmp_path, classes=True)
+    assert dataset.class_names == ["cat", "dog"]
+    assert [(item["path"], item["label"]) for item in dataset] == [
+        ("cat/2.PNG", 0),
+        ("cat/deep/3.jpg", 0),
+        ("dog/1.png", 1),
+    ]
+    assert torch.equal(dataset[0]["image"], torch.full((3, 4, 6), 40, dtype=torch.uint8))
+    flat = Images(tmp_path, height=2, width=5)
+    assert [set(item) for item in flat] == [{"image", "path"}] * 3
+    assert flat[2]["image"].shape == (3, 2, 5)
+    (tmp_path / "loose.png").write_bytes(jpeg(1))
+    with pytest.raises(DataError, match=r"loose.png: is in no folder that names its class"):
+        Images(tmp_path, classes=True)
+    (tmp_path / "loose.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"loose.png: is no image, or is damaged"):
+        list(Images(tmp_path))
