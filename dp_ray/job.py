@@ -52,7 +52,8 @@ class Job(JobKeys):
                 f"workers: {self.max_workers} workers cannot share {self.num_shards} shards; "
                 f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
             )
-        for problem in (*self._missing(), *self._of_devices(), *self._of_training(), *self._of_metrics()):
+        checks = (self._missing, self._of_items, self._of_devices, self._of_training, self._of_metrics)
+        for problem in (found for check in checks for found in check()):
             raise ValueError(problem)
         return self
 
@@ -64,6 +65,14 @@ class Job(JobKeys):
             yield "loss: is missing; task train needs a loss, like 'torch.nn:CrossEntropyLoss', or a step"
         if self.task == "evaluate" and self.loss is None and self.step is None and not self.metrics:
             yield "loss: is missing; task evaluate needs a loss, metrics or a step"
+
+    def _of_items(self) -> Iterator[str]:
+        """Keys of items that contradict each other."""
+        by_keys = isinstance(self.inputs, list)
+        if self.target is not None and not by_keys:
+            yield f"target: needs inputs to be a list of keys, like [image]; got inputs: {self.inputs}"
+        if by_keys and self.target is None and self.task != "predict" and self.step is None:
+            yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
 
     def _of_devices(self) -> Iterator[str]:
         """Keys of devices that contradict each other."""
@@ -126,6 +135,8 @@ class Job(JobKeys):
     @property
     def gives_first(self) -> bool:
         """Whether items must be pairs (inputs, target): the model gets the first."""
+        if isinstance(self.inputs, list):
+            return self.target is not None and self.task != "predict"
         return self.inputs == "first" or (self.inputs == "auto" and self.task != "predict")
 
     @property
@@ -217,6 +228,8 @@ class Job(JobKeys):
         kept = {key: value for key, value in self.describe().items() if key not in left_out}
         kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self.is_shuffled}
         del kept["order"]  # which is_shuffled tells
+        if self.target is None:
+            del kept["target"]  # as in versions that had no such key
         try:
             return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
         except (TypeError, ValueError, RecursionError) as error:

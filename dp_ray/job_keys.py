@@ -118,11 +118,15 @@ class JobKeys(WorkerKeys, WorkKeys):
         description="train only: the most steps in all. null: no limit. With more of them a finished run goes on.",
     )
 
-    inputs: Literal["auto", "all", "first"] = Field(
+    inputs: Literal["auto", "all", "first"] | Annotated[list[str], Field(min_length=1)] = Field(
         default="auto",
-        description="What the model gets: all of an item, or the first of a pair (input, target). auto: first in "
-        "train and evaluate. In predict auto follows the model's `forward`, and a line says if the target is left "
-        "out.",
+        description="What the model gets: all of an item, the first of a pair (input, target), or values of a dict "
+        "by their keys, like `[image]`: one key gives its value itself, several give a dict. auto: first in train "
+        "and evaluate. In predict auto follows the model's `forward`, and a line says if the target is left out.",
+    )
+    target: str | Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The key of an item's target, like `label`, if `inputs` is a list of keys; several give a dict.",
     )
     call: Literal["auto", "one", "args", "kwargs"] = Field(
         default="auto",

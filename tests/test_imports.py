@@ -57,6 +57,7 @@ LAZY = {
     "dp_ray/planning.py",
     "dp_ray/several.py",
     "dp_ray/cluster/ray_internals/core.py",
+    "dp_ray/data/decode.py",
 }
 
 

@@ -19,6 +19,7 @@ from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.inputs import model_inputs
+from dp_ray.replica.item_keys import ItemKeys, item_keys
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
@@ -84,11 +85,13 @@ class Samples(Dataset[Any]):
 
     Samples are read a shard at a time until one draws a random number. That shard is then read again, and from
     there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
-    A dataset with generators of its own is seeded for each sample from the start.
+    A dataset with generators of its own is seeded for each sample from the start. Of each sample, `keys` picks what
+    the job takes.
     """
 
-    def __init__(self, dataset: Any, seed: int, name: str = "the dataset") -> None:
+    def __init__(self, dataset: Any, seed: int, name: str = "the dataset", keys: ItemKeys | None = None) -> None:
         self.dataset = dataset
+        self._keys = keys
         self.name = name
         self.seed = seed
         self._own = own_generators(dataset)
@@ -121,6 +124,17 @@ class Samples(Dataset[Any]):
         return self._read([index])
 
     def _read(self, indices: list[int]) -> Any:
+        items = self._whole(indices)
+        return items if self._keys is None else [self._picked(*one) for one in zip(indices, items, strict=True)]
+
+    def _picked(self, index: int, item: Any) -> Any:
+        assert self._keys is not None
+        try:
+            return self._keys.pick(item)
+        except DataError as error:
+            raise DataError(f"sample {index} of {self.name}: {error}") from None
+
+    def _whole(self, indices: list[int]) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None:
             return _read_many(many, indices, self.name)
@@ -198,7 +212,7 @@ def load_shards(
     Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
     """
     make = _whole_batches if job.scatter == "batch" else _shards
-    return on_device(make(job, Samples(dataset, job.seed, name), work, device, pick), device)
+    return on_device(make(job, Samples(dataset, job.seed, name, item_keys(job)), work, device, pick), device)
 
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
@@ -242,9 +256,14 @@ def _loader(
         prefetch_factor=loader.prefetch if loader.processes else None,
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
         persistent_workers=loader.persistent and loader.processes > 0,
-        multiprocessing_context=loader.context if loader.processes else None,
+        multiprocessing_context=_context(loader, samples.dataset) if loader.processes else None,
         worker_init_fn=_leave_ctrl_c_to_the_trainer,
     )
+
+
+def _context(loader: Loader, dataset: Any) -> str | None:
+    """How the loader's processes are started; the datasets of dp_ray.data know what they cannot live with."""
+    return loader.context or getattr(dataset, "loader_context", None)
 
 
 def _leave_ctrl_c_to_the_trainer(_: int) -> None:
