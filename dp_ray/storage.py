@@ -56,6 +56,10 @@ class Storage:
     def __str__(self) -> str:
         return hide(self.location)
 
+    def shown(self, name: str) -> str:
+        """A file's path or URL for people: without secrets and options."""
+        return hide(f"{self._base.rstrip('/')}/{name}")
+
     def child(self, name: str) -> "Storage":
         """The folder `name` in this one, with the same connection."""
         child = copy.copy(self)

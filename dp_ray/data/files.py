@@ -36,7 +36,7 @@ class File:
     version: str
 
     def __str__(self) -> str:
-        return f"{self.folder}/{self.name}"
+        return self.folder.shown(self.name)
 
     def open(self) -> pa.NativeFile:
         """The file, opened for reading at any position; it reports errors as OSErrors."""

@@ -24,7 +24,7 @@ def evaluate(
     job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
 ) -> None:
     """Run this worker's shards of every step; rank 0 sends the metrics over the whole dataset."""
-    dataset = load_dataset(job, rows_on_driver)
+    dataset = load_dataset(job, world, run, rows_on_driver)
     model = model_with_weights(job, world, run, send)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     called = compiled(model, job)

@@ -12,6 +12,8 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.data import load_shards, seeded_dataset
 from dp_ray.replica.evaluation import Evaluation, check_measured
 from dp_ray.replica.world import World, check_rows
+from dp_ray.storage import Storage
+from dp_ray.task.pins import check_pins
 from dp_ray.task.step_control import StepControl
 
 
@@ -24,6 +26,7 @@ class Evaluator:
         model: nn.Module,
         evaluation: Evaluation,
         world: World,
+        run: Storage,
         control: StepControl,
         rows_on_driver: Mapping[str, int],
     ) -> None:
@@ -36,6 +39,7 @@ class Evaluator:
             self._job = job.over_eval()
             self._dataset = seeded_dataset(self._job, "eval.dataset")
             check_rows("eval.dataset", len(self._dataset), rows_on_driver)
+            check_pins(run, "eval.dataset", self._dataset, world)
             self._planned = evaluations_of(job, len(self._dataset))
 
     def after_step(self, split: Split, step: int) -> dict[str, float]:

@@ -30,7 +30,7 @@ def predict_outputs(
     job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
 ) -> None:
     """Run this worker's shards of every step and write their outputs; committed shards are skipped."""
-    dataset = load_dataset(job, rows_on_driver)
+    dataset = load_dataset(job, world, run, rows_on_driver)
     bare = model_with_weights(job, world, run, send)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)

@@ -14,15 +14,18 @@ from dp_ray.replica.world import World, check_rows
 from dp_ray.rundir.weights import describe_start, load_weights, read_start
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Note, Send
+from dp_ray.task.pins import check_pins
 
 
-def load_dataset(job: Job, rows_on_driver: Mapping[str, int]) -> Any:
+def load_dataset(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int]) -> Any:
     """The task's dataset; every rank calls this.
 
-    Raises DataError, on every rank, unless all ranks and the driver have a dataset of the same length.
+    Raises DataError, on every rank, unless all ranks and the driver have a dataset of the same length, of the files
+    with which the run began.
     """
     dataset = seeded_dataset(job, job.dataset_key)
     check_rows("dataset", len(dataset), rows_on_driver)
+    check_pins(run, "dataset", dataset, world)
     return dataset
 
 

@@ -41,7 +41,7 @@ def train(
 
     If any worker is asked to stop, all workers stop after the same step, and its state is kept.
     """
-    dataset = load_dataset(job, rows_on_driver)
+    dataset = load_dataset(job, world, run, rows_on_driver)
     split = split_of(job, len(dataset))
     model = with_synced_batchnorm(build_model(job, world.devices), job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
@@ -54,7 +54,7 @@ def train(
         train_state = restore(job, trainer, split, run, send)
         synchronise(model)
         evaluation = Evaluation(job, step, measures, states, world.device)
-        evaluator = Evaluator(job, called, evaluation, world, control, rows_on_driver)
+        evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver)
         checkpointer = Checkpointer(job, trainer, split, train_state, run, attempt, send) if world.rank == 0 else None
         loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control)
         work = Work(split, world.world_size, world.rank, start=train_state.step)

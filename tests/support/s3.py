@@ -1,9 +1,15 @@
-"""A server of the S3 protocol on localhost: moto's, as a process. It refuses copies, as S3 does above 5 GiB."""
+"""A server of the S3 protocol on localhost: moto's, as a process. It refuses copies, as S3 does above 5 GiB.
+
+Of the requests that read below a folder `shaky`, only each third one is answered well: one gets an error, one is slow
+and its connection breaks.
+"""
 
 import contextlib
+import itertools
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +85,7 @@ def serving(log: Path) -> Iterator[Server]:
 
 
 def _serve(port: int, log: Path) -> None:
+    turns = itertools.count()
     inner = DomainDispatcherApplication(create_backend_app)
 
     def application(environ: dict[str, Any], start_response: Any) -> Any:
@@ -90,6 +97,15 @@ def _serve(port: int, log: Path) -> None:
         if is_copy or parse_qs(environ["QUERY_STRING"]).get("partNumber") == ["13"]:
             start_response("400 Bad Request", [])  # an object too large for a copy, and an upload that breaks
             return [b"<Error><Code>EntityTooLarge</Code></Error>"]
+        if environ["REQUEST_METHOD"] == "GET" and "/shaky/" in environ["PATH_INFO"]:
+            match next(turns) % 3:
+                case 0:
+                    start_response("500 Internal Server Error", [])
+                    return [b"<Error><Code>InternalError</Code></Error>"]
+                case 1:
+                    time.sleep(0.3)
+                    environ["werkzeug.socket"].close()
+                    return []
         return inner(environ, start_response)
 
     run_simple("127.0.0.1", port, application, threaded=True)
