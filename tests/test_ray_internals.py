@@ -30,6 +30,9 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available": (
         "warn_if_disabled",
     ),
+    "ray._private.node:Node.start_api_server": ("include_dashboard", "raise_on_failure"),
+    "ray._private.node:Node.start_log_monitor": (),
+    "ray._private.node:Node.start_monitor": (),
     "ray._private.state:available_resources_per_node": (),
     "ray._private.state:state.get_draining_nodes": (),
     "ray._private.state:state.get_max_resources_from_cluster_config": (),
@@ -102,10 +105,13 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     ),
     "ray.train.v2._internal.execution.worker_group:Worker.execute_async": ("fn", "fn_args"),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup._clear_state": (),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup._get_worker_runtime_env": ("custom_runtime_env",),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup._start": (),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup.has_started": (),
     "ray.train.v2._internal.execution.worker_group:WorkerGroupState": ("start_time", "workers"),
     "ray.train.v2._internal.execution.worker_group:WorkerGroupState.shutdown": (),
+    "ray.train.v2._internal.execution.worker_group:state._shutdown_sync_actor": ("sync_actor",),
+    "ray.train.v2._internal.execution.worker_group:worker_group.SynchronizationActor": None,
     "ray.train.v2._internal.execution.worker_group.worker:ActorMetadata": ("node_id",),
     "ray.train.v2._internal.execution.worker_group.worker:RayTrainWorker": None,
     "ray.train.v2._internal.execution.worker_group.worker:Worker": ("actor", "metadata"),
@@ -122,6 +128,18 @@ USED: dict[str, tuple[str, str]] = {
     "the worker group's state": (
         "ray.train.v2._internal.execution.worker_group:WorkerGroup",
         "self._worker_group_state: ",
+    ),
+    "a worker group's barrier": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroup._start_impl",
+        "sync_actor = SynchronizationActor.options(",
+    ),
+    "the end of a worker group's barrier": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroupState.shutdown",
+        "_shutdown_sync_actor(self.sync_actor)",
+    ),
+    "workers' environment": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroup._create_workers",
+        "self._get_worker_runtime_env(",
     ),
     "the failure of a health check": (
         "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError",

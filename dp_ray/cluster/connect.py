@@ -72,14 +72,14 @@ def address_of(given: str | None) -> str | None:
 def _start_ray(keys: WorkerKeys, address: str | None, verbose: bool, folder: str) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
-    quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     try:
         with shown_as(_shown_command_line()):
             if address:
                 authenticate(address)
-                ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
+                code = None if in_ray_job() else code_to_ship()
+                ray.init(address, runtime_env=code, log_to_driver=verbose, logging_level=level)
             else:
-                start_local(_logical_cpus(keys), folder, **quiet)
+                start_local(_logical_cpus(keys), folder, verbose, logging_level=level)
     except (OSError, RuntimeError, ValueError) as error:
         says = f"no Ray answers at {address}" if address else "cannot start Ray on this machine"
         raise ClusterError(f"{says}: {error}") from error

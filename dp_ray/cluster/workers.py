@@ -12,10 +12,10 @@ from dp_ray.cluster.connect import address_of, check_fits, connected, worker_res
 from dp_ray.cluster.launch import launch
 from dp_ray.cluster.node_control import RayNodeControl
 from dp_ray.cluster.ray_internals.failures import why_failed
-from dp_ray.cluster.ray_internals.train import ControlledTrainer
-from dp_ray.cluster.requests import Terms
+from dp_ray.cluster.ray_internals.trainer import ControlledTrainer
+from dp_ray.cluster.requests import Terms, WorkerConfig
 from dp_ray.cluster.resources import Resources
-from dp_ray.cluster.worker import Assignment, WorkerConfig
+from dp_ray.cluster.worker import Assignment
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.job_keys import WorkerKeys

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import ray
+import ray._private.node
 import ray._private.state
 import ray._private.utils
 import ray._private.worker
@@ -21,9 +22,34 @@ from ray.core.generated import autoscaler_pb2
 CONNECT_SECONDS = 10.0
 
 
-def start_local(num_cpus: int, folder: str, **keys: Any) -> None:
-    """Start an embedded Ray in a folder of its own. Public: none; ray.init documents no argument for the folder."""
-    ray.init("local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=folder, **keys)
+def start_local(num_cpus: int, folder: str, logs: bool, **keys: Any) -> None:
+    """Start an embedded Ray in a folder of its own, without the processes that nobody would ask anything.
+
+    `logs` says whether the driver prints the workers' logs. Public: none; ray.init documents no argument for the
+    folder, nor for the processes. Each costs a second of a core: the dashboard's server, the autoscaler's monitor,
+    which has no nodes to add here, and the reader of the logs.
+    """
+    with _without_servers(logs):
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=logs, _temp_dir=folder, **keys)
+
+
+@contextmanager
+def _without_servers(logs: bool) -> Iterator[None]:
+    """Within the block, a Ray that is started has no dashboard's server, no monitor, and no reader of logs."""
+    node = ray._private.node.Node
+    names = ["start_api_server", "start_monitor", *([] if logs else ["start_log_monitor"])]
+    before = {name: getattr(node, name) for name in names}
+    for name in names:
+        setattr(node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(node, name, start)
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    """Start no process."""
 
 
 def find_users_token() -> bool:
