@@ -3,12 +3,14 @@
 PYTHON ?= python3
 VENV := .venv$(if $(RAY),-ray-$(RAY))
 BIN := $(VENV)/bin
+# Two processes, one of which runs all tests on Ray (tests/conftest.py).
+TWO := -n 2 --dist loadgroup
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
 endif
 
-.PHONY: demo test quick ray fuzz check bench docs clean
+.PHONY: demo test quick gpu ray fuzz check bench docs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -23,10 +25,13 @@ demo: $(VENV)/installed
 	$(BIN)/dp-ray run jobs/digits.yaml --workers 2 --name demo-training --overwrite
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO)
 
 quick: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray'
+	$(BIN)/python -m pytest -m 'not ray' $(TWO)
+
+gpu: $(VENV)/installed
+	$(BIN)/python -m pytest tests/gpu
 
 ray: $(VENV)/installed
 	$(BIN)/python -m pytest tests/test_ray_internals.py

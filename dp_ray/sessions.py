@@ -111,9 +111,10 @@ class Session:
         return bool(self._ended)
 
     def close(self) -> None:
-        """End the session and free its resources."""
-        self._stay_awake()
-        self._end("it was closed")
+        """End the session and free its resources; waits for a job that another thread runs."""
+        with self._runs:
+            self._stay_awake()
+            self._end("it was closed")
 
     def __enter__(self) -> "Session":
         return self

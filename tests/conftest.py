@@ -16,12 +16,33 @@ import dp_ray
 import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
 from tests.support.cluster import OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
+from tests.support.group import end_idle
 
+# One thread for each process: there are more processes than cores, and threads that wait for others spin.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 # No deadline, for the machine may be busy; the same examples each time, for a failure should be of the change.
 hypothesis.settings.register_profile("dp_ray", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile("dp_ray")
+
+
+ONE_PROCESS = {"test_s3", "test_notebook", "test_wheel"}  # a server, a kernel, a wheel for all tests of the file
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let all tests on Ray run in one process, with one cluster, and pass over what Ray leaves to the collector."""
+    for item in items:
+        is_on_ray = item.get_closest_marker("ray") is not None
+        assert is_on_ray or "cluster" not in getattr(item, "fixturenames", ()), (
+            f"{item.nodeid} uses a cluster, and is not marked ray"
+        )
+        if is_on_ray:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"))
+        elif item.path.stem in ONE_PROCESS:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def environment() -> dict[str, str]:
@@ -40,12 +61,10 @@ def nothing_left_behind() -> Iterator[None]:
     assert not torch.distributed.is_initialized(), "the test left a process group"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def no_worker_left_behind() -> Iterator[None]:
-    """The processes in which groups run end with the session."""
+    """The processes in which the test's groups ran end with it."""
     yield
-    from tests.support.group import end_idle
-
     end_idle()
 
 

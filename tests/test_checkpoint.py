@@ -131,6 +131,7 @@ def test_what_changes_after_the_copy_is_not_in_the_file(tmp_path: Path, monkeypa
     assert load_checkpoint(Storage(str(tmp_path)), "step-1.safetensors")[1]["w"].eq(1).all()
 
 
+@pytest.mark.root
 def test_a_full_storage_is_told_and_the_checkpoint_before_stays(small_disk: Path) -> None:
     writer = CheckpointWriter(Storage(str(small_disk)), 2)
     writer.save(1, {"fingerprint": "ours"}, {"w": torch.ones(100)})

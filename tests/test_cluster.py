@@ -129,7 +129,6 @@ def made_up_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.ray
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
     keys: dict[str, Any] = {"gpus_per_worker": 1, "devices": ["cpu"], "storage": str(tmp_path)}
     result = dp_ray.run("jobs/tutorial.yaml", workers=4, address=made_up_gpus, name="four", **keys)
@@ -139,7 +138,6 @@ def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in
 
 
 @pytest.mark.ray
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
     keys: dict[str, Any] = {"gpus_per_worker": 2, "storage": str(tmp_path), "address": made_up_gpus, "quiet": True}
     result = dp_ray.run("jobs/model_parallel_train.yaml", workers=2, name="two", **keys)

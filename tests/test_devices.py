@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from dp_ray.replica.world import World
 from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
 from dp_ray.task.task import run_task
+from dp_ray.tensors.raw import moved
 from jobs.digits import Digits
 from jobs.model_parallel import Stack, TwoParts
 from tests.support import training
@@ -167,6 +168,24 @@ def test_targets_go_to_where_the_outputs_are_and_inputs_to_where_the_job_says() 
     placed = spread(job.model_copy(update={"device_map": "auto"}), Stack(64), [META, CPU])
     assert input_device(job, placed, [META, CPU]) == META
     assert input_device(job.model_copy(update={"input_device": "cpu"}), placed, [META, CPU]) == CPU
+
+
+class AsksWhere(torch.Tensor):
+    """A tensor that keeps how it was asked to move, and stays where it is."""
+
+    asked: ClassVar[list[bool]] = []
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked.append(kwargs["non_blocking"])
+        return self
+
+
+def test_a_copy_to_the_cpu_is_waited_for() -> None:
+    leaf = torch.ones(2).as_subclass(AsksWhere)
+    moved(leaf, torch.device("cuda", 0))
+    moved(leaf, torch.device("cpu"))
+    # torch copies to pinned memory: a module on the CPU would read it before the numbers are there.
+    assert AsksWhere.asked == [True, False]
 
 
 def test_a_layer_that_stands_twice_in_a_sequential_is_placed_too() -> None:

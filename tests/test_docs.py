@@ -29,6 +29,8 @@ from tests.support.pages import PAGES, Block, anchors_of, blocks_of, inline_of, 
 PACKAGE = ROOT / "dp_ray"
 VERIFIED = "needs Ray: tests/test_training_runs.py verifies a job on Ray"
 OTHER_MACHINES = "needs a cluster of other machines"
+NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
+DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
 SUBMIT = "dp-ray submit jobs/digits_predict.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs"
 NOT_RUN = {
     "pip install .": "tests/test_wheel.py builds the wheel and installs it",
@@ -41,6 +43,12 @@ NOT_RUN = {
     "dp-ray run jobs/tutorial.yaml --workers 8 --address 10.0.0.1:6379": OTHER_MACHINES,
     SUBMIT: OTHER_MACHINES,
     "ray job submit --working-dir . -- python -m dp_ray run jobs/digits_predict.yaml": OTHER_MACHINES,
+    ".venv/bin/python -m benchmarks.gpu": NEEDS_A_GPU,
+    f"{DOWNLOAD} --platform manylinux2014_x86_64 -d wheels pydantic": NEEDS_A_GPU,
+    f"{DOWNLOAD} --no-deps -d wheels tensorboardX": NEEDS_A_GPU,
+    "python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl": NEEDS_A_GPU,
+    "PYTHONPATH=/tmp/site python -m pytest tests/gpu": NEEDS_A_GPU,
+    "PYTHONPATH=/tmp/site python -m benchmarks.gpu": NEEDS_A_GPU,
     "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
 }
 RUN_ELSEWHERE = {"docs/first-day.md", "docs/sessions.md"}  # by tests/test_first_day.py and test_sessions.py
@@ -119,6 +127,17 @@ def test_every_command_within_a_sentence_is_valid(page: Path, monkeypatch: pytes
         if extras := re.search(r"pip install '\.\[(.*)\]'", code):
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
             assert set(extras[1].split(",")) <= project["optional-dependencies"].keys()
+
+
+def test_the_pages_have_what_the_tests_above_look_for() -> None:
+    """A pattern that finds nothing any more would let them all pass."""
+    codes = [code for page in PAGES for code in inline_of(page)]
+    assert sum(len(list(links_of(page))) for page in PAGES) > 50
+    assert sum(re.match(r"[a-z_]+: \S", code) is not None for code in codes) > 20
+    assert any(code.startswith("dp-ray ") and "jobs/" in code for code in codes)
+    assert any("pip install '.[" in code for code in codes)
+    named = [re.findall(r"`((?:\w+/)+\w+\.py)(?:::(\w+))?`", prose_of(page)) for page in PAGES]
+    assert sum(map(len, named)) > 20 and any(test for found in named for _, test in found)
 
 
 def test_the_house_names_every_module_in_a_line() -> None:

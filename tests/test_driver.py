@@ -183,6 +183,7 @@ class FillsTheDisk(models.SlowPairs):
         return super().__getitem__(index)
 
 
+@pytest.mark.root
 def test_a_full_disk_in_the_middle_of_a_training_costs_no_checkpoint(tmp_path: Path, small_disk: Path) -> None:
     dataset = {"target": "tests.test_driver:FillsTheDisk", "args": {"folder": str(small_disk)}}
     keys = training(small_disk, dataset=dataset, checkpoint={"every_steps": 2, "keep": 2})

@@ -53,7 +53,7 @@ def test_what_is_forgotten_is_imported_anew_with_all_that_uses_it(folder: Path) 
 def test_modules_from_elsewhere_and_our_own_stay(folder: Path) -> None:
     import dp_ray.job
 
-    sources = Sources(Path(dp_ray.job.__file__).parents[1])
+    sources = Sources(Path(dp_ray.job.__file__).parent)
     sources.note()
     sources.forget()
     assert sys.modules["dp_ray.job"] is dp_ray.job

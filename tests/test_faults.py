@@ -20,8 +20,6 @@ from tests.support import models
 from tests.support.cluster import OURS, Cluster, Run
 from tests.support.drivers import SLOW, driver, job_file
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
 
 def at_random(seed: int, workers: int, faults: int, steps: int) -> str:
     """Kills of random workers, and a short pause, at random steps."""
@@ -32,6 +30,7 @@ def at_random(seed: int, workers: int, faults: int, steps: int) -> str:
     return "; ".join([*killed, f"pause worker 0 for 1s at step {chance.randrange(1, steps)}"])
 
 
+@pytest.mark.ray
 def test_a_training_under_ten_faults_ends_as_if_there_were_none(cluster: Cluster, run: Run, tmp_path: Path) -> None:
     keys = {"checkpoint": {"every_steps": 2}, "retries": 20}
     job = job_file(tmp_path, **keys)
@@ -89,6 +88,7 @@ def passing(folder: Path, times: int, **keys: Any) -> dict[str, Any]:
     return {**SLOW, "dataset": dataset, "workers": 2, "shuffle": False, "epochs": 1, **keys}
 
 
+@pytest.mark.ray
 def test_an_error_that_passes_is_survived(run: Run, tmp_path: Path) -> None:
     result = run(**passing(tmp_path, 1))
     (one,) = result.interruptions
@@ -97,6 +97,7 @@ def test_an_error_that_passes_is_survived(run: Run, tmp_path: Path) -> None:
     assert result.weights_sha256 == run(**passing(tmp_path, 0, workers=0, name="undisturbed")).weights_sha256
 
 
+@pytest.mark.ray
 def test_an_error_that_comes_back_ends_the_job_at_once(run: Run, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sample 60 of the dataset raised OSError"):
         run(**passing(tmp_path, 99, retries=50))
@@ -105,6 +106,7 @@ def test_an_error_that_comes_back_ends_the_job_at_once(run: Run, tmp_path: Path)
     assert int((tmp_path / "times").read_text()) == 97
 
 
+@pytest.mark.ray
 def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_stopped_one(
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,16 +124,18 @@ def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_st
     assert result.rows == 96
 
 
+@pytest.mark.ray
 def test_a_worker_that_hangs_again_in_the_same_step_ends_the_job(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"(?s)hangs again: rank 0 on .* in step 6 for .*in hang_for_ever"):
         run(**passing(tmp_path, 99, hangs=True, timeouts={"step": 2}))
 
 
-def test_faults_that_cannot_be_are_refused_before_anything_starts(run: Run, tmp_path: Path) -> None:
+def test_faults_that_cannot_be_are_refused_before_anything_starts(in_project: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"storage": str(tmp_path), "name": "run"}
     with pytest.raises(JobError, match="--inject 'kill everything': must be faults"):
-        run("jobs/tutorial.yaml", inject="kill everything")
+        dp_ray.run("jobs/tutorial.yaml", **keys, inject="kill everything")
     with pytest.raises(JobError, match="--inject: workers is 0"):
-        run("jobs/tutorial.yaml", workers=0, inject="kill worker 0 at step 1")
+        dp_ray.run("jobs/tutorial.yaml", **keys, workers=0, inject="kill worker 0 at step 1")
     assert not (tmp_path / "run").exists()
 
 
@@ -163,6 +167,7 @@ def processes() -> set[int]:
     return found
 
 
+@pytest.mark.ray
 def test_workers_killed_while_they_start_on_a_full_cluster_leave_its_room_free(run: Run) -> None:
     """What a start that failed held on to would be missing for ever: two workers take all that there is."""
     killed: list[int] = []
@@ -196,6 +201,7 @@ def is_worker(pid: int) -> bool:
     return False
 
 
+@pytest.mark.ray
 def test_soak_kills_every_few_seconds_lose_and_leave_nothing(run: Run) -> None:
     """The steps of 200 tutorials, 800, while workers are killed at random times from outside."""
     keys: dict[str, Any] = {"model": "tests.support.models:Linear", "batch_size": 10, "shards": 4}

@@ -8,33 +8,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from dp_ray import cli
+from tests.support import forked
 from tests.support.cluster import ROOT
 
 PAGE = (ROOT / "docs" / "first-day.md").read_text()
 COMMANDS = re.findall(r"^(dp-ray .*)$", PAGE, re.M)
 
 
-def program(command: str) -> list[str]:
-    return [sys.executable, "-m", "dp_ray", *shlex.split(command)[1:]]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def done(command: str, folder: Path) -> str:
-    """What the command said, once it ended well."""
-    ended = subprocess.run(program(command), cwd=folder, env=environment(), capture_output=True, text=True)
+def done(command: str, folder: Path) -> None:
+    """Run the command in an interpreter of its own, and see that it ends well."""
+    line = [sys.executable, "-m", "dp_ray", *shlex.split(command)[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, f"{command}: {ended.stderr}"
-    return ended.stdout + ended.stderr
+
+
+def done_in_a_fork(folder: Path, function: Callable[..., Any], *args: str) -> str:
+    """Likewise, in a process that has torch imported: what it printed."""
+    ended = forked.ended(function, *args, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 @pytest.fixture
@@ -54,24 +56,26 @@ def result_of(folder: Path, name: str) -> dict[str, object]:
     return values
 
 
-def stopped_at_its_first_checkpoint(command: list[str], folder: Path, name: str, status: int) -> str:
+def stopped_at_its_first_checkpoint(
+    folder: Path, name: str, status: int, function: Callable[..., Any], *args: str
+) -> str:
     """Start a training, and send it SIGINT once it has kept a checkpoint: the last line says how to resume."""
     quick = (folder / "mine.py").read_text()
     # Slow enough that it cannot end before it is stopped, however busy the machine is.
     slow = quick.replace("return self.points[index]", "__import__('time').sleep(0.003); return self.points[index]")
     assert slow != quick
     (folder / "mine.py").write_text(slow)
-    with subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True) as running:
+    with forked.started(function, *args, cwd=folder) as running:
         kept = folder / "runs" / name / "checkpoints"
         until = time.monotonic() + 60
         while not (kept.exists() and list(kept.glob("step-*"))) and time.monotonic() < until:
             time.sleep(0.01)
         running.send_signal(signal.SIGINT)
-        said = running.communicate(timeout=60)[1]
+        ended = running.end(60)
     (folder / "mine.py").write_text(quick)
-    assert running.returncode == status, said
-    last = re.search(r"interrupted after step \d+ of 120; (.*) to resume$", said.rstrip().splitlines()[-1])
-    assert last, said
+    assert ended.returncode == status, ended.stderr
+    last = re.search(r"interrupted after step \d+ of 120; (.*) to resume$", ended.stderr.rstrip().splitlines()[-1])
+    assert last, ended.stderr
     return last[1]
 
 
@@ -83,8 +87,9 @@ def test_the_first_day(folder: Path) -> None:
     assert isinstance(metrics, dict)
     assert metrics["eval_accuracy"] > 0.8
 
-    assert stopped_at_its_first_checkpoint(program(stopped), folder, "stopped", 130) == "run the same command"
-    done(again, folder)
+    stop: list[Any] = [forked.dp_ray_program, *shlex.split(stopped)[1:]]
+    assert stopped_at_its_first_checkpoint(folder, "stopped", 130, *stop) == "run the same command"
+    done_in_a_fork(folder, forked.dp_ray_program, *shlex.split(again)[1:])
     assert result_of(folder, "stopped")["weights_sha256"] == trained["weights_sha256"]
 
     for command in others:  # in this process, which has torch imported
@@ -105,13 +110,13 @@ def test_the_first_day(folder: Path) -> None:
     rates = pq.read_table(folder / "runs" / "warm" / "metrics.parquet").column("learning_rate").to_pylist()
     assert rates[0] == pytest.approx(0.01 / 30) and rates[60] == pytest.approx(0.01)
     code = re.findall(r"```python\n(from safetensors.*?)```", PAGE, re.S)[0]
-    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment(), check=True)
+    (folder / "code.py").write_text(code)
+    done_in_a_fork(folder, forked.python_script, "code.py")
 
-    day = [sys.executable, "day.py"]
-    assert stopped_at_its_first_checkpoint(day, folder, "python", 1) == "run it again with resume=True"
-    ended = subprocess.run(day, cwd=folder, env=environment(), capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    day: list[Any] = [forked.python_script, "day.py"]
+    assert stopped_at_its_first_checkpoint(folder, "python", 1, *day) == "run it again with resume=True"
+    printed = done_in_a_fork(folder, *day)
     assert result_of(folder, "python")["weights_sha256"] == result_of(folder, "stopped")["weights_sha256"]
-    best, accuracy, size = ended.stdout.splitlines()[0].split(" ", 2)
+    best, accuracy, size = printed.splitlines()[0].split(" ", 2)
     assert float(best) == pytest.approx(float(accuracy))
     assert size == "torch.Size([600, 2])"

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+import ray  # noqa: F401  (its first import sets an environment variable)
 
 import dp_ray
 from tests.support.fresh import loaded_by

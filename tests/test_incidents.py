@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from dp_ray.job import Job
 from dp_ray.rundir.claim import claim
 from dp_ray.rundir.lease import LEASE
 from dp_ray.storage import Storage
-from tests.support import models
-from tests.support.cluster import ROOT
+from tests.support import forked, models
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
 NEVER = {"every_steps": None, "every_seconds": None}
@@ -72,9 +69,7 @@ def ended(folder: Path, step: int, first: int, by: str, **others: Any) -> None:
         with contextlib.suppress(RunInterrupted, dp_ray.Error):
             dp_ray.run(**keys(folder, **others))
         return
-    code = f"import dp_ray; dp_ray.run(**{keys(folder, **others)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert forked.ended(forked.run_job, keys(folder, **others)).returncode == -signal.SIGKILL
 
 
 def told(result: dp_ray.Result) -> list[tuple[str, str, int, int]]:

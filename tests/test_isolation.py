@@ -4,6 +4,8 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,13 @@ def test_it_is_as_before_after_an_error_too(tmp_path: Path) -> None:
         raise LookupError
     assert settings()["folder"] == before["folder"]
     assert settings()["dtype"] == before["dtype"]
+
+
+def test_the_process_that_frees_shared_memory_goes_on() -> None:
+    with isolated():
+        SharedMemory(create=True, size=8).unlink()
+    tracker = psutil.Process(resource_tracker._resource_tracker._pid)  # type: ignore[attr-defined]
+    assert tracker.status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_thread_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

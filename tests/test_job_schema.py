@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
+from jsonschema.exceptions import ValidationError, best_match
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
@@ -106,7 +106,7 @@ def test_a_wrong_key_or_value_is_told(keys: dict[str, Any], where: list[str]) ->
 
 @pytest.mark.parametrize("missing", GOOD)
 def test_a_missing_key_is_told(missing: str) -> None:
-    with pytest.raises(Exception, match=f"'{missing}' is a required property"):
+    with pytest.raises(ValidationError, match=f"'{missing}' is a required property"):
         CHECKS.validate({key: value for key, value in GOOD.items() if key != missing})
 
 

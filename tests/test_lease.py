@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,30 +16,34 @@ from dp_ray.rundir.lease import LEASE, held, wait_until_free
 from dp_ray.storage import Storage
 from dp_ray.system.folders import OWNER, own_folder, remove_orphans
 from dp_ray.system.process import Process, is_dead, this_process
-from tests.support import models
+from tests.support import forked, models
 from tests.support.run_dirs import claimed_in
 
 pytestmark = pytest.mark.usefixtures("in_project")
-HOLD = """
-import sys, time
-from dp_ray.system.folders import own_folder
-from dp_ray.rundir.lease import held
-from tests.support.run_dirs import claimed_in
-with held(claimed_in(sys.argv[1])), own_folder(sys.argv[1]) as folder:
-    print(folder, flush=True)
-    time.sleep(600)
-"""
+
+
+def hold(folder: str) -> None:
+    """Be a driver that holds the run in `folder` until it is killed, and says what its temporary folder is."""
+    with held(claimed_in(Path(folder))), own_folder(folder) as own:
+        (Path(folder) / "own.new").write_text(own)
+        (Path(folder) / "own.new").rename(Path(folder) / "own")
+        time.sleep(600)
 
 
 def killed_driver(folder: Path) -> str:
     """A driver that held the run in `folder` and was killed; its temporary folder."""
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        own = process.stdout.readline().strip()
-        with pytest.raises(JobError, match=rf"is being run by process {process.pid} on .*, which is alive"):
+    with forked.started(hold, str(folder)) as program:
+        wait_for(folder / "own")
+        with pytest.raises(JobError, match=rf"is being run by process {program.process.pid} on .*, which is alive"):
             wait_until_free(Storage(str(folder / "run")), print)
-        process.send_signal(signal.SIGKILL)
-    return own
+    return (folder / "own").read_text()
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} never came"
+        time.sleep(0.01)
 
 
 def test_a_killed_driver_of_this_host_holds_nobody_up(tmp_path: Path) -> None:
@@ -110,9 +111,13 @@ def test_a_lease_is_gone_with_its_driver_and_never_written_over_anothers(
     assert not (tmp_path / "run" / LEASE).exists()
     with held(claimed_in(tmp_path)), held(claimed_in(tmp_path)):
         token = json.loads((tmp_path / "run" / "run.json").read_text())["token"]
-        time.sleep(0.3)
-        assert json.loads((tmp_path / "run" / LEASE).read_text())["token"] == token
-    assert threading.active_count() == 1 or "lease" not in {thread.name for thread in threading.enumerate()}
+        until, seen = time.monotonic() + 0.5, set()
+        while time.monotonic() < until:
+            seen.add(json.loads((tmp_path / "run" / LEASE).read_text())["token"])
+            time.sleep(0.01)
+        assert seen == {token}
+        assert "lease" in {thread.name for thread in threading.enumerate()}
+    assert "lease" not in {thread.name for thread in threading.enumerate()}
 
 
 class RunsAgain(models.Rows):

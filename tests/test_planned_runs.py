@@ -263,7 +263,7 @@ def test_a_run_is_planned_with_the_shards_with_which_it_began(tmp_path: Path) ->
     [
         ({}, "holds this run, finished"),
         ({"batch_size": 5}, "holds a run of a different job (batch_size: 4 there, 5 here)"),
-        ({"max_steps": 20}, "26 steps on, and this job has 20 (max_steps: none before, 20 now)"),
+        ({"max_steps": 20}, "which has done 26 steps, and this job has 20 (max_steps: none before, 20 now)"),
     ],
     ids=["finished", "another job", "shorter"],
 )

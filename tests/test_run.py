@@ -35,8 +35,6 @@ from dp_ray.system.stop_signals import handlers_kept
 from tests.support import models
 from tests.support.cluster import ROOT, Cluster, Run
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
 
 def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The program, as a user starts it in the project's folder."""
@@ -56,6 +54,7 @@ def tutorial_outputs() -> torch.Tensor:
     return outputs
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("workers", "full", "last"),
     [
@@ -86,6 +85,7 @@ def test_the_tutorial_prints_its_counts(
     assert [batch.shape for batch in result.batches()] == [torch.Size([n, 2]) for n in (30, 30, 30, 10)]
 
 
+@pytest.mark.ray
 def test_objects_from_python_and_a_shuffled_order(run: Run) -> None:
     data = models.Rows(101)
     result = run(
@@ -107,6 +107,7 @@ def test_objects_from_python_and_a_shuffled_order(run: Run) -> None:
     assert torch.equal(loaded.outputs, table)
 
 
+@pytest.mark.ray
 def test_a_users_print_comes_once_with_its_rank(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     run(model=models.Talks(), dataset=models.Rows(20), batch_size=10, workers=2)
     captured = capfd.readouterr()
@@ -116,6 +117,7 @@ def test_a_users_print_comes_once_with_its_rank(run: Run, capfd: pytest.CaptureF
     )
 
 
+@pytest.mark.ray
 def test_what_a_loaders_process_prints_comes_too(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = {"target": "tests.test_run:Chatty", "args": {"length": 4}}
     run(model="tests.support.models:Linear", dataset=dataset, batch_size=4, workers=2, loader={"processes": 1})
@@ -134,6 +136,7 @@ class Chatty(models.Rows):
 READ_AT_IMPORT = {"TORCH_DISTRIBUTED_DEBUG": "INFO"}  # by torch
 
 
+@pytest.mark.ray
 def test_env_reaches_the_workers_and_is_not_kept(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = {"target": "tests.test_run:SaysSecret"}
     result = run(
@@ -179,6 +182,7 @@ def jobs_of(cluster: Cluster) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.ray
 def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(cluster: Cluster, tmp_path: Path) -> None:
     secret = f"hush-{uuid.uuid4().hex}"
     flags = ["jobs/digits_predict.yaml", "--workers", "2", "--json", "--set", f"env.DP_SECRET={secret}"]
@@ -209,6 +213,7 @@ def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(cluster: C
     assert secret not in listed
 
 
+@pytest.mark.ray
 def test_ray_job_submit_runs_the_program(cluster: Cluster, tmp_path: Path) -> None:
     line = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--working-dir", ".", "--"]
     line += ["python", "-m", "dp_ray", "run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--json"]
@@ -219,6 +224,7 @@ def test_ray_job_submit_runs_the_program(cluster: Cluster, tmp_path: Path) -> No
     assert torch.allclose(dp_ray.load(tmp_path / "tutorial").outputs, tutorial_outputs(), atol=1e-6)
 
 
+@pytest.mark.ray
 def test_a_sample_that_raises_ends_the_job_with_its_rank_and_traceback(run: Run, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rank 0 on .*sample 7 of the dataset raised OSError") as caught:
         run(model=models.Linear(), dataset=models.Breaks(), batch_size=30, workers=2)
@@ -231,6 +237,7 @@ def test_a_sample_that_raises_ends_the_job_with_its_rank_and_traceback(run: Run,
         left.outputs  # noqa: B018
 
 
+@pytest.mark.ray
 def test_a_model_that_raises_on_one_rank_is_told_once(run: Run) -> None:
     with pytest.raises(
         ModelError, match=r"rank 1 on .*step 0, shard 1: model raised ArithmeticError: a number that I"
@@ -239,6 +246,7 @@ def test_a_model_that_raises_on_one_rank_is_told_once(run: Run) -> None:
     assert len(caught.value.__notes__) == 1
 
 
+@pytest.mark.ray
 def test_more_workers_than_the_cluster_can_ever_hold_fail_at_once(run: Run) -> None:
     started = time.monotonic()
     with pytest.raises(ClusterError, match=r"9 workers need 9 CPU .*has 8 CPU, room for 8 workers"):
@@ -248,6 +256,7 @@ def test_more_workers_than_the_cluster_can_ever_hold_fail_at_once(run: Run) -> N
     assert time.monotonic() - started < 30, "it must not wait for what cannot come"
 
 
+@pytest.mark.ray
 def test_storage_that_the_workers_do_not_share_is_found_out(run: Run) -> None:
     with pytest.raises(StorageError, match=r"storage is not shared by all nodes: rank \d on .* cannot see") as caught:
         run("jobs/tutorial.yaml", storage="mock://memory/runs")
@@ -300,6 +309,7 @@ class Marked(Slow):
         return super().__getitem__(index)
 
 
+@pytest.mark.ray
 def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
     run: Run, tmp_path: Path, killer: Callable[[Path], threading.Thread]
 ) -> None:
@@ -314,6 +324,7 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
         )
 
 
+@pytest.mark.ray
 def test_a_stale_address_of_a_dead_ray_costs_no_time(tmp_path: Path, in_project: Path) -> None:
     """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""
     others = left_by_embedded_rays()
@@ -349,12 +360,14 @@ def test_a_reader_of_shapes_that_has_seen_enough_does_not_end_the_job(tmp_path: 
     assert dp_ray.load(tmp_path / "tutorial").rows == 30000
 
 
+@pytest.mark.ray
 def test_an_address_where_no_ray_answers(tmp_path: Path) -> None:
     done = command("run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--address", "127.0.0.1:1")
     assert done.returncode == 1
     assert "error: no Ray answers at 127.0.0.1:1" in done.stderr
 
 
+@pytest.mark.ray
 def test_ctrl_c_ends_the_run_with_130(cluster: Cluster, tmp_path: Path) -> None:
     job = tmp_path / "slow.yaml"
     args = f"{{folder: '{tmp_path}', length: 3000}}"
@@ -400,6 +413,7 @@ def users_own_ray(cluster: Cluster) -> Iterator[None]:
             read_variables_anew()
 
 
+@pytest.mark.ray
 def test_a_callers_own_ray_is_used_and_left_alone(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
     with users_own_ray(cluster):
         result = dp_ray.run("jobs/tutorial.yaml", storage=str(tmp_path))
@@ -407,6 +421,7 @@ def test_a_callers_own_ray_is_used_and_left_alone(cluster: Cluster, tmp_path: Pa
     assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
 
 
+@pytest.mark.ray
 def test_what_other_jobs_hold_is_waited_for_and_said(
     cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -431,10 +446,11 @@ class Holder:
         pass
 
 
-def test_a_run_of_the_same_name_is_not_lost(run: Run) -> None:
-    first = run("jobs/tutorial.yaml", workers=1)
+def test_a_run_of_the_same_name_is_not_lost(in_project: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"workers": 0, "storage": str(tmp_path), "name": "run", "quiet": True}
+    first = dp_ray.run("jobs/tutorial.yaml", **keys)
     with pytest.raises(JobError, match="holds this run, finished; give it another name"):
-        run("jobs/tutorial.yaml", workers=1)
+        dp_ray.run("jobs/tutorial.yaml", **keys)
     with pytest.raises(JobError, match="holds a run of a different job"):
-        run("jobs/tutorial.yaml", workers=1, batch_size=20)
+        dp_ray.run("jobs/tutorial.yaml", **keys, batch_size=20)
     assert dp_ray.load(first.run_dir) == first

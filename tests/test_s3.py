@@ -19,7 +19,7 @@ from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.results import outputs
 from dp_ray.storage import Storage
-from tests.support import models
+from tests.support import forked, models
 from tests.support.group import run_group
 from tests.support.s3 import IN_URL, SECRET, Server, serving
 
@@ -158,7 +158,7 @@ def test_a_killed_driver_is_resumed(server: Server, tmp_path: Path) -> None:
     dataset = {"target": "tests.test_s3:Kills", "args": {"folder": str(tmp_path)}}
     keys = training(server, "killed", dataset=dataset)
     (tmp_path / "deadly").touch()
-    killed = subprocess.run([sys.executable, "-c", f"import dp_ray; dp_ray.run(**{keys!r})"], check=False)
+    killed = forked.ended(forked.run_job, keys)
     assert killed.returncode == -signal.SIGKILL
     (tmp_path / "deadly").unlink()
     with pytest.raises(KeyboardInterrupt):  # an upload that the killed driver left
@@ -178,7 +178,7 @@ def test_the_secret_is_neither_shown_nor_kept(server: Server, capfd: pytest.Capt
     )
     dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.0}}
     dp_ray.run(**{**again, "dataset": dataset, "inputs": "first", "quiet": False})
-    with pytest.raises(dp_ray.Error) as finished:
+    with pytest.raises(dp_ray.Error, match="holds this run, finished") as finished:
         dp_ray.run(**job)
     assert server.objects("secret/again")
     told = "".join(capfd.readouterr()) + str(finished.value) + repr(result) + str(result.to_json())
@@ -213,7 +213,6 @@ def session_folder(address: str) -> Path:
 
 
 @pytest.mark.ray
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_a_run_through_ray(server: Server, tmp_path: Path, cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     result = dp_ray.run(**predicting(server, "ray", workers=2, address=cluster.address))
     local = dp_ray.run(**predicting(server, "ray", storage=str(tmp_path)))

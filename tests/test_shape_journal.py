@@ -1,8 +1,6 @@
 """Shape reports outlive a killed driver: of every step that was committed there is each shard's report, once."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shape_reports import Collector, ReportColumns, table_of
 from dp_ray.results.shapes import Seen
 from dp_ray.storage import Storage
+from tests.support import forked
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -36,9 +35,7 @@ def training(folder: Path, **keys: Any) -> dict[str, Any]:
 
 def test_a_training_whose_driver_was_killed_tells_each_step_once(tmp_path: Path) -> None:
     (tmp_path / "deadly").touch()
-    killed = subprocess.run(
-        [sys.executable, "-c", f"import dp_ray; dp_ray.run(**{training(tmp_path)!r})"], check=False
-    )
+    killed = forked.ended(forked.run_job, training(tmp_path))
     assert killed.returncode == -signal.SIGKILL
     (tmp_path / "deadly").unlink()
     result = dp_ray.run(**training(tmp_path))

@@ -124,7 +124,7 @@ def test_what_was_taken_is_not_seen_again() -> None:
 def test_a_call_that_raised_is_not_seen() -> None:
     linear = nn.Linear(5, 2)
     with Probe(linear) as probe:
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             linear(Y)
         with pytest.raises(ModelError, match="forward was not called"):
             probe.take()

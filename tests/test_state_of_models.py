@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from dp_ray.checks import check_targets
 from dp_ray.errors import Error, JobError
@@ -157,6 +158,6 @@ def test_a_bitwise_job_compiles_for_every_shape_or_fails(monkeypatch: pytest.Mon
     with compiling(job):
         for rows in (1, 2, 3):
             other(torch.zeros(rows, 6))
-        with pytest.raises(Exception, match="recompile_limit"):
+        with pytest.raises(FailOnRecompileLimitHit, match="recompile_limit"):
             other(torch.zeros(4, 6))
     torch.compiler.reset()

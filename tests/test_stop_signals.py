@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,7 @@ import dp_ray
 import tests.support.training
 from dp_ray.errors import RunInterrupted
 from dp_ray.system.stop_signals import planned_stops
-from tests.support import models
-from tests.support.cluster import ROOT
+from tests.support import forked, models
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
 NEVER = {"every_steps": None, "every_seconds": None}
@@ -179,10 +176,9 @@ def test_ctrl_c_in_a_terminal_reaches_the_processes_of_a_loader_too(tmp_path: Pa
     keys["loader"] = {"processes": 2, "context": context}
     del keys["quiet"]
     (tmp_path / "job.yaml").write_text(json.dumps(keys))  # JSON is YAML
-    line = [sys.executable, "-m", "dp_ray", "run", str(tmp_path / "job.yaml")]
-    with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
+    program = forked.ended(forked.dp_ray_program, "run", str(tmp_path / "job.yaml"), own_session=True)
+    errors = program.stderr
+    assert program.returncode == 130, errors
     assert "stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once" in errors
     assert errors.splitlines()[-1] == "interrupted after step 20 of 48; run the same command to resume"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-20.safetensors"]

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,14 +173,29 @@ def test_what_cannot_be_used_is_an_error_that_names_it(
         act(storage)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_an_error(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    try:
-        with pytest.raises(StorageError, match="cannot write x"):
-            Storage(str(tmp_path)).write_text("x", "1")
-    finally:
-        tmp_path.chmod(0o755)
+NOBODY = 65534
+
+
+@pytest.fixture
+def not_root() -> Iterator[None]:
+    """Be a user who may not write everywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)
+    yield
+    os.seteuid(user)
+
+
+def test_a_read_only_folder_is_an_error(not_root: None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        storage = Storage(folder)
+        storage.write_text("y", "1")
+        Path(folder).chmod(0o555)
+        try:
+            with pytest.raises(StorageError, match=r"cannot write x: .*Permission denied"):
+                storage.write_text("x", "1")
+        finally:
+            Path(folder).chmod(0o755)
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:

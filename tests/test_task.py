@@ -1,6 +1,5 @@
 """A job's whole task below Ray, against a plain loop over torch.chunk in one process."""
 
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,17 +197,6 @@ def test_the_first_of_what_is_no_pair_is_told(tmp_path: Path) -> None:
         run_alone(job_of(models.Linear(), models.Rows(), inputs="first"), tmp_path)
 
 
-def replica_process(rank: int, job: Job, folder: str, port: int) -> None:
-    """One of several real processes in a gloo group; its model has weights of its own until DDP syncs them."""
-    torch.manual_seed(rank)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=job.max_workers)
-    try:
-        run_task(job, World(rank, job.max_workers), Storage(folder), lambda report: None)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
 class Unseeded(models.Linear):
     """Weights that no seed fixes: only rank 0's may count."""
 
@@ -219,19 +207,11 @@ class Unseeded(models.Linear):
 
 
 def test_several_processes_run_rank_0s_weights_and_no_empty_shard_is_waited_for(tmp_path: Path) -> None:
-    Storage(str(tmp_path)).child(PARTS).create()
     target = {"target": "tests.test_task:Unseeded"}
     job = job_of(
         target, {"target": "tests.support.models:Rows", "args": {"length": 32}}, batch_size=30, shards=8, workers=4
     )
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    processes = [context.Process(target=replica_process, args=(rank, job, str(tmp_path), port)) for rank in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * 4
+    run_group(job, tmp_path)
     run = Storage(str(tmp_path))
     merge(run.child(PARTS), run, Order(32, 0, 0, False), 32)
     outputs = Merged(run).read()

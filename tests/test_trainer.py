@@ -201,7 +201,7 @@ def test_the_whole_batchs_norm_is_clipped_and_the_schedule_goes_by_steps(tmp_pat
     rows = history_of(tmp_path)
     assert [row["learning_rate"] for row in rows] == rates
     assert torch.allclose(torch.tensor([row["gradient_norm"] for row in rows]), torch.tensor(norms), rtol=1e-5)
-    assert min(norms) > 0.2 or max(norms) > 0.2, "nothing was clipped"
+    assert max(norms) > 0.2, "nothing was clipped"
 
 
 def test_a_schedule_by_epochs_and_one_that_watches(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from tests.support import models
 from tests.support.cluster import ROOT, Cluster, Run
 from tests.support.drivers import SLOW, driver, job_file
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
 
 def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, targets = zip(*items, strict=True)
@@ -44,6 +42,7 @@ def wait_for_checkpoint(run_dir: Path, process: subprocess.Popen[str], after: in
         time.sleep(0.02)
 
 
+@pytest.mark.ray
 def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run: Run, tmp_path: Path) -> None:
     here = run("jobs/digits.yaml", workers=0, name="here", epochs=2)
     there = run("jobs/digits.yaml", workers=3, name="there", epochs=2)
@@ -84,6 +83,7 @@ def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run: Run,
         assert torch.allclose(predicted.outputs, net(Digits().images), atol=1e-6)
 
 
+@pytest.mark.ray
 def test_drivers_and_workers_killed_at_any_step_change_nothing(cluster: Cluster, run: Run, tmp_path: Path) -> None:
     undisturbed = run(None, **SLOW, workers=0, name="undisturbed")
     path = job_file(tmp_path)
@@ -101,6 +101,7 @@ def test_drivers_and_workers_killed_at_any_step_change_nothing(cluster: Cluster,
     assert told(result) == told(undisturbed)
 
 
+@pytest.mark.ray
 def test_ctrl_c_in_a_terminal_is_a_planned_stop_of_a_ray_of_its_own_too(run: Run, tmp_path: Path) -> None:
     """All processes of the terminal get it: Ray's own, and the workers."""
     path = job_file(tmp_path, checkpoint={"every_steps": None, "every_seconds": None})
@@ -122,6 +123,7 @@ def test_ctrl_c_in_a_terminal_is_a_planned_stop_of_a_ray_of_its_own_too(run: Run
     assert result.weights_sha256 == run(path, workers=0, name="undisturbed").weights_sha256
 
 
+@pytest.mark.ray
 def test_verify_says_yes_and_removes_what_it_ran(cluster: Cluster, tmp_path: Path) -> None:
     process = driver(
         *(cluster, "verify", "jobs/digits.yaml", "--workers", "1,2", "--set", "epochs=1", "--quiet"),
@@ -139,6 +141,7 @@ def test_a_metric_of_the_name_that_verify_uses_is_told() -> None:
         verify(Job.make({**SLOW, "metrics": metrics}, "job"), [1, 2], Options())
 
 
+@pytest.mark.ray
 def test_verify_names_the_first_step_and_parameter_that_differ(cluster: Cluster, tmp_path: Path) -> None:
     keys = {
         "model": "tests.support.models:KnowsItsRank",
@@ -156,9 +159,9 @@ def test_verify_names_the_first_step_and_parameter_that_differ(cluster: Cluster,
     assert "kept: " in last
 
 
-def test_a_loss_that_is_a_mean_is_told_how_to_be_written(run: Run) -> None:
+def test_a_loss_that_is_a_mean_is_told_how_to_be_written(in_project: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"step 0, shard \d: the loss returned one number.*reduction='none'"):
-        run(None, **{**SLOW, "loss": "tests.support.models:mean_loss"}, workers=2)
+        dp_ray.run(**{**SLOW, "loss": "tests.support.models:mean_loss"}, workers=0, storage=str(tmp_path))
 
 
 def test_what_a_training_lacks_is_told_before_anything_starts(in_project: Path, tmp_path: Path) -> None:
@@ -169,6 +172,7 @@ def test_what_a_training_lacks_is_told_before_anything_starts(in_project: Path, 
         dp_ray.run(**{**SLOW, "optimizer": "torch.optim:AdamX"}, storage=str(tmp_path), workers=0)
 
 
+@pytest.mark.ray
 def test_objects_from_python_train_too(run: Run) -> None:
     import functools
 

@@ -248,5 +248,5 @@ def test_odd_buffers_pass_through_a_process_group_and_lazy_ones_are_named() -> N
 
 def test_every_error_of_ours_is_an_error() -> None:
     kinds = [kind for kind in vars(dp_ray.errors).values() if isinstance(kind, type)]
-    assert all(issubclass(kind, Error | RunInterrupted) for kind in kinds)
+    assert JobError in kinds and all(issubclass(kind, Error | RunInterrupted) for kind in kinds)
     assert (JobError.exit_status, DataError.exit_status) == (2, 1)

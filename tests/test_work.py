@@ -22,6 +22,13 @@ def test_done_is_the_union_of_its_ranges(done: list[Range]) -> None:
     assert {(s, v) for s in range(14) for v in range(14) if Shard(s, v, 0, 1) in asked} == held
 
 
+@given(st.lists(ranges, max_size=8), st.sets(st.integers(0, 12)))
+def test_steps_are_done_through_the_first_gap_of_any_shard(done: list[Range], shards: set[int]) -> None:
+    asked = Done(done)
+    gaps = [step for step in range(14) if any(Shard(step, shard, 0, 1) not in asked for shard in shards)]
+    assert asked.through(shards) == (min(gaps) if shards else 0)
+
+
 @given(st.lists(ranges, max_size=4), st.integers(1, 9), st.integers(0, 60), st.data())
 def test_all_workers_together_run_what_is_not_done(
     done: list[Range], shards: int, rows: int, data: st.DataObject

@@ -12,6 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from dp_ray.errors import WorkerError
 from dp_ray.replica.world import World
 from dp_ray.system.environment import environment
+from dp_ray.task.step_control import StopRequested
 
 TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it; `timeouts.step` is usually shorter
 
@@ -22,8 +23,8 @@ _stores: list[TCPStore] = []  # rank 0 holds the last group's store until the ne
 def process_group(channel: Any, attempt: str, world: World, backend: str, local_world_size: int) -> Iterator[None]:
     """The default process group of the job's workers while the block runs.
 
-    Rank 0 holds the store. If the block raises, the group stays, since peers may wait in it; the process is about to
-    end. Raises WorkerError if the group cannot be formed.
+    Rank 0 holds the store. If the block raises, but for StopRequested, the group stays: peers may wait in it, and the
+    process is about to end. Raises WorkerError if the group cannot be formed.
     """
     store = _open_store(channel, attempt, world)
     places = {
@@ -43,10 +44,18 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
             )
         except RuntimeError as error:
             raise WorkerError(f"the process group could not be formed: {str(error).splitlines()[0]}") from error
-        yield
-        # A group that is destroyed while a peer still reads from it ends the process.
-        ray.get(channel.end.remote(f"{attempt} group", world.rank, world.world_size, True))
-        dist.destroy_process_group()
+        try:
+            yield
+        except StopRequested:
+            _leave(channel, attempt, world)
+            raise
+        _leave(channel, attempt, world)
+
+
+def _leave(channel: Any, attempt: str, world: World) -> None:
+    """Destroy the process group once no peer reads from it any more: that would end the process."""
+    ray.get(channel.end.remote(f"{attempt} group", world.rank, world.world_size, True))
+    dist.destroy_process_group()
 
 
 def _open_store(channel: Any, attempt: str, world: World) -> TCPStore:

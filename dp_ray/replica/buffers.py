@@ -12,6 +12,7 @@ from torch import nn
 from dp_ray.system.waiting import waiting
 from dp_ray.tensors.raw import as_bytes, from_bytes
 
+TOGETHER = (torch.float32, torch.int64)  # the dtypes of BatchNorm's buffers
 ALIGNED = 16  # bytes: each buffer starts at a multiple of it, so its bytes can be viewed as any dtype
 
 
@@ -110,14 +111,24 @@ def _version(buffer: torch.Tensor) -> int | None:
     return None if buffer.is_inference() else buffer._version
 
 
+@torch.no_grad()
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    _copy_all(made, tensors)
+    return made
 
 
 @torch.no_grad()
 def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for tensor, value in zip(into, values, strict=True):
-        tensor.copy_(value)
+    """Copy the values into the tensors, those of BatchNorm together: on a GPU each single copy is a kernel."""
+    pairs = list(zip(into, values, strict=True))
+    for device, dtype in dict.fromkeys((tensor.device, tensor.dtype) for tensor in into):
+        here = [pair for pair in pairs if (pair[0].device, pair[0].dtype) == (device, dtype)]
+        if dtype in TOGETHER:
+            torch._foreach_copy_([tensor for tensor, _ in here], [value for _, value in here])
+        else:
+            for tensor, value in here:
+                tensor.copy_(value)
 
 
 def _padded(tensor: torch.Tensor) -> int:

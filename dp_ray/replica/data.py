@@ -62,14 +62,21 @@ def _loader_error(error: Error) -> LoaderError:
     return LoaderError(error, frames_of(error))
 
 
-def _received(batch: Batch) -> Batch:
-    """The batch; raises the error that a loader process sent in its place."""
+def _next_batch(loaded: Iterator[Batch]) -> Batch:
+    """The next batch; raises the error that a loader process sent in its place."""
+    try:
+        batch = next(loaded)
+    except RuntimeError as error:
+        if "cannot pin" not in str(error):
+            raise
+        what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
+        raise DataError(f"{what}; set loader.pin_memory: false") from error
     if not isinstance(batch[1], LoaderError):
         return batch
-    error, frames = batch[1]
-    if frames:
-        error.add_note(frames)
-    raise error
+    told = batch[1]
+    if told.frames:
+        told.error.add_note(told.frames)
+    raise told.error
 
 
 class Samples(Dataset[Any]):
@@ -199,7 +206,7 @@ def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: 
     loaded = iter(_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device))
     for _, shards in work:
         for shard in shards:
-            indices, batch = _received(next(loaded))
+            indices, batch = _next_batch(loaded)
             picked = _checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
             yield indices, picked
 
@@ -212,7 +219,7 @@ def _whole_batches(
     for step, shards in work:
         if not shards:
             continue
-        indices, batch = _received(next(loaded))
+        indices, batch = _next_batch(loaded)
         whole = work.split.whole(step)
         picked = _checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
         pieces = scatter(picked, job.num_shards, job.batch_dim)
@@ -306,12 +313,12 @@ def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
     ready = None
     for batch in batches:
         with torch.cuda.stream(copies):
-            coming = _move(batch, device)
+            coming = _move(batch, device), copies.record_event()
         if ready is not None:
-            yield _wait_for(ready, copies, device)
+            yield _wait_for(*ready, device)
         ready = coming
     if ready is not None:
-        yield _wait_for(ready, copies, device)
+        yield _wait_for(*ready, device)
 
 
 def _move(batch: Batch, device: torch.device) -> Batch:
@@ -319,10 +326,10 @@ def _move(batch: Batch, device: torch.device) -> Batch:
     return indices, map_leaves(lambda leaf: moved(leaf, device), inputs)
 
 
-def _wait_for(batch: Batch, copies: "torch.cuda.Stream", device: torch.device) -> Batch:
+def _wait_for(batch: Batch, copied: "torch.cuda.Event", device: torch.device) -> Batch:
     """Make the computing stream wait for the copy, and keep the allocator from reusing the memory too early."""
     computing = torch.cuda.current_stream(device)
-    computing.wait_stream(copies)
+    computing.wait_event(copied)  # not wait_stream: the next batch's copy is in the queue already
     for leaf in flatten(batch[1])[0]:
         if isinstance(leaf, torch.Tensor):
             leaf.record_stream(computing)

@@ -16,6 +16,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.data import Indices
 from dp_ray.replica.model import autocast, evaluating
+from dp_ray.replica.out_of_memory import advised
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.stateful import keeps_state
 from dp_ray.replica.step import Metrics, OnShard, Step, StepOutput, as_row, run_step
@@ -82,6 +83,7 @@ class Evaluation:
         has_loss = job.loss is not None or job.step is not None
         self._names = measures.names(has_loss)
         self._has_loss = has_loss
+        self._batch_size = "eval.batch_size" if job.task == "train" else "batch_size"
 
     @torch.no_grad()
     def run(
@@ -113,16 +115,16 @@ class Evaluation:
         kept: dict[int, dict[str, Any]] = {}
         for step, shards in work:
             for shard in shards:
-                _, batch = next(batches)
-                seeds.begin(shard)
-                with at(f"evaluation step {shard.step}, shard {shard.shard}"):
-                    step_output, row = self._shard(model, shard, batch)
-                    buffers.restore()
-                    if row is not None:
-                        sums[shard.shard] += row
-                    for name, metric in self._states.items():
-                        own = kept.setdefault(shard.shard, {})
-                        self._update(name, own.setdefault(name, copy.deepcopy(metric)), step_output)
+                where = f"evaluation step {shard.step}, shard {shard.shard}"
+                with advised(self.job, where, shard.rows, self._batch_size):
+                    _, batch = next(batches)
+                    seeds.begin(shard)
+                    with at(where):
+                        step_output, row = self._shard(model, shard, batch)
+                        buffers.restore()
+                        if row is not None:
+                            sums[shard.shard] += row
+                        self._update_states(step_output, kept.setdefault(shard.shard, {}))
                 on_shard(shard, batch, step_output)
             on_step(step)
         with waiting("the other workers' sums"):
@@ -141,6 +143,11 @@ class Evaluation:
             loss = [self._measures.loss(step_output, shard.rows)] if self._has_loss else []
             measured = [*loss, *self._measures(step_output, shard.rows)]
         return step_output, as_row(measured, self._device) if measured else None
+
+    def _update_states(self, step_output: StepOutput, kept: dict[str, Any]) -> None:
+        """Update the shard's own copies of the metrics with a state."""
+        for name, metric in self._states.items():
+            self._update(name, kept.setdefault(name, copy.deepcopy(metric)), step_output)
 
     def _update(self, name: str, metric: Any, step_output: StepOutput) -> None:
         with raising(f"metrics.{name}", lambda _: got(step_output.outputs, step_output.target)):

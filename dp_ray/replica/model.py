@@ -17,6 +17,7 @@ from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.devices import as_module, building_on, spread, with_devices
+from dp_ray.replica.out_of_memory import advice, is_out_of_memory
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.targets import build, check_gives, resolve
 from dp_ray.replica.world import broadcast, gathered
@@ -33,7 +34,7 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
     """
     if isinstance(job.model, Target):
         resolve("model", job.model)  # before seeding: a module may draw random numbers, but on its first import only
-    seed_all(job.seed, devices[0])
+    seed_all(job.seed, next((one for one in devices if one.type == "cuda"), devices[0]))
     with building_on(devices):
         built = build("model", with_devices(job.model, devices))
     model = as_module(built)
@@ -49,7 +50,8 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
         return model if job.device_map is None else spread(job, model, devices)
     except (RuntimeError, AssertionError) as error:
         names = ", ".join(map(str, devices))
-        raise JobError(f"devices: the model cannot be moved to {names}: {error}") from error
+        hint = f"; {advice(job, None)}" if is_out_of_memory(error) else ""
+        raise JobError(f"devices: the model cannot be moved to {names}: {error}{hint}") from error
 
 
 def check_model(given: Any) -> None:

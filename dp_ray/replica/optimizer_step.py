@@ -11,6 +11,7 @@ from dp_ray.job import Job
 from dp_ray.replica.optimizer import Schedule, build_optimizer, build_scaler, load_optimizer, scale_by, total_norm
 from dp_ray.replica.sparse import numbers_of
 from dp_ray.replica.user_code import raising
+from dp_ray.system.waiting import waiting
 
 
 class OptimizerStep:
@@ -63,10 +64,11 @@ class OptimizerStep:
         if self.scaler is None:
             self.optimizer.step()
             return False
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return bool(self.scaler.get_scale() < scale)
+        with waiting("the GPU, which may be in a collective"):  # the scaler reads whether the gradients are finite
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return bool(self.scaler.get_scale() < scale)
 
 
 def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor, rows: int) -> None:

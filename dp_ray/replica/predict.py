@@ -12,6 +12,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.data import Indices
 from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.model import autocast, call_model, evaluating
+from dp_ray.replica.out_of_memory import advised
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.user_code import it_got, raising
 
@@ -39,11 +40,17 @@ def predict(
             if shards and not goes_on(step):
                 return
             for shard in shards:
-                indices, inputs = next(batches)
-                seeds.begin(shard)
-                on_shard(shard, indices, _forward(model, inputs, job.call, shard))
+                with advised(job, place(shard), shard.rows):
+                    indices, inputs = next(batches)
+                    seeds.begin(shard)
+                    on_shard(shard, indices, _forward(model, inputs, job.call, shard))
                 buffers.restore()
             on_step(step)
+
+
+def place(shard: Shard) -> str:
+    """A shard's step and number, for messages."""
+    return f"step {shard.step}, shard {shard.shard}"
 
 
 def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
@@ -52,5 +59,5 @@ def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
         one_dict = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
         return one_dict * mistaken + (mixed_devices(model, error) or it_got(inputs))
 
-    with raising(f"step {shard.step}, shard {shard.shard}: model", hint):
+    with raising(f"{place(shard)}: model", hint):
         return call_model(model, inputs, call)

@@ -25,7 +25,11 @@ def seed_all(number: int, device: torch.device | None = None) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number)
-    if device is not None and (device.type == "cuda" or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+    if device is None:
+        return
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it, torch lists no generator of a GPU
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(number)
 
@@ -101,11 +105,10 @@ def _draw() -> Draws:
 
 
 @contextmanager
-def preserved(device: torch.device) -> Iterator[None]:
-    """Restore the global generators after the block: the process may be the user's own."""
+def preserved(*devices: torch.device) -> Iterator[None]:
+    """Restore the global generators and those of the devices after the block: the process may be the user's own."""
     before = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=list(dict.fromkeys(one for one in devices if one.type == "cuda"))):
         try:
             yield
         finally:

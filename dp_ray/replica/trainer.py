@@ -13,6 +13,7 @@ from dp_ray.replica.batch_gradient import BatchGradient
 from dp_ray.replica.data import Indices
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
+from dp_ray.replica.out_of_memory import advised
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import make_gradients_dense
@@ -96,11 +97,17 @@ class Trainer:
         output. `wants_stop` asks all workers to stop. Raises ModelError, naming step and shard, for user errors.
         """
         stats = self._stats(split.shards, wants_stop)
-        self._gradient.compute(split, step, shards, batches, on_shard, stats)
+        with advised(self._job, f"step {step}", shards[0].rows if shards else 0):
+            self._gradient.compute(split, step, shards, batches, on_shard, stats)
+        with advised(self._job, f"step {step}", None):
+            return self._update(split, step, stats)
+
+    def _update(self, split: Split, step: int, stats: torch.Tensor) -> Update:
+        """Update the parameters from their gradients."""
+        start, stop = split.batch(step)
         # An optimizer may draw random numbers: they must be the same on all workers.
         seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
         totals, rate = stats[:-1].sum(0), self._optimizer_step.learning_rate
-        start, stop = split.batch(step)
         norm = self._optimizer_step.apply(totals[1], stop - start, step)
         return Update(totals, rate, norm, self._stop_vote.stops(stats[-1, 0]))
 

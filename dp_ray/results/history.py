@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import torch
 
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Update
@@ -61,7 +62,8 @@ class History:
     def flush(self) -> None:
         """Read the numbers from the device and send them to the driver."""
         with waiting("the GPU, which may be in a collective"):
-            rows = [self._row(*entry) for entry in self._pending]
+            numbers = _read_updates([update for _, update, *_ in self._pending])
+        rows = [self._row(*entry, *found) for entry, found in zip(self._pending, numbers, strict=True)]
         self._pending, self._sent = [], time.perf_counter()
         self._rows += rows
         if rows:
@@ -78,9 +80,15 @@ class History:
         return lambda: write_piece(self._folder, name, table)
 
     def _row(
-        self, step: int, update: Update, rows: int, seconds: float, measured: dict[str, float]
+        self,
+        step: int,
+        update: Update,
+        rows: int,
+        seconds: float,
+        measured: dict[str, float],
+        totals: list[float],
+        norm: float,
     ) -> dict[str, Any]:
-        totals = update.totals.tolist()
         means = {
             name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else float("nan")
             for at, name in enumerate(self._names)
@@ -90,11 +98,19 @@ class History:
             "epoch": self._split.cursor(step)[0],
             **means,
             "learning_rate": update.learning_rate,
-            "gradient_norm": float(update.gradient_norm),
+            "gradient_norm": norm,
             "rows": rows,
             "rows_per_second": rows / seconds if seconds > 0 else 0.0,
             **measured,
         }
+
+
+def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float]]:
+    """The totals and the gradient norm of each update, read from the device all at once."""
+    if not updates:
+        return []
+    rows = [torch.cat([one.totals, one.gradient_norm.to(one.totals).reshape(1)]) for one in updates]
+    return [(totals, norm) for *totals, norm in torch.stack(rows).tolist()]
 
 
 def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:

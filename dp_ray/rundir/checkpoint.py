@@ -54,7 +54,9 @@ class TrainState:
         return {name.name: getattr(self, name.name) for name in fields(self) if name.init}
 
     def _read(self) -> None:
-        for total, weight in torch.stack(self._unread).tolist() if self._unread else ():
+        with waiting("the GPU, which may be in a collective"):
+            unread = torch.stack(self._unread).tolist() if self._unread else ()
+        for total, weight in unread:
             self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
         self._unread = []
 
@@ -181,14 +183,19 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy the tensors to memory that is reused, because fresh pages cost more than the copy."""
+        """Copy the tensors to memory that is reused, because fresh pages cost more than the copy.
+
+        The copies from a GPU are queued, and waited for once.
+        """
         staged = {}
         for key, tensor in tensors.items():
             kept = self._staged.get(key)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
                 kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            kept.copy_(tensor.detach())
+            kept.copy_(tensor.detach(), non_blocking=True)
             staged[key] = kept
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         self._staged = staged
 
     def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
@@ -39,22 +40,22 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class Belongings:
-    """What a process has that can remain after a job: its threads and the files that it holds open."""
+    """What a process has that can remain after a job: child processes, threads and open files."""
 
+    children: frozenset[psutil.Process]
     threads: frozenset[threading.Thread]
     files: frozenset[str]
 
     @classmethod
     def now(cls) -> "Belongings":
-        """The threads and open files of this process."""
-        return cls(frozenset(threading.enumerate()), frozenset(_open_files()))
+        """What this process has now."""
+        return cls(frozenset(_children()), frozenset(threading.enumerate()), frozenset(_open_files()))
 
 
 @contextmanager
 def isolated() -> Iterator[list[str]]:
     """After the block, restore this process; the list that it yields then names what remains."""
-    process = psutil.Process()
-    belongings, children = Belongings.now(), {child.pid for child in process.children()}
+    belongings = Belongings.now()
     restores = [take() for take in _SETTINGS]
     remains: list[str] = []
     try:
@@ -62,9 +63,15 @@ def isolated() -> Iterator[list[str]]:
     finally:
         for restore in reversed(restores):
             restore()
-        _end([child for child in process.children() if child.pid not in children])
+        _end([child for child in _children() if child not in belongings.children])
         _free_memory()
         remains += _remains(belongings)
+
+
+def _children() -> list[psutil.Process]:
+    """The child processes, but for Python's own that frees the shared memory of all others."""
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return [child for child in psutil.Process().children() if child.pid != tracker]
 
 
 def _end(processes: list[psutil.Process]) -> None:

@@ -1,7 +1,7 @@
 """One worker's task, from its dataset to its committed files. It knows no Ray: `send` takes the reports."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,7 @@ from dp_ray.job import Job
 from dp_ray.replica.rng import preserved
 from dp_ray.replica.world import World, is_lost_peer
 from dp_ray.storage import Storage
+from dp_ray.system.environment import environment
 from dp_ray.task.evaluate import evaluate
 from dp_ray.task.notices import Send
 from dp_ray.task.predict import predict_outputs
@@ -37,7 +38,8 @@ def run_task(
     worker was lost.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
-    with preserved(world.device), deterministic(job, world.device), compiling(job):
+    gpus = [one for one in world.devices if one.type == "cuda"]
+    with preserved(*gpus), using(gpus), deterministic(job), compiling(job):
         try:
             tasks[job.task](job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {})
         except RuntimeError as error:
@@ -47,7 +49,21 @@ def run_task(
 
 
 @contextmanager
-def deterministic(job: Job, device: torch.device) -> Iterator[None]:
+def using(gpus: Sequence[torch.device]) -> Iterator[None]:
+    """While a job runs on GPUs: the first one is what user code means by "cuda", and cuBLAS is deterministic.
+
+    cuBLAS is so for a job that is not bitwise too: torch reads the variable at a process's first matrix product
+    only, and a bitwise job may be the process's second one.
+    """
+    if not gpus:
+        yield
+        return
+    with torch.cuda.device(gpus[0]), environment({} if WORKSPACE in os.environ else {WORKSPACE: ":4096:8"}):
+        yield
+
+
+@contextmanager
+def deterministic(job: Job) -> Iterator[None]:
     """Make torch deterministic while a bitwise job runs, with the same number of threads on every machine."""
     if not job.bitwise:
         yield
@@ -58,14 +74,9 @@ def deterministic(job: Job, device: torch.device) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
-    sets_workspace = device.type == "cuda" and WORKSPACE not in os.environ
-    if sets_workspace:
-        os.environ[WORKSPACE] = ":4096:8"
     try:
         yield
     finally:
-        if sets_workspace:
-            del os.environ[WORKSPACE]
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(algorithms)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

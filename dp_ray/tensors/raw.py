@@ -16,7 +16,10 @@ def from_bytes(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def moved(leaf: Any, device: torch.device | None) -> Any:
-    """A tensor on the device, without waiting for the copy; anything else, or with device None, unchanged."""
+    """A tensor on the device; anything else, or with device None, unchanged.
+
+    Only a copy to the CPU is waited for: its numbers are read without regard to the GPU's streams.
+    """
     if device is None or not isinstance(leaf, torch.Tensor):
         return leaf
-    return leaf.to(device, non_blocking=True)
+    return leaf.to(device, non_blocking=device.type != "cpu")

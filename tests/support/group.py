@@ -1,9 +1,8 @@
 """A job's workers as real processes in a gloo group, without Ray.
 
-The processes stay from one group to the next, since most of a small group's time would be their start.
+The processes stay from one group to the next of the same test, and end with it: none inherits another's state.
 """
 
-import multiprocessing
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -23,9 +22,8 @@ from dp_ray.task.notices import Measured
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import run_task
 from tests.support.cluster import free_port
+from tests.support.forked import FORKED
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.support.group", "tests.support.models", "tests.support.training"])
 _idle: list[tuple[Any, Connection]] = []  # processes and the pipes to them
 
 
@@ -106,17 +104,18 @@ def measured(messages: list[Any]) -> dict[str, float]:
 
 
 def _started() -> tuple[Any, Connection]:
-    here, there = _context.Pipe()
-    process = _context.Process(target=_serve, args=(there,))
+    here, there = FORKED.Pipe()
+    process = FORKED.Process(target=_serve, args=(there,))
     process.start()
     there.close()
     return process, here
 
 
 def _end(group: list[tuple[Any, Connection]]) -> None:
+    for process, _ in group:
+        process.kill()
     for process, pipe in group:
         pipe.close()
-        process.kill()
         process.join(120)
         process.close()
 

@@ -28,7 +28,7 @@ class Messy(nn.Module):
         os.environ.pop("RANK", None)
         os.chdir(folder)
         sys.path.insert(0, folder)
-        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="of the messy model")
         logging.getLogger().setLevel(logging.DEBUG)
         logging.getLogger().addHandler(logging.NullHandler())
         nn.modules.module.register_module_forward_hook(hook)

@@ -1,0 +1,65 @@
+"""What only a GPU shows. Without one these tests are skipped; DP_RAY_GPU_SUITE_ON=cpu runs them on the CPU."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.cluster import free_port
+
+HERE = Path(__file__).parent
+ON = os.environ.get("DP_RAY_GPU_SUITE_ON", "cuda:0")
+REASON = "there is no GPU: torch.cuda.is_available() is False (DP_RAY_GPU_SUITE_ON=cpu runs what the CPU can show)"
+CUDA_ONLY = "only a GPU can show it"
+
+is_missing = ON.startswith("cuda") and not torch.cuda.is_available()
+if ON.startswith("cuda") and not is_missing:
+    # torch reads it at the process's first product, which is one of a test's own plain loops.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder, and skip them where there is no GPU."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker("gpu")
+            # A GPU's machine may have another torch, which warns of other things.
+            item.add_marker(pytest.mark.filterwarnings("default"))
+            if is_missing:
+                item.add_marker(pytest.mark.skip(REASON))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say once why the tests of this folder were skipped."""
+    if is_missing:
+        terminalreporter.write_line(f"tests/gpu was skipped: {REASON}")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device of the suite: the first GPU, or what DP_RAY_GPU_SUITE_ON names."""
+    return torch.device(ON)
+
+
+@pytest.fixture
+def cuda(device: torch.device) -> torch.device:
+    """The GPU, for a test that has nothing to show on a CPU."""
+    if device.type != "cuda":
+        pytest.skip(CUDA_ONLY)
+    return device
+
+
+@pytest.fixture
+def group_of_one(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone: NCCL on a GPU, else gloo."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", address, rank=0, world_size=1, device_id=device)
+    else:
+        dist.init_process_group("gloo", address, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,187 @@
+"""The streams of the loader and of the reducer, under load: the numbers of one stream."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+from dp_ray.job_plan import split_of
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Work
+from dp_ray.replica import data
+from dp_ray.replica.batch_gradient import BatchGradient
+from dp_ray.replica.data import load_shards, on_device
+from dp_ray.replica.model import build_model
+from dp_ray.replica.reducer import ShardSums
+from dp_ray.replica.reduction import DdpReduction
+from dp_ray.replica.step import Metrics, build_step
+from dp_ray.replica.stop_vote import StopVote
+from dp_ray.replica.trainer import Trainer
+from dp_ray.replica.world import World
+from dp_ray.task.notices import Measured
+from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
+from tests.support.group import history_of
+from tests.support.training import Pairs
+
+STEPS = 1000
+ROWS, WIDTH = 64, 1024
+
+
+def batches(pinned: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Batches whose numbers are those of their step, each in memory of its own."""
+    for step in range(STEPS):
+        batch = torch.arange(step, step + ROWS * WIDTH, dtype=torch.int32).reshape(ROWS, WIDTH)
+        yield np.arange(ROWS), batch.pin_memory() if pinned else batch
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_loaders_copies_are_whole_and_stay_until_they_are_computed(device: torch.device, pinned: bool) -> None:
+    """The load makes the computing stream lag behind, so that copies and freed memory run ahead of it."""
+    load = torch.ones(1024, 1024, device=device) if device.type == "cuda" else torch.ones(8, 8)
+    sums = []
+    for _, batch in on_device(batches(pinned and device.type == "cuda"), device):
+        load = (load @ load).clamp(max=1.0)
+        sums.append(batch.sum(dtype=torch.int64))
+        del batch  # its memory is free for the next copy, if nobody holds it for the computing stream
+    size = ROWS * WIDTH
+    assert torch.stack(sums).tolist() == [size * (size - 1) // 2 + size * step for step in range(STEPS)]
+
+
+def on_one_stream(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """What `on_device` is to be equal to: each copy in the computing stream, and waited for."""
+    for indices, batch in batches:
+        moved = [leaf.to(device) for leaf in batch]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield indices, moved
+
+
+@pytest.mark.parametrize("loader", [{}, {"processes": 2, "context": "forkserver"}])
+def test_a_training_of_a_thousand_steps_is_that_of_one_stream(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, loader: dict[str, Any]
+) -> None:
+    keys = {**MLP, "shards": 2, "bitwise": True, "max_steps": STEPS, "epochs": STEPS, "batch_size": 20}
+    run_here(job_on(device, **keys, loader=loader), tmp_path / "streams")
+    monkeypatch.setattr(data, "on_device", on_one_stream)
+    run_here(job_on(device, **keys), tmp_path / "one stream")
+    assert bits(tmp_path / "streams") == bits(tmp_path / "one stream")
+
+
+def reduced_by_ddp(self: BatchGradient, shards: Any, batches: Any) -> DdpReduction:
+    """The reduction of several workers, for a group of one: the hook, its thread and its stream."""
+    parameters = list(self._parameters.values())
+    sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
+    return DdpReduction(self._loss, sums, self._world, self._parameters, self._sparse, False)
+
+
+@pytest.mark.parametrize("bitwise", [True, False])
+@pytest.mark.parametrize("kind", ["MLP", "GPT", "RESNET"])
+def test_a_thousand_steps_through_the_reducers_stream_are_those_without_it(
+    tmp_path: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    group_of_one: None,
+    kind: str,
+    bitwise: bool,
+) -> None:
+    steps = STEPS if kind == "MLP" else STEPS // 20
+    keys = {**{"MLP": MLP, "GPT": GPT, "RESNET": RESNET}[kind], "bitwise": bitwise, "shards": 3}
+    keys = {**keys, "max_steps": steps, "epochs": steps, "batch_size": 12}
+    run_here(job_on(device, **keys), tmp_path / "plain")
+    monkeypatch.setattr(BatchGradient, "_build_reduction", reduced_by_ddp)
+    run_here(job_on(device, **keys), tmp_path / "reduced")
+    if bitwise:
+        assert bits(tmp_path / "reduced") == bits(tmp_path / "plain")
+    ours, theirs = (history_of(tmp_path / name)[10]["loss"] for name in ("reduced", "plain"))
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.parametrize("task", ["train", "evaluate", "predict"])
+def test_a_group_of_one_gives_what_no_group_gives(
+    tmp_path: Path, device: torch.device, group_of_one: None, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = {} if task == "train" else {"optimizer": None}
+    job = job_on(device, **RESNET | optimizer, task=task, batch_size=12, shards=2, bitwise=True)
+    found = [of_run(run_here(job, tmp_path / "group"), tmp_path / "group")]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    found.append(of_run(run_here(job, tmp_path / "none"), tmp_path / "none"))
+    assert found[0] == found[1]
+
+
+def of_run(sent: list[Any], folder: Path) -> Any:
+    """What a run of any task gave: weights and history, metrics, or the bytes of its parts' tensors."""
+    if (folder / "weights.safetensors").exists():
+        return bits(folder)
+    parts = [pq.read_table(part).to_pydict() for part in sorted((folder / "parts").glob("*.parquet"))]
+    return parts or [one for one in sent if isinstance(one, Measured)]
+
+
+def small_trainer(device: torch.device, **keys: Any) -> tuple[Trainer, Any, Split]:
+    """A trainer on the device, its batches and its split."""
+    job = job_on(device, **{**MLP, "shards": 2, "batch_size": 20, "epochs": 40, **keys})
+    model, dataset = build_model(job, [device]), Pairs()
+    world = World(device=device)
+    split = split_of(job, len(dataset))
+    made = Trainer(job, model, model, build_step(job, world), Metrics({}), world)
+    return made, load_shards(job, dataset, Work(split, 1, 0), device), split
+
+
+@pytest.mark.parametrize("keys", [{}, {"bitwise": True}, {"grad_clip": 1.0}, {"precision": "bf16"}])
+def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> None:
+    made, loaded, split = small_trainer(cuda, **keys)
+    for step, shards in Work(split, 1, 0):
+        if step == StopVote.LAG // 2:  # before the vote, which waits for a step long past, and after the first step
+            torch.cuda.set_sync_debug_mode("error")
+        if step == StopVote.LAG:
+            break
+        try:
+            made.step(split, step, shards, loaded, lambda *_: None)
+        except BaseException:
+            torch.cuda.set_sync_debug_mode("default")
+            raise
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_stop_vote_lags_on_a_gpu_and_waits_for_no_later_step(cuda: torch.device) -> None:
+    vote = StopVote(cuda)
+    for step in range(3 * StopVote.LAG):
+        asked = step >= 20
+        assert vote.stops(torch.full((), float(asked), device=cuda)) == (step - StopVote.LAG >= 20)
+    ahead: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]  # half a second of the GPU, behind which this step stands
+    ahead.record()
+    vote.stops(torch.ones((), device=cuda))
+    assert not ahead.query(), "the vote of this step was waited for"
+
+
+class Long(nn.Module):
+    """A model of many small kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(50))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = torch.relu(layer(inputs))
+        outputs: torch.Tensor = self.last(inputs)
+        return outputs
+
+
+def test_memory_is_flat_over_a_thousand_steps(cuda: torch.device) -> None:
+    made, loaded, split = small_trainer(cuda, model={"target": "tests.gpu.test_streams:Long"}, epochs=STEPS)
+    held = []
+    for step, shards in Work(split, 1, 0):
+        made.step(split, step, shards, loaded, lambda *_: None)
+        if step in (100, STEPS):
+            torch.cuda.synchronize(cuda)
+            held.append(torch.cuda.memory_allocated(cuda))
+        if step == STEPS:
+            break
+    assert held[1] <= held[0] + 2**20

@@ -1,0 +1,18 @@
+"""What the processes of tests import, imported once: by the server that they are forked from.
+
+torch imports `torch._dynamo` with the first optimizer, and pyarrow imports pandas with the first table: together they
+take longer than a small training.
+"""
+
+import gc
+
+import pandas  # noqa: F401
+import torch._dynamo  # noqa: F401
+
+import dp_ray.cli
+import dp_ray.driver
+import dp_ray.in_process  # noqa: F401
+import tests.support.group
+import tests.support.training  # noqa: F401
+
+gc.freeze()  # a forked process shares these objects' memory for as long as its collector leaves them alone

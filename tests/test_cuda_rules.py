@@ -1,0 +1,225 @@
+"""What CUDA asks of the code, seen without a GPU: what a stand-in for torch.cuda is told, and in which order."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from dp_ray.errors import DataError
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Work
+from dp_ray.replica import data, rng
+from dp_ray.replica import model as model_module
+from dp_ray.replica.optimizer_step import OptimizerStep
+from dp_ray.replica.trainer import Update
+from dp_ray.replica.world import World
+from dp_ray.results.history import History
+from dp_ray.rundir.checkpoint import CheckpointWriter, TrainState
+from dp_ray.storage import Storage
+from dp_ray.system.waiting import waits_for
+from dp_ray.task import task
+from tests.support import training
+from tests.support.trainings import job_of
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    """A stream that keeps how many copies each wait is for."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+        self.waited: list[int] = []
+
+    def record_event(self) -> int:
+        return len(self.copies)
+
+    def wait_event(self, event: int) -> None:
+        self.waited.append(event)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waited.append(len(self.copies))
+
+
+def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def move(batch: data.Batch, device: torch.device) -> data.Batch:
+        stream.copies.append(batch)
+        return batch
+
+    monkeypatch.setattr(data, "_move", move)
+    batches = iter([(np.arange(1), np.arange(number)) for number in range(1, 5)])
+    given = [len(batch[1]) for batch in data.on_device(batches, GPU)]
+    assert given == [1, 2, 3, 4]
+    assert len(stream.copies) == 4
+    assert stream.waited == [1, 2, 3, 4], "the copy of the next batch is in the queue already"
+
+
+@pytest.mark.parametrize("begins", ["", "Caught RuntimeError in pin memory thread for device 0.\n"])
+def test_samples_that_are_on_a_gpu_already_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch, begins: str) -> None:
+    def loaded(*_: Any) -> Iterator[Any]:
+        raise RuntimeError(f"{begins}cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        yield
+
+    monkeypatch.setattr(data, "_loader", loaded)
+    job = job_of("mlp")
+    with pytest.raises(DataError, match=r"on a GPU already.*set loader\.pin_memory: false"):
+        next(data.load_shards(job, training.Pairs(), Work(Split(101, 7, 1), 1, 0), torch.device("cpu")))
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
+    """A process in which CUDA is not started, and the generator of the GPU that torch lists once it is."""
+    generator = torch.Generator()
+
+    def init() -> None:
+        monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    return generator
+
+
+class DrawsOnTheGpu(torch.nn.Linear):
+    """A model whose weights are drawn on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.register_buffer("drawn", torch.rand(2, generator=torch.cuda.default_generators[0]))
+
+
+@pytest.mark.parametrize("devices", [[GPU], [torch.device("cpu"), GPU]])
+def test_a_models_first_draw_on_a_gpu_is_the_seeds(
+    on_a_gpu: torch.Generator, devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of({"target": "tests.test_cuda_rules:DrawsOnTheGpu"}, seed=5)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)
+    model: Any = model_module.build_model(job, devices)
+    assert model.drawn.equal(torch.rand(2, generator=torch.Generator().manual_seed(5)))
+
+
+def test_the_generators_of_all_gpus_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked: list[list[torch.device]] = []
+
+    @contextlib.contextmanager
+    def fork(devices: list[torch.device]) -> Iterator[None]:
+        forked.append(devices)
+        yield
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork)
+    others = [torch.device("cpu"), torch.device("cuda", 1), GPU]
+    with rng.preserved(GPU, *others):
+        pass
+    assert forked == [[GPU, torch.device("cuda", 1)]]
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_every_job_on_a_gpu_sets_its_device_and_cublas_workspace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bitwise: bool
+) -> None:
+    monkeypatch.delenv(task.WORKSPACE, raising=False)
+    seen: list[Any] = []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        seen.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(task, "train", lambda *_: seen.append(os.environ.get(task.WORKSPACE)))
+    monkeypatch.setattr(task, "preserved", lambda *_: contextlib.nullcontext())
+    for devices in ((torch.device("cuda", 1), GPU), (torch.device("cpu"), GPU), (torch.device("cpu"),)):
+        world = World(device=devices[0], all_devices=devices)
+        task.run_task(job_of("mlp", bitwise=bitwise), world, Storage(str(tmp_path)), print)
+    # torch looks once, at a process's first product: a bitwise job may follow another one in the same process.
+    assert seen == [torch.device("cuda", 1), ":4096:8", GPU, ":4096:8", None]
+    assert task.WORKSPACE not in os.environ
+
+
+class Slow(torch.Tensor):
+    """A number on a GPU, whose reading waits for the other workers: it keeps what the task says that it waits for."""
+
+    told: ClassVar[list[str]] = []
+
+    def tolist(self) -> Any:
+        self.told.append(waits_for())
+        return super().tolist()
+
+
+def test_a_read_that_waits_for_the_gpu_is_no_hang_of_this_worker() -> None:
+    Slow.told.clear()
+    state = TrainState()
+    state.add(torch.ones(2).as_subclass(Slow))
+    assert state.end_epoch() == 1.0
+    assert Slow.told == ["the GPU, which may be in a collective"]
+
+
+def test_a_scaler_that_waits_for_the_gpu_is_no_hang_of_this_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, told = training.mlp(), set()
+    step = OptimizerStep(job_of("mlp", precision="fp16"), model, torch.device("cpu"))
+    scaler = step.scaler
+    assert scaler is not None
+
+    def get_scale() -> float:
+        told.add(waits_for())
+        return 1.0
+
+    monkeypatch.setattr(scaler, "get_scale", get_scale)
+    step.scaled(model(torch.ones(1, 6)).sum()).backward()  # type: ignore[no-untyped-call]
+    step.apply(torch.tensor(1.0), 1, 0)
+    assert told == {"the GPU, which may be in a collective"}
+
+
+def test_the_history_is_read_from_the_device_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slow.told.clear()
+    sent: list[Any] = []
+    history = History(Storage(str(tmp_path)), Split(20, 4, 1), ["loss"], [], 0, sent.append)
+    totals = [torch.tensor([number, 4.0], dtype=torch.float64).as_subclass(Slow) for number in range(3)]
+    for step, one in enumerate(totals):
+        history.add(step, Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False), {})
+    history.flush()
+    (logged,) = sent
+    assert [row["loss"] for row in logged.rows] == [0.0, 0.25, 0.5]
+    assert [row["gradient_norm"] for row in logged.rows] == [float(torch.tensor(0.1 + step)) for step in range(3)]
+    assert len(Slow.told) == 1, "each read waits for the GPU"
+
+
+class OnTheGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+    device = GPU
+
+
+def test_a_checkpoint_waits_once_for_all_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    empty, copy = torch.empty, torch.Tensor.copy_
+
+    def spied(into: torch.Tensor, tensor: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        log.append(f"copy {non_blocking}")
+        return copy(into, tensor.as_subclass(torch.Tensor))
+
+    class Current:
+        def synchronize(self) -> None:
+            log.append("wait")
+
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **keys: empty(*size, **keys))
+    monkeypatch.setattr(torch.Tensor, "copy_", spied)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current())
+    writer = CheckpointWriter(Storage(str(tmp_path)), 1)
+    writer._stage({name: torch.ones(3).as_subclass(OnTheGpu) for name in "abc"})
+    writer.close()
+    assert log == ["copy True"] * 3 + ["wait"]
+    assert {name: one.tolist() for name, one in writer._staged.items()} == dict.fromkeys("abc", [1.0] * 3)

@@ -1,0 +1,165 @@
+"""A device without memory left: the error says where, with how many rows, and what to change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dp_ray.errors import JobError, ModelError
+from dp_ray.monitor.failures import error_of
+from dp_ray.monitor.messages import Failed
+from dp_ray.replica import data
+from dp_ray.replica.model import build_model
+from dp_ray.replica.world import World
+from dp_ray.storage import Storage
+from dp_ray.task.task import run_task
+from tests.support import training
+from tests.support.group import run_group
+from tests.support.training import plain_loop
+from tests.support.trainings import assert_close, job_of, mean_loss
+
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB."
+
+
+class Small(nn.Module):
+    """A model on a device whose memory holds `most` rows."""
+
+    def __init__(self, most: int, says: str = "") -> None:
+        super().__init__()
+        self.layers = training.mlp()
+        self.most = most
+        self.says = says
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) > self.most:
+            raise RuntimeError(self.says) if self.says else torch.OutOfMemoryError(FULL)
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs
+
+
+class NeedsMemory(torch.autograd.Function):
+    """Passes its input on; its backward finds no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError(FULL)
+
+
+class SmallInBackward(Small):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = NeedsMemory.apply(super().forward(inputs))  # type: ignore[no-untyped-call]
+        return outputs
+
+
+class Heavy(torch.optim.SGD):
+    """An optimizer whose state finds no memory."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise torch.OutOfMemoryError(FULL)
+
+
+def small(kind: str = "Small", **args: Any) -> dict[str, Any]:
+    return {"target": f"tests.test_out_of_memory:{kind}", "args": {"most": 3, **args}}
+
+
+def error_of_run(folder: Path, **keys: Any) -> str:
+    run = Storage(str(folder))
+    run.child("parts").create()
+    with pytest.raises(ModelError) as raised:
+        run_task(job_of(keys.pop("model", small()), **keys), World(), run, lambda _: None)
+    return str(raised.value)
+
+
+GPUS = "more GPUs for each worker (gpus_per_worker, device_map: auto)"
+
+
+def test_a_training_is_told_to_cut_its_batches_into_more_shards(tmp_path: Path) -> None:
+    says = error_of_run(tmp_path, shards=1)
+    assert says.startswith(f"step 0, shard 0: model raised OutOfMemoryError: {FULL.rstrip('.')}")
+    assert says.endswith(
+        "; this worker's shards have 7 rows; set one of: shards: 2 instead of 1 (the same gradient, but for "
+        f"BatchNorm, in smaller pieces), a smaller batch_size, precision: bf16, {GPUS}"
+    )
+
+
+def test_with_what_it_is_told_the_training_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    run_group(job_of(small(), shards=4), tmp_path)
+    torch.manual_seed(0)
+    model = Small(10**6)
+    losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    assert_close(tmp_path, model, losses)
+
+
+@pytest.mark.parametrize(
+    ("keys", "begins", "holds"),
+    [
+        ({"model": small("SmallInBackward", most=9)}, "step 0, shard 0: backward raised", "shards have 7 rows"),
+        ({"model": small(most=0), "batch_size": 1}, "step 0, shard 0: model raised", "1 row; set one of: precision"),
+        ({"precision": "bf16"}, "step 0, shard 0: model raised", f"a smaller batch_size, {GPUS}"),
+        (
+            {"model": small(says="CUDA error: out of memory")},
+            "step 0, shard 0: model raised",
+            "set one of: shards: 2",
+        ),
+        (
+            {"optimizer": {"target": "tests.test_out_of_memory:Heavy"}, "model": small(most=9)},
+            "step 0: optimizer raised",
+            f"GiB; set one of: an optimizer with less state, {GPUS}",
+        ),
+        (
+            {
+                "model": small(most=7),
+                "eval": {"dataset": "tests.support.training:Pairs", "every_steps": 1, "batch_size": 8},
+            },
+            "evaluation step 0, shard 0: model raised",
+            "8 rows; set one of: shards: 2 instead of 1 (the same gradient, but for BatchNorm, in smaller pieces), a "
+            "smaller eval.batch_size",
+        ),
+        ({"task": "evaluate", "optimizer": None}, "evaluation step 0, shard 0: model raised", "the same outputs in"),
+        ({"task": "predict", "optimizer": None}, "step 0, shard 0: model raised", "the same outputs in smaller"),
+    ],
+)
+def test_each_loop_says_what_to_change(tmp_path: Path, keys: dict[str, Any], begins: str, holds: str) -> None:
+    says = error_of_run(tmp_path, **keys)
+    assert says.startswith(begins)
+    assert "out of memory" in says
+    assert holds in says
+    assert says.count("set one of") == 1
+
+
+@pytest.mark.parametrize("task", ["train", "evaluate", "predict"])
+def test_a_batch_that_does_not_fit_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr(data, "on_device", lambda batches, device: map(full, batches))
+    optimizer = {} if task == "train" else {"optimizer": None}
+    says = error_of_run(tmp_path, model=small(most=9), task=task, **optimizer)
+    assert "step 0" in says.partition(": ")[0]
+    assert "OutOfMemoryError: CUDA out of memory" in says and "7 rows; set one of: shards: 2" in says
+
+
+def test_a_model_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr(nn.Module, "to", full)
+    with pytest.raises(JobError, match=r"cannot be moved to cpu: CUDA out of memory.*; set one of: .*device_map"):
+        build_model(job_of("mlp"), [torch.device("cpu")])
+
+
+def test_other_errors_get_no_advice_about_memory(tmp_path: Path) -> None:
+    assert "set one of" not in error_of_run(tmp_path, model=small(says="out of ideas"))
+
+
+def test_the_user_is_told_which_rank_it_was() -> None:
+    told = error_of(
+        Failed("a", World(1, 2, node="10.0.0.2"), ModelError, "step 3, shard 1: model raised ...", "", "")
+    )
+    assert str(told).startswith("rank 1 on 10.0.0.2: step 3, shard 1: model raised")
