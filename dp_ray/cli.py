@@ -5,6 +5,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,8 +40,16 @@ OVERWRITE = click.option(
 )
 
 
+_at_end = ExitStack()  # closed when the outcome has been said
+
+
 def main() -> None:
     """Run the program; exit status 0 done, 1 the job failed, 2 bad job file or usage, 130 interrupted."""
+    with _at_end:
+        _run_program()
+
+
+def _run_program() -> None:
     try:
         cli(standalone_mode=False)
     except click.exceptions.Exit as leaving:
@@ -105,7 +114,7 @@ def run(
 
         settings = (*settings, *take_settings(env_from))
     jobs = [_load(job_file, workers, settings, name=name, storage=storage) for job_file in job_files]
-    _say_import(jobs[0].run_name, flags["quiet"])
+    _connect(jobs, flags["address"], flags["quiet"], flags["verbose"])
     from dp_ray.driver import Options
     from dp_ray.several import running
 
@@ -326,10 +335,34 @@ def schema(out: TextIO) -> None:
     click.echo(json.dumps(json_schema(), indent=2), file=out)
 
 
+def _connect(jobs: list[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> None:
+    """Say what begins, import torch, and have Ray start or connect meanwhile, if there is a single job.
+
+    Returns when Ray is there, since the job's own code may change the environment that a new Ray takes over.
+    """
+    name = jobs[0].run_name
+    if all(job.max_workers == 0 for job in jobs):
+        return _say(f"{name}: importing torch", is_quiet)
+    _say_import(name, is_quiet)
+    if len(jobs) > 1:
+        return None
+    from dp_ray.cluster.connect import connected_early, what_begins
+
+    _say(f"{name}: {what_begins(address)}", is_quiet)
+    early = _at_end.enter_context(connected_early(jobs[0], address, is_verbose))
+    from dp_ray.cluster import workers  # noqa: F401
+
+    return early.wait()
+
+
 def _say_import(name: str, is_quiet: bool) -> None:
     """Say that torch and Ray are being imported, which takes the first seconds of a run."""
+    _say(f"{name}: importing torch and Ray", is_quiet)
+
+
+def _say(line: str, is_quiet: bool) -> None:
     if not is_quiet:
-        click.echo(f"{name}: importing torch and Ray", err=True)
+        click.echo(line, err=True)
 
 
 def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dp_ray.cluster.connect import connected, is_connected
+from dp_ray.cluster.connect import connected, is_connected, what_begins
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
-from dp_ray.cluster.workers import check_can_be_shipped, start_workers, what_begins
+from dp_ray.cluster.workers import check_can_be_shipped, start_workers
 from dp_ray.driver import Options, Prepared, ShortErrors, execute, options_of
 from dp_ray.errors import ClusterError, JobError, RunInterrupted
 from dp_ray.job import Job

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 import dp_ray
+from dp_ray.cluster.early import EarlyConnection
 from dp_ray.cluster.ray_internals.core import (
     autoscales,
     find_users_token,
@@ -42,11 +43,21 @@ from dp_ray.system.stop_signals import handlers_kept
 def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
     """Connect to Ray while the block runs: the caller's own, the one at an address, or an embedded one.
 
-    The address is `address`, else RAY_ADDRESS, which Ray sets in its jobs. Raises ClusterError if no Ray answers.
+    A connection that `connected_early` has begun is taken over. The address is `address`, else RAY_ADDRESS, which Ray
+    sets in its jobs. Raises ClusterError if no Ray answers.
     """
-    if ray.is_initialized():
+    if early := EarlyConnection.take():
+        with early:
+            yield
+    elif ray.is_initialized():
         yield
-        return
+    else:
+        with _connected(keys, address, verbose):
+            yield
+
+
+@contextmanager
+def _connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
     short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path is limited to 107 characters, TMPDIR is not
@@ -61,7 +72,30 @@ def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[
 
 def is_connected() -> bool:
     """Whether this process is connected to a Ray, by the caller's own ray.init or by a session."""
-    return bool(ray.is_initialized())
+    return bool(ray.is_initialized()) and EarlyConnection.begun is None
+
+
+@contextmanager
+def connected_early(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[EarlyConnection]:
+    """Begin to connect in a thread; the first `connected` within the block takes the connection over.
+
+    After the block the connection has ended.
+    """
+    early = EarlyConnection.begun = EarlyConnection(lambda: _connected(keys, address, verbose))
+    early.start()
+    try:
+        yield early
+    finally:
+        EarlyConnection.begun = None
+        early.end()
+
+
+def what_begins(address: str | None) -> str:
+    """The first phase to show: what the user waits for until Ray is there."""
+    if is_connected():
+        return "looking at the cluster"
+    found = address_of(address)
+    return f"connecting to Ray at {found}" if found else "starting Ray"
 
 
 def address_of(given: str | None) -> str | None:

@@ -8,7 +8,8 @@ from typing import Any
 import ray
 
 from dp_ray.cluster.channel import open_channel, receive
-from dp_ray.cluster.connect import address_of, check_fits, connected, worker_resources
+from dp_ray.cluster.connect import check_fits, connected, is_connected, what_begins, worker_resources
+from dp_ray.cluster.early import EarlyConnection
 from dp_ray.cluster.launch import launch
 from dp_ray.cluster.node_control import RayNodeControl
 from dp_ray.cluster.ray_internals.failures import why_failed
@@ -154,8 +155,9 @@ def run_on_ray(
     Raises StopRequested if the user stopped the run, else the error that ended it.
     """
     check_can_be_shipped(job)
-    is_own = not ray.is_initialized()
-    monitor.begin(what_begins(address))
+    is_own = not is_connected()
+    if EarlyConnection.begun is None:  # else there is nothing to wait for
+        monitor.begin(what_begins(address))
     with connected(job, address, verbose), TemporaryDirectory() as folder:
         workers = start_workers(job, folder, is_own, verbose, console.say)
         try:
@@ -177,14 +179,6 @@ def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, sa
     channel = open_channel(keys.max_workers)
     config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
     return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, verbose)
-
-
-def what_begins(address: str | None) -> str:
-    """The first phase to show: what the user waits for until Ray is there."""
-    if ray.is_initialized():
-        return "looking at the cluster"
-    found = address_of(address)
-    return f"connecting to Ray at {found}" if found else "starting Ray"
 
 
 def backend_of(job: Job, gpus_per_worker: float) -> str:
