@@ -86,12 +86,12 @@ class Session:
 
     def execute(self, job: Job, options: Options) -> Result:
         """Run a job on the session's workers and return its result."""
+        self._check_open()
         if not self._runs.acquire(blocking=False):
             raise ClusterError("the session runs another job; a session runs one at a time")
         try:
             self._stay_awake()
-            if self._ended:
-                raise ClusterError(f"the session has ended: {self._ended}")
+            self._check_open()
             if job.max_workers == 0:
                 return execute(job, options)
             check_covered(job, self._keys, self._workers.each)
@@ -104,6 +104,10 @@ class Session:
         finally:
             self._wait_idle()
             self._runs.release()
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise ClusterError(f"the session has ended: {self._ended}")
 
     @property
     def has_ended(self) -> bool:

@@ -198,7 +198,7 @@ SCRIPT = """
         threading.Thread(target=watch, daemon=True).start()
 
     with dp_ray.session(address=sys.argv[1], workers=2) as session:
-        keys = dict(workers=2, name="stopped", bitwise=True, epochs=2, checkpoint={"every_steps": 5})
+        keys = dict(workers=2, shards=3, name="stopped", bitwise=True, epochs=2, checkpoint={"every_steps": 5})
         interrupt_at(5)
         try:
             session.run(sys.argv[2], **keys)
@@ -224,7 +224,7 @@ def test_ctrl_c_stops_the_job_and_the_session_stays(cluster: Cluster, tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     assert "STOPPED" in done.stdout
-    assert f"RESULT done [2] {expected.weights_sha256}" in done.stdout, done.stdout
+    assert f"RESULT done [2, 2] {expected.weights_sha256}" in done.stdout, done.stdout
     assert done.stderr.count("importing torch") <= 2, "the workers stay"
 
 
