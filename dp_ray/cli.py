@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import click
 
+from dp_ray.early_start import begun, say_import
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
@@ -114,7 +115,7 @@ def run(
 
         settings = (*settings, *take_settings(env_from))
     jobs = [_load(job_file, workers, settings, name=name, storage=storage) for job_file in job_files]
-    _connect(jobs, flags["address"], flags["quiet"], flags["verbose"])
+    _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver import Options
     from dp_ray.several import running
 
@@ -177,7 +178,7 @@ def verify(
     """Run a job on several numbers of workers and check that the results are the same."""
     counts = parse_counts(workers)
     job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
-    _say_import(job.run_name, quiet)
+    say_import(job.run_name, quiet)
     from dp_ray.driver import Options
     from dp_ray.verify import verify as run_verify
 
@@ -273,7 +274,7 @@ def _follow_up(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    _say_import(name or run_dir, flags["quiet"])
+    say_import(name or run_dir, flags["quiet"])
     from dp_ray.driver import Options, execute
     from dp_ray.follow_up import follow_up
 
@@ -333,36 +334,6 @@ def schema(out: TextIO) -> None:
     from dp_ray.job_schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2), file=out)
-
-
-def _connect(jobs: list[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> None:
-    """Say what begins, import torch, and have Ray start or connect meanwhile, if there is a single job.
-
-    Returns when Ray is there, since the job's own code may change the environment that a new Ray takes over.
-    """
-    name = jobs[0].run_name
-    if all(job.max_workers == 0 for job in jobs):
-        return _say(f"{name}: importing torch", is_quiet)
-    _say_import(name, is_quiet)
-    if len(jobs) > 1:
-        return None
-    from dp_ray.cluster.connect import connected_early, what_begins
-
-    _say(f"{name}: {what_begins(address)}", is_quiet)
-    early = _at_end.enter_context(connected_early(jobs[0], address, is_verbose))
-    from dp_ray.cluster import workers  # noqa: F401
-
-    return early.wait()
-
-
-def _say_import(name: str, is_quiet: bool) -> None:
-    """Say that torch and Ray are being imported, which takes the first seconds of a run."""
-    _say(f"{name}: importing torch and Ray", is_quiet)
-
-
-def _say(line: str, is_quiet: bool) -> None:
-    if not is_quiet:
-        click.echo(line, err=True)
 
 
 def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:

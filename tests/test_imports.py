@@ -45,6 +45,7 @@ FLOORS = [
     "several",
     "follow_up",
     "verify",
+    "early_start",
     "cli",
     "__main__",
 ]
@@ -53,6 +54,7 @@ LAZY = {
     "dp_ray/__init__.py",
     "dp_ray/cli.py",
     "dp_ray/driver.py",
+    "dp_ray/early_start.py",
     "dp_ray/planning.py",
     "dp_ray/several.py",
     "dp_ray/cluster/ray_internals/core.py",

@@ -44,6 +44,8 @@ def _files_of_modules(folder: Path) -> dict[str, list[str]]:
         path = getattr(module, "__file__", None)
         if not path or name == "__main__" or name.partition(".")[0] == OURS:
             continue
+        if "site-packages" in path:
+            continue  # at once: most are installed, and to resolve a path takes longer than all else here
         resolved = Path(path).resolve()
         if resolved.is_relative_to(folder) and "site-packages" not in resolved.parts:
             found.setdefault(str(resolved), []).append(name)
