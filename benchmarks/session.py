@@ -1,0 +1,59 @@
+"""The second job of a session, call to merged outputs in hand, against the first one and a bare TorchTrainer.
+
+All run PyTorch's DataParallel tutorial on two workers of a Ray that is up. The first job's time is that from the call
+of `dp_ray.session`.
+"""
+
+import time
+from pathlib import Path
+from statistics import median
+
+import dp_ray
+from benchmarks import bare
+from benchmarks.cluster import local_ray, scratch
+from benchmarks.measure import seconds
+from benchmarks.run import JOB, WORKERS
+from benchmarks.table import Row, share, time_text
+
+REPEATS = 3
+WHAT = "session: 100 rows, 2 workers, Ray up: the second job, call to merged outputs"
+AT_MOST_SECONDS = 1.0
+AT_MOST_OF_FIRST = 0.1
+AT_MOST_OF_TRAINER = 0.05
+
+
+def measure() -> list[Row]:
+    with local_ray(), scratch() as folder:
+        rounds = [_round(folder / str(number)) for number in range(REPEATS + 1)]
+    # In the first round, files are read into memory.
+    first, second, trainer = map(median, zip(*rounds[1:], strict=True))
+    return [
+        _row(second, first, "the first, with its session", AT_MOST_OF_FIRST),
+        _row(second, trainer, "TorchTrainer, a report each batch", AT_MOST_OF_TRAINER),
+    ]
+
+
+def _round(folder: Path) -> tuple[float, float, float]:
+    """Seconds of a session's first job with its start, of its second job, and of the same on a TorchTrainer."""
+    started = time.perf_counter()
+    with dp_ray.session(workers=WORKERS, quiet=True) as session:
+        _run(session, folder, "first")
+        first = time.perf_counter() - started
+        second = seconds(lambda: _run(session, folder, "second"))
+    return first, second, seconds(lambda: bare.run(folder / "bare", WORKERS))
+
+
+def _run(session: dp_ray.Session, folder: Path, name: str) -> None:
+    outputs = session.run(JOB, storage=str(folder), name=name).outputs
+    assert len(outputs) == bare.ROWS
+
+
+def _row(ours: float, theirs: float, who: str, at_most: float) -> Row:
+    return Row(
+        WHAT,
+        time_text(ours),
+        f"{time_text(theirs)} {who}",
+        share(ours, theirs),
+        f"at most {at_most} of its time, and {AT_MOST_SECONDS:.0f} s",
+        ours <= min(at_most * theirs, AT_MOST_SECONDS),
+    )
