@@ -131,6 +131,8 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
     Public: none; Ray's own keeps the resources of such workers.
     """
 
+    takes_idle = False  # whether its workers may be processes that Ray holds ready; only while no task has run in any
+
     def _start(self) -> None:
         try:
             super()._start()
@@ -142,8 +144,12 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
-        """Leave out Ray Train's variables, which `WorkersStart` sets, so that Ray can take a process that runs."""
-        return custom_runtime_env
+        """An environment without variables, for which Ray has processes ready, else one that gets new processes.
+
+        `WorkersStart` sets the variables. A process that ran a task may have imported torch before `env` is set.
+        """
+        takes_idle, CleanWorkerGroup.takes_idle = CleanWorkerGroup.takes_idle, False
+        return custom_runtime_env if takes_idle else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
 
 class NoSynchronization:
@@ -175,8 +181,9 @@ class WorkerController(TrainController):  # type: ignore[misc]
 
     worker_group_cls = CleanWorkerGroup
 
-    def __init__(self, variables: dict[str, str], **given: Any) -> None:
+    def __init__(self, variables: dict[str, str], takes_idle: bool, **given: Any) -> None:
         set_environment(variables)
+        CleanWorkerGroup.takes_idle = takes_idle
         package = ray.train.v2._internal.execution.worker_group  # in this process, which is the controller's own
         package.worker_group.SynchronizationActor = NoSynchronization
         package.state._shutdown_sync_actor = _kill_unless_missing

@@ -16,6 +16,16 @@ from dp_ray.cluster.ray_internals.core import label_of
 from dp_ray.cluster.ray_internals.train import WorkerController, WorkerRestarts, WorkerScaling, WorkersStart
 from dp_ray.cluster.ray_internals.variables import WARN_BLOCKING
 
+_started_by: set[str] = set()  # the ids of this process as a driver, one for each connection
+
+
+def _is_first_start() -> bool:
+    """Whether this connection to Ray starts workers for the first time: no user code has run in its processes."""
+    this = ray.get_runtime_context().get_worker_id()
+    is_first = this not in _started_by
+    _started_by.add(this)
+    return is_first
+
 
 class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer with our policies, which can be aborted and starts no needless process.
@@ -34,6 +44,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
     ) -> None:
         super().__init__(*args, **keys)
         self._on_start = start
+        self._is_own = is_own
         self._unneeded: tuple[type[Any], ...] = (DatasetsCallback,)  # for Ray Data, which is not used
         if is_own:
             self._unneeded += (PlacementGroupCleanerCallback,)  # the end of the job cleans up instead
@@ -61,8 +72,10 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         """
         here = label_of(ray.get_runtime_context().get_node_id())
         variables = {WARN_BLOCKING: "0", **get_env_vars_to_propagate()}
-        actor = ray.remote(num_cpus=0, label_selector=here)(WorkerController)
-        self._controller = actor.remote(variables, **{**given, **self._policies})
+        takes_idle = self._is_own and _is_first_start()
+        runtime_env = {} if takes_idle else {"env_vars": variables}
+        actor = ray.remote(num_cpus=0, label_selector=here, runtime_env=runtime_env)(WorkerController)
+        self._controller = actor.remote(variables, takes_idle, **{**given, **self._policies})
         self._ended = self._controller.run.remote().future()
         return _Begun()
 
