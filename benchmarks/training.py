@@ -90,7 +90,7 @@ def ours(model: str, world: World, control: StepControl | None = None, **keys: A
 def pulsed(channel: Any) -> float:
     """Seconds of a step of one worker, with all by which faults are found and survived."""
     world = World()
-    with Heartbeat(channel, "benchmark", world, 600.0) as heartbeat:
+    with Heartbeat(channel, 0, "benchmark", world, 600.0) as heartbeat:
         return BATCH / ours("mlp", world, control=heartbeat)
 
 

@@ -31,7 +31,7 @@ from dp_ray.rundir.history_file import HISTORY, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import Lease, held, wait_until_free
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.rundir.unfinished import interruption, last_end
+from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.rundir.weights import LINKS, first_step
 from dp_ray.system.environment import environment
 from dp_ray.system.stop_signals import planned_stops
@@ -149,7 +149,7 @@ def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> It
     if claimed.lengths:
         yield f"continues to step {split.total_steps} ({claimed.lengths})"
     if end := last_end(prepared.job, split, claimed.storage, killed):
-        yield f"the last attempt was {end.what}"
+        yield f"the last driver was {end.what}"
 
 
 def _on_own_workers(options: Options) -> OnRay:
@@ -200,7 +200,7 @@ class Execution:
                 check_ours(self._claimed)
                 self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
-            interrupted = RunInterrupted(interruption(self._job, self._storage, self._split, self._options.overwrite))
+            interrupted = RunInterrupted(stop_message(self._job, self._storage, self._split, self._options.overwrite))
             self._keep_unfinished("interrupted", interrupted)
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:

@@ -215,7 +215,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     )
 
     retries: NonNegativeInt = Field(
-        default=3, description="How many times lost workers are replaced before the job fails."
+        default=3,
+        description="How many times all workers are started again, after a loss, a hang or an error that may pass, "
+        "before the job fails.",
     )
     storage: Annotated[str, Field(min_length=1)] = Field(
         default="runs",

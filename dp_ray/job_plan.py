@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
-from dp_ray.plan.plan import Checkpoints, Evaluations, PlacedBlock, Plan, Schedule, remarks
+from dp_ray.plan.plan import Checkpoints, Due, Evaluations, PlacedBlock, Plan, remarks
 from dp_ray.plan.split import Split, chunk_sizes
 
 
@@ -44,15 +44,15 @@ def evaluations_of(job: Job, rows: int) -> Evaluations:
     assert job.eval is not None
     each = job.eval.every_epochs or (None if job.eval.every_steps else 1)
     split = Split(rows, job.over_eval().batch_size, job.num_shards)
-    return Evaluations(split, Schedule(job.eval.every_steps, each))
+    return Evaluations(split, Due(job.eval.every_steps, each))
 
 
 def checkpoints_of(job: Job) -> Checkpoints:
     """When a training writes checkpoints: by default at the end of each epoch, and more by the clock."""
     when = job.checkpoint
     is_auto = when.every_seconds == "auto" and when.every_steps is None
-    schedule = Schedule(when.every_steps, 1 if is_auto else None)
-    return Checkpoints(schedule, when.keep, when.every_seconds, when.best.metric if when.best else None)
+    due = Due(when.every_steps, 1 if is_auto else None)
+    return Checkpoints(due, when.keep, when.every_seconds, when.best.metric if when.best else None)
 
 
 def _check(job: Job, split: Split) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dp_ray.cluster.connect import connected, is_connected, what_begins
+from dp_ray.cluster.connect import address_of, connected, is_connected, what_begins
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
-from dp_ray.cluster.workers import check_can_be_shipped, start_workers
+from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
 from dp_ray.driver import Options, Prepared, ShortErrors, execute, options_of
 from dp_ray.errors import ClusterError, JobError, RunInterrupted
 from dp_ray.job import Job
@@ -95,6 +95,7 @@ class Session:
             if job.max_workers == 0:
                 return execute(job, options)
             check_covered(job, self._keys, self._workers.each)
+            job = job.model_copy(update={"env": {**self._keys.env, **job.env}})  # in the driver too
             self._renew(Console(job.run_name, options.quiet))
             return execute(job, options, self._run_on_workers)
         except RunInterrupted:
@@ -136,11 +137,13 @@ class Session:
         """Connect to Ray and start the workers."""
         say = Console("session", self._quiet).say
         say(what_begins(self._address))
+        if self._is_own and address_of(self._address):
+            self._sources.note_sent()
         with ExitStack() as opening:
             opening.enter_context(connected(self._keys, self._address, self._verbose))
             self._folder = opening.enter_context(TemporaryDirectory())
             self._start_workers(say)
-            opening.callback(lambda: self._workers.close(wait=not self._is_own))
+            opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()
 
     def _start_workers(self, say: Any) -> None:
@@ -153,14 +156,18 @@ class Session:
         if why is None:
             return
         console.say(f"the workers are started anew: {why}")
-        self._sources.forget()
-        # A connection sends the code to the cluster. Its end frees what an aborted group of workers holds.
-        if self._is_own and (self._workers.is_aborted or (edited and self._address)):
-            self._open.close()
-            self._connect()
-        else:
-            self._workers.close(wait=True)
+        if edited:
+            self._sources.forget()
+        if self._is_own and edited and address_of(self._address):  # a connection sends the code to the cluster
+            self._reconnect()
+        elif self._workers.close(CLOSE_SECONDS if self._is_own else LEAVE_SECONDS) or not self._is_own:
             self._start_workers(console.say)
+        else:  # the end of the connection frees what these workers hold
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        self._open.close()
+        self._connect()
 
     def _why_renewed(self, edited: list[str]) -> Iterator[str]:
         if edited:
@@ -224,10 +231,15 @@ def keys_for(jobs: Iterable[Job]) -> WorkerKeys:
             "accelerator_type": _common("accelerator_type", [job.accelerator_type for job in found], None),
             "placement": _common("placement", [job.placement for job in found], "PACK"),
             "devices": found[0].devices if all(job.devices == found[0].devices for job in found) else None,
-            "timeouts": found[0].timeouts,
+            "timeouts": {"capacity": _longest([job.timeouts.capacity for job in found])},
             "env": found[0].env if all(job.env == found[0].env for job in found) else {},
         }
     )
+
+
+def _longest(seconds: list[float | None]) -> float | None:
+    """The longest of some times; None is without limit."""
+    return None if None in seconds else max(one for one in seconds if one is not None)
 
 
 def _common(key: str, values: list[Any], default: Any) -> Any:

@@ -22,6 +22,11 @@ def is_users(filename: str) -> bool:
     return _is_outside(filename) and not INSTALLED & set(Path(filename).parts)
 
 
+def is_installed(filename: str) -> bool:
+    """Whether a frame's file is in an installed package."""
+    return bool(INSTALLED & set(Path(filename).parts))
+
+
 def is_others(filename: str) -> bool:
     """Whether a frame's file is the user's, or in a package other than dp_ray, torch and Ray."""
     parts = Path(filename).parts

@@ -27,22 +27,16 @@ hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile("dp_ray")
 
 
-ONE_PROCESS = {"test_s3", "test_notebook", "test_wheel"}  # a server, a kernel, a wheel for all tests of the file
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let all tests on Ray run in one process, with one cluster, and pass over what Ray leaves to the collector."""
+    """Check that tests on a cluster are marked, and have them pass over what Ray leaves to the garbage collector."""
     for item in items:
         is_on_ray = item.get_closest_marker("ray") is not None
         assert is_on_ray or "cluster" not in getattr(item, "fixturenames", ()), (
             f"{item.nodeid} uses a cluster, and is not marked ray"
         )
         if is_on_ray:
-            item.add_marker(pytest.mark.xdist_group("ray"))
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"))
-        elif item.path.stem in ONE_PROCESS:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def environment() -> dict[str, str]:

@@ -69,7 +69,6 @@ def test_idle_workers_leave_for_others_and_at_the_end_but_not_during_a_job() -> 
         await channel.request(RESIZE)
         assert not third.done(), "it would end the group under the job's workers"
         await channel.finish(1)
-        await channel.request(RESIZE)
         assert await third is Ask.STOP
         await channel.request(NOTHING)
         last = await soon(channel.next_job(1))
@@ -83,11 +82,14 @@ def test_a_users_stop_holds_for_one_job_only() -> None:
     async def play() -> None:
         channel = Channel()
         await channel.begin(Terms(1, 1), [])
-        assert await channel.request(END)
-        assert not await channel.request(RESIZE), "the user's stop is final"
+        await channel.request(END, 1)
+        await channel.request(RESIZE)
+        assert (await channel.state())[0] == END, "the user's stop is final"
         await channel.finish(1)
-        await channel.begin(Terms(2, 1), [])
         assert (await channel.state())[0] == NOTHING
+        await channel.begin(Terms(2, 1), [])
+        await channel.request(END, 1)
+        assert (await channel.state())[0] == NOTHING, "a late stop of the last job"
 
     played(play())
 
@@ -103,6 +105,27 @@ def test_a_job_gets_no_messages_of_the_idle_time_but_how_far_the_start_is() -> N
         await channel.finish(1)
         await channel.begin(Terms(2, 2), [])
         assert await channel.receive(wait=False) == []
+
+    played(play())
+
+
+def test_workers_of_a_job_that_was_given_up_reach_no_other_job() -> None:
+    async def play() -> None:
+        channel = Channel()
+        await channel.begin(Terms(1, 1), ["one"])
+        assert await channel.next_job(0, "old") == (Terms(1, 1), ["one"])
+        await channel.give_up(1, b"gave up")
+        assert await channel.receive() == [b"gave up"]
+        await channel.begin(Terms(2, 2), ["two"])
+        await channel.put(b"late", 1)
+        assert await channel.receive(wait=False) == []
+        old = await soon(channel.next_job(1, "old"))
+        assert not old.done(), "this worker is about to be ended"
+        assert await channel.next_job(0, "new") == (Terms(2, 2), ["two"])
+        await channel.put(b"of the second job", 2)
+        assert await channel.receive() == [b"of the second job"]
+        await channel.close()
+        assert await old is Ask.END
 
     played(play())
 

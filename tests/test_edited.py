@@ -13,12 +13,13 @@ from dp_ray.system.edited import Sources
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of two modules, from which this process imports."""
+    """A folder of three modules, from which this process imports."""
     (tmp_path / "edited_one.py").write_text("VALUE = 1\n")
-    (tmp_path / "edited_two.py").write_text("from edited_one import VALUE\n")
+    (tmp_path / "edited_two.py").write_text("import edited_one\nVALUE = edited_one.VALUE\n")
+    (tmp_path / "edited_three.py").write_text("VALUE = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    for name in ("edited_one", "edited_two"):
+    for name in ("edited_one", "edited_two", "edited_three"):
         sys.modules.pop(name, None)
 
 
@@ -41,13 +42,26 @@ def test_only_files_that_changed_since_they_were_noted_are_edited(folder: Path) 
 
 
 def test_what_is_forgotten_is_imported_anew_with_all_that_uses_it(folder: Path) -> None:
+    assert importlib.import_module("edited_three").VALUE == 3
     assert importlib.import_module("edited_two").VALUE == 1
     sources = Sources(folder)
     sources.note()
     edit(folder / "edited_one.py", "VALUE = 22\n")
     sources.forget()
     assert sources.edited() == []
+    assert "edited_three" in sys.modules, "it has nothing to do with the edited one"
     assert importlib.import_module("edited_two").VALUE == 22
+
+
+def test_of_files_that_were_sent_each_edit_counts_and_each_new_file(folder: Path) -> None:
+    (folder / ".hidden").mkdir()
+    sources = Sources(folder)
+    sources.note_sent()
+    assert sources.edited() == []
+    edit(folder / "edited_three.py", "VALUE = 33\n")
+    (folder / "new.py").touch()
+    (folder / ".hidden" / "new.py").touch()
+    assert sources.edited() == ["edited_three.py", "new.py"]
 
 
 def test_modules_from_elsewhere_and_our_own_stay(folder: Path) -> None:

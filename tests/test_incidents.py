@@ -95,7 +95,7 @@ def test_each_attempts_end_is_told_as_it_was(tmp_path: Path, capsys: pytest.Capt
     assert re.match("ended after step 20 by DataError: .*sector 7", third[1]) and third[2:] == (20, 16)
     assert fourth == ("driver", "stopped by SIGTERM after step 19", 19, 19)
     assert result.world_sizes == [1] * 5
-    assert "run: the last attempt was stopped by SIGTERM after step 19\n" in capsys.readouterr().err
+    assert "run: the last driver was stopped by SIGTERM after step 19\n" in capsys.readouterr().err
     assert (
         "driver: killed, or its machine lost, after step 31 (the last it reported); driver: ended after step 20 by"
         in reported(tmp_path / "run", capsys)

@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 
 from dp_ray.task import isolation
 from dp_ray.task.isolation import isolated
+from tests.support.cluster import ROOT
 from tests.support.messy import Messy, settings
 
 
@@ -53,6 +57,49 @@ def test_the_process_that_frees_shared_memory_goes_on() -> None:
         SharedMemory(create=True, size=8).unlink()
     tracker = psutil.Process(resource_tracker._resource_tracker._pid)  # type: ignore[attr-defined]
     assert tracker.status() != psutil.STATUS_ZOMBIE
+
+
+SERVED = """
+import multiprocessing, os
+from dp_ray.task.isolation import isolated
+
+if __name__ == "__main__":
+    for _ in range(2):
+        with isolated() as remains:
+            child = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+        assert remains == []
+        print(multiprocessing.forkserver._forkserver._forkserver_pid)
+"""
+
+
+def test_python_starts_its_server_of_forked_processes_again(tmp_path: Path) -> None:
+    script = tmp_path / "served.py"
+    script.write_text(SERVED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
+
+
+def test_a_librarys_thread_that_serves_any_job_does_not_remain() -> None:
+    with isolated() as remains, ThreadPoolExecutor(1) as pool:
+        pool.submit(os.getpid).result()
+        kept = ThreadPoolExecutor(1)
+        kept.submit(os.getpid).result()
+    kept.shutdown()
+    assert remains == []
+
+
+def test_what_cannot_be_restored_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    with isolated() as remains:
+        os.chdir(tmp_path)
+        gone.rmdir()
+    assert remains == ["its working directory"]
 
 
 def test_a_thread_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

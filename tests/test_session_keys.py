@@ -97,6 +97,16 @@ def test_the_gpus_of_a_session_are_enough_for_each_job(gpus: tuple[Any, Any], se
     assert keys_for([job_of(workers=1, gpus_per_worker=one) for one in gpus]).gpus_per_worker == session
 
 
+@pytest.mark.parametrize(
+    ("seconds", "session"), [((5, 700), 700), ((700, 5), 700), ((5, None), None), ((None, 5), None), ((5,), 5)]
+)
+def test_a_session_waits_for_capacity_as_long_as_any_of_its_jobs_would(
+    seconds: tuple[Any, ...], session: Any
+) -> None:
+    jobs = [job_of(workers=1, timeouts={"capacity": one}) for one in seconds]
+    assert keys_for(jobs).timeouts.capacity == session
+
+
 def test_jobs_that_contradict_each_other_share_no_session() -> None:
     with pytest.raises(JobError, match="placement: jobs of one session must agree, got 'SPREAD' and 'STRICT_PACK'"):
         keys_for([job_of(workers=1, placement=one) for one in ("SPREAD", "PACK", "STRICT_PACK")])

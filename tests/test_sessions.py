@@ -191,20 +191,21 @@ SCRIPT = """
 
     def interrupt_at(step):
         def watch():
-            journal = os.path.join("runs", "stopped", "history")
+            journal = os.path.join(sys.argv[2], "stopped", "history")
             while not os.path.isdir(journal) or not os.listdir(journal):
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGINT)
         threading.Thread(target=watch, daemon=True).start()
 
     with dp_ray.session(address=sys.argv[1], workers=2) as session:
-        keys = dict(workers=2, shards=3, name="stopped", bitwise=True, epochs=2, checkpoint={"every_steps": 5})
+        keys = dict(workers=2, shards=3, name="stopped", storage=sys.argv[2], bitwise=True, epochs=2)
+        keys["checkpoint"] = {"every_steps": 5}
         interrupt_at(5)
         try:
-            session.run(sys.argv[2], **keys)
+            session.run("jobs/digits.yaml", **keys)
         except dp_ray.errors.RunInterrupted as stopped:
             print("STOPPED", stopped, flush=True)
-        result = session.run(sys.argv[2], **keys)
+        result = session.run("jobs/digits.yaml", **keys)
         print("RESULT", result.status, result.world_sizes, result.weights_sha256, flush=True)
 """
 
@@ -213,15 +214,9 @@ def test_ctrl_c_stops_the_job_and_the_session_stays(cluster: Cluster, tmp_path: 
     expected = alone(tmp_path, "jobs/digits.yaml", bitwise=True, epochs=2)
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, script, cluster.address, ROOT / "jobs" / "digits.yaml"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, str(script), cluster.address, str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "STOPPED" in done.stdout
     assert f"RESULT done [2, 2] {expected.weights_sha256}" in done.stdout, done.stdout
@@ -237,24 +232,34 @@ def test_a_session_that_is_idle_for_long_ends_and_says_so(cluster: Cluster, in_p
             session.run("jobs/tutorial.yaml")
 
 
-def test_code_that_was_edited_between_two_jobs_is_what_runs(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Lines
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = tmp_path / "edited_model.py"
-    model.write_text(
-        "import torch\n\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return x + 1\n"
-    )
-    keys: dict[str, Any] = {"model": "edited_model:Model", "dataset": models.Rows(4), "batch_size": 2, "workers": 1}
-    with dp_ray.session(address=cluster.address, workers=1) as session:
+EDITED = """
+    import pathlib
+    import dp_ray
+
+    model = pathlib.Path("edited_model.py")
+    text = "import torch\\nclass Model(torch.nn.Module):\\n    def forward(self, x):\\n        return x + 1\\n"
+    text += "def rows():\\n    return torch.utils.data.TensorDataset(torch.arange(4.0).reshape(4, 1))\\n"
+    model.write_text(text)
+    keys = dict(model="edited_model:Model", dataset="edited_model:rows", batch_size=2, workers=1)
+    with dp_ray.session(workers=1) as session:
         first = session.run(None, name="first", **keys)
-        model.write_text(model.read_text().replace("x + 1", "x + 2000"))
+        model.write_text(text.replace("x + 1", "x + 2000"))
         second = session.run(None, name="second", **keys)
         third = session.run(None, name="third", **keys)
-    sys.modules.pop("edited_model", None)
-    assert "second: the workers are started anew: edited_model.py was edited\n" in capfd.readouterr().err
-    assert (second.outputs - first.outputs).round().unique().tolist() == [1999]
-    assert pids(first) != pids(second) == pids(third)
+    print((second.outputs - first.outputs).round().unique().tolist())
+    pids = [one.workers[0]["pid"] for one in (first, second, third)]
+    print(pids[0] != pids[1] == pids[2])
+"""
+
+
+def test_code_that_was_edited_between_two_jobs_is_what_runs(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(EDITED))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), ADDRESS: cluster.address}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "[1999.0]\nTrue\n", done.stderr
+    assert "second: the workers are started anew: edited_model.py was edited\n" in done.stderr
 
 
 def test_the_page_on_sessions_works(

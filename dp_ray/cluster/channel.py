@@ -27,15 +27,21 @@ class Channel:
         self._job: list[Any] = []
         self._phase: list[bytes] = []
         self._is_closed = False
+        self._group = ""
+        self._lost_group = ""
         self._fired: set[int] = set()
         self._ended: dict[str, set[int]] = {}
         self._stores: dict[str, tuple[str, int]] = {}
         self._changed = asyncio.Condition()
 
-    async def put(self, message: bytes) -> Ask:
-        """Take in a message; the answer is what the workers are asked to do now."""
-        self._messages.append(message)
-        self._arrived.set()
+    async def put(self, message: bytes, number: int = 0) -> Ask:
+        """Take in a message about job `number`, 0: about any; the answer is what the workers are asked to do now.
+
+        Workers of a job that was given up may send until they are ended; what they send is dropped.
+        """
+        if number in (0, self._terms.number):
+            self._messages.append(message)
+            self._arrived.set()
         return self._request.ask
 
     async def receive(self, wait: bool = True) -> list[bytes]:
@@ -57,21 +63,27 @@ class Channel:
         async with self._changed:
             self._messages = [*self._phase]  # what else there is concerns no job, such as workers lost while idle
             self._fired, self._ended, self._stores = set(), {}, {}
-            if self._request.ask is Ask.END:  # which was for the last job
-                self._request = NOTHING
             self._terms, self._job = terms, job
             self._changed.notify_all()
 
     async def finish(self, number: int) -> None:
         """End a job, so that no worker begins it any more."""
         if number == self._terms.number:
-            self._terms, self._job = IDLE, []
+            await self._become_idle()
 
     async def give_up(self, number: int, message: bytes) -> None:
         """End a job that has failed, and leave the message for the driver; nothing if the job has ended meanwhile."""
         if number == self._terms.number:
-            self._terms, self._job = IDLE, []
+            self._lost_group = self._group
+            await self._become_idle()
             await self.put(message)
+
+    async def _become_idle(self) -> None:
+        async with self._changed:
+            self._terms, self._job = IDLE, []
+            if self._request.ask is Ask.END:  # which was for this job
+                self._request = NOTHING
+            self._changed.notify_all()
 
     async def close(self) -> None:
         """Have the workers leave."""
@@ -79,30 +91,42 @@ class Channel:
             self._is_closed = True
             self._changed.notify_all()
 
-    async def next_job(self, after: int) -> tuple[Terms, list[Any]] | Ask:
+    async def next_job(self, after: int, group: str = "") -> tuple[Terms, list[Any]] | Ask:
         """The first job after number `after`, once there is one; Ask.END or Ask.STOP if the worker is to leave.
 
-        An idle worker is asked to leave if the session ends, or if there are to be more or fewer workers.
+        An idle worker is asked to leave if the session ends, or if there are to be more or fewer workers. `group` is
+        the id of the workers that were started together: those of a job that was given up get no other.
         """
+        self._group = group or self._group
         self._phase = []  # this worker has started
         async with self._changed:
-            await self._changed.wait_for(lambda: self._is_closed or self._terms.number > after or self._must_resize)
+            await self._changed.wait_for(
+                lambda: (
+                    self._is_closed
+                    or (not self._is_lost(group) and (self._terms.number > after or self._must_resize))
+                )
+            )
             if self._is_closed:
                 return Ask.END
             return (self._terms, self._job) if self._terms.number > after else Ask.STOP
+
+    def _is_lost(self, group: str) -> bool:
+        return bool(group) and group == self._lost_group
 
     @property
     def _must_resize(self) -> bool:
         return self._request.ask is Ask.STOP and self._terms is IDLE
 
-    async def request(self, request: Request) -> bool:
-        """Replace the current request and return True; Ask.END is final while the job lasts: no other replaces it."""
-        if self._request.ask is Ask.END and self._terms is not IDLE:
-            return False
+    async def request(self, request: Request, number: int = 0) -> None:
+        """Replace the current request; Ask.END is final while the job lasts, and no other replaces it.
+
+        A request about job `number` counts only while that job runs; 0: at any time.
+        """
+        if self._request.ask is Ask.END or number not in (0, self._terms.number):
+            return
         async with self._changed:
             self._request = request
             self._changed.notify_all()
-        return True
 
     async def state(self) -> tuple[Request, Terms]:
         """What the workers are asked to do, and the job that they run."""
@@ -147,9 +171,9 @@ def encoded(message: Any) -> bytes:
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def send(channel: Any, message: Any, wait: bool = True) -> None:
-    """Send a message; with `wait`, return only once it has arrived."""
-    sent = channel.put.remote(encoded(message))
+def send(channel: Any, message: Any, number: int = 0, wait: bool = True) -> None:
+    """Send a message about job `number`, 0: about any; with `wait`, return only once it has arrived."""
+    sent = channel.put.remote(encoded(message), number)
     if wait:
         ray.get(sent)
 

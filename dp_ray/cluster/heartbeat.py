@@ -32,6 +32,7 @@ class Heartbeat(StepControl):
     def __init__(
         self,
         channel: Any,
+        number: int,
         attempt: str,
         world: World,
         limit: float | None,
@@ -39,6 +40,7 @@ class Heartbeat(StepControl):
         driver_node: str = "",
     ) -> None:
         self._channel = channel
+        self._number = number
         self._attempt = attempt
         self._world = world
         self._limit = limit
@@ -63,11 +65,12 @@ class Heartbeat(StepControl):
         self._step, self._since = step, time.monotonic()
         if self._first is None:
             self._first = step
-            send(self._channel, Started(self._attempt, self._world.rank, step))
+            send(self._channel, Started(self._attempt, self._world.rank, step), self._number)
         for fault in [one for one in self._faults if one.is_due(self._world, step)]:
             self._faults.remove(fault)
             if ray.get(self._channel.fire.remote(fault.number)):
-                send(self._channel, FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver"))
+                injected = FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver")
+                send(self._channel, injected, self._number)
                 bring_about(fault, self._driver_node)
 
     def touch(self) -> None:
@@ -112,7 +115,7 @@ class Heartbeat(StepControl):
             stack, waits = self._stack() if is_late else ("", "")
             beat = Beat(self._attempt, self._world.rank, self._step, seconds, stack, waits)
             try:
-                request: Ask = ray.get(self._channel.put.remote(encoded(beat)))
+                request: Ask = ray.get(self._channel.put.remote(encoded(beat), self._number))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and Ray will end this worker soon
             self.wants_stop = request in (Ask.STOP, Ask.END)

@@ -1,4 +1,4 @@
-"""Binds the process group to the network interface with the node's Ray address."""
+"""Has the process groups of a worker use the network interface with the node's Ray address."""
 
 import os
 from dataclasses import dataclass

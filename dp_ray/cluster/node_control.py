@@ -17,13 +17,14 @@ from dp_ray.monitor.messages import WorkerReady
 class RayNodeControl(NodeControl):
     """Node control by way of Ray."""
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, number: int) -> None:
         self._channel = channel
+        self._number = number  # of the job
 
     def stop(self) -> None:
         """Ask all workers to stop for good, by way of the channel."""
         with contextlib.suppress(ray.exceptions.RayError):  # the run has ended already
-            ray.get(self._channel.request.remote(END))
+            ray.get(self._channel.request.remote(END, self._number))
 
     def kill(self, worker: WorkerReady) -> None:
         """Kill a worker's process, by a Ray task on its node; this does not wait for it."""

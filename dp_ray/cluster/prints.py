@@ -14,10 +14,10 @@ from dp_ray.replica.world import World
 
 
 @contextmanager
-def forwarded_prints(channel: Any, keep_prints: bool, world: World) -> Iterator[None]:
+def forwarded_prints(channel: Any, number: int, keep_prints: bool, world: World) -> Iterator[None]:
     """Send the lines that user code prints to the driver while the block runs."""
     before = sys.stdout, sys.stderr
-    lines: Any = Lines(channel, keep_prints, world, before[0])
+    lines: Any = Lines(channel, number, keep_prints, world, before[0])
     sys.stdout = sys.stderr = lines
     try:
         yield
@@ -34,8 +34,9 @@ class Lines(io.TextIOBase):
 
     _END = "\0"
 
-    def __init__(self, channel: Any, keep_prints: bool, world: World, log: TextIO) -> None:
+    def __init__(self, channel: Any, number: int, keep_prints: bool, world: World, log: TextIO) -> None:
         self._channel = channel
+        self._number = number
         self._keep_prints = keep_prints
         self._world = world
         self._log = log
@@ -47,7 +48,12 @@ class Lines(io.TextIOBase):
         self._thread.start()
 
     def write(self, text: str) -> int:
-        """Send the complete lines of the text; hold the rest until its line ends."""
+        """Send the complete lines of the text; hold the rest until its line ends.
+
+        After the job, which a handler of a library's log may outlive, the text goes to the next job or to the log.
+        """
+        if self.closed:
+            return (sys.stderr if sys.stderr is not self else self._log).write(text)
         if self._keep_prints:
             self._log.write(text)
         if self._pid != os.getpid():
@@ -88,7 +94,7 @@ class Lines(io.TextIOBase):
                 ended = self._END.encode() in lines
                 said = tuple(line.decode(errors="replace") for line in lines if line != self._END.encode())
                 if said:
-                    send(self._channel, Printed(self._world, said), wait=ended)
+                    send(self._channel, Printed(self._world, said), self._number, wait=ended)
                 if ended:
                     return
 

@@ -1,9 +1,9 @@
 """Forms the process group of a job's workers, anew for each job."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from dp_ray.system.environment import environment
 from dp_ray.task.step_control import StopRequested
 
 TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it; `timeouts.step` is usually shorter
+STORE_TIMEOUT = timedelta(seconds=60)
+
+T = TypeVar("T")
 
 _stores: list[TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
 
@@ -26,7 +29,7 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
     Rank 0 holds the store. If the block raises, but for StopRequested, the group stays: peers may wait in it, and the
     process is about to end. Raises WorkerError if the group cannot be formed.
     """
-    store = _open_store(channel, attempt, world)
+    store = _checked(lambda: _open_store(channel, attempt, world), world)
     places = {
         "RANK": world.rank,
         "WORLD_SIZE": world.world_size,
@@ -38,12 +41,7 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
         "ACCELERATE_TORCH_DEVICE": world.device,
     }
     with environment({name: str(value) for name, value in places.items()}):
-        try:
-            dist.init_process_group(
-                backend, store=store, rank=world.rank, world_size=world.world_size, timeout=TIMEOUT
-            )
-        except RuntimeError as error:
-            raise WorkerError(f"the process group could not be formed: {str(error).splitlines()[0]}") from error
+        _checked(lambda: _form(backend, store, world), world)
         try:
             yield
         except StopRequested:
@@ -58,11 +56,23 @@ def _leave(channel: Any, attempt: str, world: World) -> None:
     dist.destroy_process_group()
 
 
+def _form(backend: str, store: TCPStore, world: World) -> None:
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=TIMEOUT)
+
+
+def _checked(form: Callable[[], T], world: World) -> T:
+    try:
+        return form()
+    except RuntimeError as error:
+        says = str(error).splitlines()[0]
+        raise WorkerError(f"{world}: the process group could not be formed: {says}") from error
+
+
 def _open_store(channel: Any, attempt: str, world: World) -> TCPStore:
     if world.rank == 0:
-        store = TCPStore(world.node, 0, world.world_size, is_master=True, wait_for_workers=False)
+        store = TCPStore(world.node, 0, world.world_size, True, STORE_TIMEOUT, wait_for_workers=False)
         ray.get(channel.set_store.remote(attempt, world.node, store.port))
         _stores[:] = [store]
         return store
     host, port = ray.get(channel.store.remote(attempt))
-    return TCPStore(host, port, world.world_size, is_master=False, wait_for_workers=False)
+    return TCPStore(host, port, world.world_size, False, STORE_TIMEOUT, wait_for_workers=False)

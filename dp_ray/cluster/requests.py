@@ -12,11 +12,12 @@ GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all w
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What the driver hands to every worker when it starts."""
+    """What the driver hands to every worker when it starts; `number` is that of the job that runs."""
 
     channel: Any
     keep_prints: bool
     driver_node: str = ""
+    number: int = 0
 
 
 class Ask(StrEnum):

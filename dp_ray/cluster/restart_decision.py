@@ -55,11 +55,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All facts of a decision: what failed, what the workers were asked to do, and what is remembered."""
+    """All facts of a decision: what failed, what the workers were asked to do, and what is remembered.
+
+    `num_workers` says how many of a session's workers the job takes, the first ones; None: all.
+    """
 
     failure: StartFailed | WorkersFailed
     request: Request
     memory: Memory
+    num_workers: int | None = None
 
 
 class Do(Enum):
@@ -76,6 +80,7 @@ class Reason(Enum):
     USER_STOPS = "the user stops the run"
     DEATH_TO_COME = "workers lost a peer, whose death Ray may see in a moment"
     DIED = "processes of workers died"
+    IDLE_DIED = "processes of workers died that the job does not take"
     LOST_PEER = "workers lost a peer that lives: the network failed"
     MISTAKE = "an error that never passes"
     NO_PROGRESS = "an error before the worker had done a step"
@@ -113,7 +118,11 @@ def decide(snapshot: Snapshot, now: float) -> Decision:
         since = now if memory.lost_peer_since is None else memory.lost_peer_since
         if now - since < DEATH_SECONDS:  # a worker often reports a lost peer before Ray does
             return Decision(Do.WAIT, Reason.DEATH_TO_COME, replace(memory, lost_peer_since=since))
-    return _after_run(failure, snapshot.request, replace(memory, lost_peer_since=None))
+    memory = replace(memory, lost_peer_since=None)
+    if failure.died and not failure.ended and min(failure.died) >= (snapshot.num_workers or 0) > 0:
+        message = Interrupted(IncidentKind.WORKER, _each(failure.died.values()), tuple(failure.died))
+        return Decision(Do.RESTART, Reason.IDLE_DIED, memory, message)
+    return _after_run(failure, snapshot.request, memory)
 
 
 def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> Decision:

@@ -30,7 +30,7 @@ class RestartPolicy(WorkerRestarts):
         request, job = ray.get(self._channel.state.remote())
         if job.number != self._job.number:
             self._job, self._memory = job, Memory(job.retries)
-        decision = decide(Snapshot(failure, request, self._memory), time.monotonic())
+        decision = decide(Snapshot(failure, request, self._memory, job.workers or None), time.monotonic())
         self._memory = decision.memory
         if decision.message is not None:
             send(self._channel, decision.message)

@@ -19,7 +19,7 @@ from ray.train import ScalingConfig
 from dp_ray.cluster.channel import send
 from dp_ray.cluster.ray_internals.core import autoscales, draining_nodes, free_resources
 from dp_ray.cluster.ray_internals.train import RunningWorkers, WorkerScaling
-from dp_ray.cluster.requests import NOTHING, Ask, Request
+from dp_ray.cluster.requests import NOTHING, Ask, Request, Terms
 from dp_ray.cluster.resources import Resources
 from dp_ray.cluster.scaling_decision import Do, Idle, LastCount, Running, Wanted, decide, is_worth_a_look
 from dp_ray.errors import ClusterError
@@ -30,7 +30,7 @@ LOOK_SECONDS = 1.0  # between two checks of the cluster
 
 
 class ElasticScalingPolicy(WorkerScaling):
-    """Runs as many workers as the nodes that answer have room for, between the job's minimum and maximum."""
+    """Runs as many workers as the nodes that answer have room for, between the session's minimum and maximum."""
 
     def __init__(self, config: ScalingConfig, wanted: Wanted, channel: Any) -> None:
         super().__init__(config)
@@ -44,7 +44,6 @@ class ElasticScalingPolicy(WorkerScaling):
         self._said = float("-inf")
         self._looked = float("-inf")
         self._last_count = LastCount(0, 0.0)
-        self._requested = Ask.NOTHING
         self._usable: list[str] | None = None
 
     def workers_to_start(self) -> int | None:
@@ -103,24 +102,23 @@ class ElasticScalingPolicy(WorkerScaling):
             return
         self._looked = now
         self._held = Counter(workers.node_ids)
-        if self._requested is not Ask.STOP:
-            self._look(workers, now)
+        request, job = ray.get(self._channel.state.remote())
+        if request.ask not in (Ask.STOP, Ask.END):
+            self._look(workers, request, job, now)
 
-    def _look(self, workers: RunningWorkers, now: float) -> None:
+    def _look(self, workers: RunningWorkers, request: Request, job: Terms, now: float) -> None:
         draining = draining_nodes() & self._held.keys()
-        _, job = ray.get(self._channel.state.remote())
-        wanted = replace(self._wanted, can_stop=job.can_stop)
+        wanted = self._wanted.of_job(job.workers, job.can_stop) if job.number else self._wanted
         running = Running(wanted, len(workers.node_ids), workers.started, self._last_count, _addresses(draining))
         if is_worth_a_look(running, now):
             running = replace(running, capacity=self._capacity(self._nodes(must_answer=False)))
         decision = decide(running, now)
         self._last_count = decision.last_count or self._last_count
-        if decision.request is not None and decision.request.ask is not self._requested:
+        if decision.request is not None and decision.request.ask is not request.ask:
             self._request(decision.request)
 
     def _request(self, request: Request) -> None:
-        if ray.get(self._channel.request.remote(request)):
-            self._requested = request.ask
+        ray.get(self._channel.request.remote(request))
 
     def _capacity(self, nodes: list[dict[str, Any]]) -> int:
         return self._wanted.capacity(_free(nodes, self._held, self._wanted.each))

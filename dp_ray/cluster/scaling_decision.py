@@ -4,7 +4,7 @@
 calls it for Ray Train's controller.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from dp_ray.cluster.requests import Ask, Request, Why
@@ -17,10 +17,10 @@ SAY_SECONDS = 30.0  # between two lines that say what the run waits for
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the job asks of the cluster.
+    """What the session asks of the cluster.
 
-    `each` are one worker's resources; `capacity_seconds` is the job's `timeouts.capacity`; `can_stop` says whether
-    the job keeps work to resume from.
+    `each` are one worker's resources; `capacity_seconds` is the session's `timeouts.capacity`; `can_stop` says
+    whether the job that runs keeps work to resume from.
     """
 
     min_workers: int
@@ -30,6 +30,11 @@ class Wanted:
     accelerator_type: str | None
     capacity_seconds: float | None
     can_stop: bool = True
+
+    def of_job(self, workers: int, can_stop: bool) -> "Wanted":
+        """What a job that takes so many of a session's workers asks for: it gains nothing from more."""
+        most = min(self.max_workers, workers)
+        return replace(self, min_workers=min(self.min_workers, most), max_workers=most, can_stop=can_stop)
 
     def capacity(self, nodes: list[dict[str, float]]) -> int:
         """How many workers fit on nodes with these resources, at most `max_workers`."""
@@ -41,8 +46,8 @@ class Idle:
     """All facts of a decision while no workers run.
 
     `capacity` is the number of workers that fit now, on what is free or what the last workers held.
-    `idle_capacity` is the number that would fit if the `num_nodes` nodes were idle. `has_started`: the job had
-    workers before. `may_hold`: the last workers may still hold their capacity. `autoscales`: an autoscaler may add
+    `idle_capacity` is the number that would fit if the `num_nodes` nodes were idle. `has_started`: there were workers
+    before. `may_hold`: the last workers may still hold their capacity. `autoscales`: an autoscaler may add
     nodes.
     """
 
@@ -149,7 +154,7 @@ def _start_or_wait(idle: Idle, now: float) -> Decision:
 
 
 def _lack_capacity(idle: Idle, now: float) -> Decision:
-    """Wait for capacity and say so now and then; give up if the job had workers and no nodes came in time."""
+    """Wait for capacity and say so now and then; give up if the session had workers and no nodes came in time."""
     wanted = idle.wanted
     needs = f"{wanted.min_workers} workers need {times(wanted.each, wanted.min_workers)}"
     fits = idle.idle_capacity >= wanted.min_workers
@@ -177,7 +182,7 @@ def is_worth_a_look(running: Running, now: float) -> bool:
 
 
 def _why_not_to_grow(running: Running, now: float) -> Reason | None:
-    if running.num_workers == running.wanted.max_workers:
+    if running.num_workers >= running.wanted.max_workers:
         return Reason.AS_WANTED
     return Reason.TOO_YOUNG if now - running.started < GROW_AFTER_SECONDS else None
 

@@ -58,7 +58,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
 def run_jobs(given: WorkerConfig) -> None:
     """Run the jobs that the channel holds, until it says that the session ends."""
     rank, number = ray.train.get_context().get_world_rank(), 0
-    while (found := ray.get(given.channel.next_job.remote(number))) is not Ask.END:
+    while (found := ray.get(given.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.END:
         if found is Ask.STOP:
             raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
         terms, (packed, env) = found
@@ -72,23 +72,29 @@ def run_job(given: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str])
 
     `packed` refers to the bytes of the job's Assignment.
     """
+    given, here = replace(given, number=terms.number), place(terms.workers)
     attempt = f"{os.environ[GROUP]}-{terms.number}"
-    here = place(terms.workers)
-    is_stopped = False
-    with isolated() as remains, environment(env), forwarded_prints(given.channel, given.keep_prints, here):
-        with reported_errors(given, attempt, here, lambda: False):
-            assigned: Assignment = pickle.loads(ray.get(packed))
-            world = with_devices(here, assigned.job)
-        limit = assigned.job.timeouts.step
-        heartbeat = Heartbeat(given.channel, attempt, world, limit, assigned.faults, given.driver_node)
-        with reported_errors(given, attempt, world, lambda: heartbeat.has_progressed):
-            try:
-                run_assigned(given, assigned, attempt, world, heartbeat)
-            except StopRequested:
-                if ray.get(given.channel.state.remote())[0].ask is not Ask.END:
-                    raise  # so that the workers are started anew, more or fewer of them
-                is_stopped = True
-    send(given.channel, Finished(attempt, world.rank, is_stopped, tuple(remains)))
+    prints = forwarded_prints(given.channel, given.number, given.keep_prints, here)
+    with isolated() as remains, environment(env), prints:
+        is_stopped = run_packed(given, packed, attempt, here)
+    send(given.channel, Finished(attempt, here.rank, is_stopped, tuple(remains)), given.number)
+
+
+def run_packed(given: WorkerConfig, packed: Any, attempt: str, here: World) -> bool:
+    """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects."""
+    with reported_errors(given, attempt, here, lambda: False):
+        assigned: Assignment = pickle.loads(ray.get(packed))
+        world = with_devices(here, assigned.job)
+    limit, faults = assigned.job.timeouts.step, assigned.faults
+    heartbeat = Heartbeat(given.channel, given.number, attempt, world, limit, faults, given.driver_node)
+    with reported_errors(given, attempt, world, lambda: heartbeat.has_progressed):
+        try:
+            run_assigned(given, assigned, attempt, world, heartbeat)
+        except StopRequested:
+            if ray.get(given.channel.state.remote())[0].ask is not Ask.END:
+                raise  # so that the workers are started anew, more or fewer of them
+            return True
+    return False
 
 
 def run_assigned(given: WorkerConfig, assigned: Assignment, attempt: str, world: World, heartbeat: Heartbeat) -> None:
@@ -102,13 +108,13 @@ def run_assigned(given: WorkerConfig, assigned: Assignment, attempt: str, world:
         check_shared(run, assigned.token, str(world))
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", []))
-        send(given.channel, WorkerReady(attempt, world, os.getpid(), gpus, context.get_node_id()))
+        send(given.channel, WorkerReady(attempt, world, os.getpid(), gpus, context.get_node_id()), given.number)
         with heartbeat:
             run_task(
                 job,
                 world,
                 run,
-                lambda what: send(given.channel, message_of(attempt, what)),
+                lambda what: send(given.channel, message_of(attempt, what), given.number),
                 heartbeat,
                 assigned.rows,
             )
@@ -159,7 +165,8 @@ def reported_errors(
     except BaseException as error:
         kind = kind_of(error)
         text = str(error) if kind else f"{type(error).__name__}: {error}"
-        send(given.channel, Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error)))
+        failed = Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error))
+        send(given.channel, failed, given.number)
         raise WorkerExit(_ending_of(error), text, has_progressed()) from None
 
 

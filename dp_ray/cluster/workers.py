@@ -29,6 +29,7 @@ from dp_ray.rundir.claim import RunDir
 from dp_ray.task.step_control import StopRequested
 
 CLOSE_SECONDS = 5.0
+LEAVE_SECONDS = 60.0  # more than Ray Train takes to start workers, and to end them
 
 Say = Callable[[str], None]
 
@@ -60,20 +61,21 @@ class Workers:
         Raises StopRequested if the user stopped the job, else the error that ended it. The workers go on, unless
         the caller was interrupted or Ray Train has given up.
         """
-        monitor.node_control = RayNodeControl(self._channel)
         self._number += 1
+        monitor.node_control = RayNodeControl(self._channel, self._number)
         terms = Terms(self._number, job.max_workers, job.retries, job.task != "evaluate", is_last)
         self._trainer.when_ended(monitor.end.come)
-        ray.get(self._channel.begin.remote(terms, self._packed(job, claimed, rows, faults)))
+        packed = self._packed(job, claimed, rows, faults)
         try:
+            ray.get(self._channel.begin.remote(terms, packed))
             with listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
                 monitor.end.wait()
+            if not self._trainer.has_ended:
+                ray.get(self._channel.finish.remote(self._number))
         except BaseException as error:
             self.is_interrupted_twice = isinstance(error, KeyboardInterrupt) and monitor.planned_stop.is_asked
             self._abort()
             raise
-        if not self._trainer.has_ended:
-            ray.get(self._channel.finish.remote(self._number))
         self._check_end(monitor)
 
     def _packed(self, job: Job, claimed: RunDir, rows: Mapping[str, int], faults: tuple[Fault, ...]) -> list[Any]:
@@ -126,13 +128,17 @@ class Workers:
         failure = self._trainer.failure()
         return why_failed(getattr(failure, "controller_failure", failure)) if failure else "the last ones have ended"
 
-    def close(self, wait: bool) -> None:
-        """Have the workers leave and free their resources; with `wait`, return once they have."""
+    def close(self, seconds: float) -> bool:
+        """Have the workers leave, and wait for it; after so many seconds end them. Return whether they have left.
+
+        Workers that had to be ended may keep their resources until the connection ends.
+        """
         if not self.is_over:
             ray.get(self._channel.close.remote())
-            if wait:
-                self._trainer.wait(CLOSE_SECONDS)
+            self._trainer.wait(seconds)
+        has_left = self._trainer.has_ended
         self._abort()
+        return has_left
 
     def _abort(self) -> None:
         """End the workers at once."""
@@ -164,7 +170,7 @@ def run_on_ray(
             monitor.begin("starting Ray Train")
             workers.run(job, claimed, rows, monitor, faults, is_last=True)
         finally:
-            workers.close(wait=not is_own)  # else they end with the connection
+            workers.close(0 if is_own else CLOSE_SECONDS)  # an own connection ends them
 
 
 def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say) -> Workers:

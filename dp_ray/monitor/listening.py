@@ -19,8 +19,6 @@ def listening(
 
     `receive` gives the messages that have arrived; if its argument is True, it waits a moment for the first.
 
-    `receive` gives the messages that have arrived; if its argument is True, it waits a moment for the first.
-
     If the monitor fails, as on a full disk, the block is aborted, and interrupted too if it runs on the main thread.
     The failure is then raised.
     """

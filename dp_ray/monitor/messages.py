@@ -198,4 +198,6 @@ Message = (
     | FaultInjected
     | Interrupted
     | Waits
+    | Finished
+    | GaveUp
 )

@@ -9,13 +9,13 @@ from dp_ray.plan.split import Split, chunk_sizes, num_filled, worker_shards
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Due:
     """After which steps of a training something is due: every so many steps or epochs, and after the last step."""
 
     every_steps: int | None = None
     every_epochs: int | None = None
 
-    def is_due(self, split: Split, step: int) -> bool:
+    def after(self, split: Split, step: int) -> bool:
         """Whether it is due after `step`, counted from 0."""
         return step + 1 == split.total_steps or self.recurs(split, step)
 
@@ -45,7 +45,7 @@ class Evaluations:
     """The evaluations during a training: how their dataset is cut, and after which steps of the training they run."""
 
     split: Split
-    schedule: Schedule
+    due: Due
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Checkpoints:
     more, which is kept, whenever it is better than before.
     """
 
-    schedule: Schedule
+    due: Due
     keep: int
     every_seconds: float | Literal["auto"] | None = None
     best: str | None = None
@@ -134,11 +134,11 @@ class Plan:
         if self.evaluations:
             own = self.evaluations.split
             sizes = {"rows": own.rows, "batch_size": own.batch_size, "steps": own.steps}
-            due = self.evaluations.schedule.to_json(self.split)
+            due = self.evaluations.due.to_json(self.split)
             found["evaluate"] = {**sizes, **due, "batches": batches(own, self.max_workers)}
         if self.checkpoints:
-            more = {key: value for key, value in asdict(self.checkpoints).items() if key != "schedule"}
-            found["checkpoints"] = {**self.checkpoints.schedule.to_json(self.split), **_given(more)}
+            more = {key: value for key, value in asdict(self.checkpoints).items() if key != "due"}
+            found["checkpoints"] = {**self.checkpoints.due.to_json(self.split), **_given(more)}
         return found
 
 

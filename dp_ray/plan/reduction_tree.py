@@ -1,7 +1,8 @@
 """The fixed binary tree in which shards are summed: the same additions on any number of workers.
 
-A node is a range of shards `(start, stop)`. Its sum is that of its two halves, cut at `(start + stop) // 2`.
-Floating-point addition is commutative but not associative, so a sum's bits depend on this tree alone.
+A node (no machine here) is a subtree: a range of shards `(start, stop)`. Its sum is that of its two halves, cut at
+`(start + stop) // 2`. Floating-point addition is commutative but not associative, so a sum's bits depend on this tree
+alone.
 
 >>> fold({(0, 2): 1.0, (2, 3): 2.0, (3, 4): 3.0}, (0, 4), lambda left, right: left + right)
 6.0

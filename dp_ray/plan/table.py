@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dp_ray.plan.plan import Checkpoints, Evaluations, Plan, Schedule, batches
+from dp_ray.plan.plan import Checkpoints, Due, Evaluations, Plan, batches
 from dp_ray.plan.split import Split
 from dp_ray.text import counted
 
@@ -48,7 +48,7 @@ def _epochs(plan: Plan) -> str:
 
 def _evaluations(evaluations: Evaluations, training: Split, workers: int) -> Iterator[str]:
     own = evaluations.split
-    yield f"evaluations {_often(evaluations.schedule, training)}"
+    yield f"evaluations {_often(evaluations.due, training)}"
     yield f"  {own.rows:,} rows in global batches of {own.batch_size:,}: {_number(own.steps, 'step')}"
     yield from (f"  {line}" for line in _batches(own, workers))
 
@@ -58,17 +58,17 @@ def _checkpoints(checkpoints: Checkpoints, training: Split) -> str:
     clock = "more by the clock" if every == "auto" else f"more every {every:g} s" if every is not None else ""
     better = f"one more for each better {best}" if best else ""
     kept = f"kept: the newest {checkpoints.keep:,}{' and the best' if best else ''}"
-    parts = (f"checkpoints {_often(checkpoints.schedule, training)}", clock, better, kept)
+    parts = (f"checkpoints {_often(checkpoints.due, training)}", clock, better, kept)
     return "; ".join(part for part in parts if part)
 
 
-def _often(schedule: Schedule, training: Split) -> str:
+def _often(due: Due, training: Split) -> str:
     """After which steps something is due: `every 4 steps, every epoch and after the last step: 13 times`."""
-    named = [(schedule.every_steps, "step"), (schedule.every_epochs, "epoch")]
+    named = [(due.every_steps, "step"), (due.every_epochs, "epoch")]
     parts = [f"every {noun}" if count == 1 else f"every {count:,} {noun}s" for count, noun in named if count]
-    if not schedule.recurs(training, training.total_steps - 1):
+    if not due.recurs(training, training.total_steps - 1):
         parts.append("after the last step")
-    return f"{' and '.join(parts)}: {_number(schedule.times(training), 'time')}"
+    return f"{' and '.join(parts)}: {_number(due.times(training), 'time')}"
 
 
 def _batches(split: Split, workers: int) -> Iterator[str]:

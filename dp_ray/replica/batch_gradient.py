@@ -61,6 +61,8 @@ class BatchGradient:
         Sums `stats` over the workers, after each shard with rows has set its row: float64 [shards + 1, columns].
         """
         start, stop = split.batch(step)
+        # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
+        # only once `stats` is summed; then `weigh_gradients` corrects it. Of most losses the weight is the rows.
         rows = stop - start
         pending = [next(batches)[1] for _ in shards[:1]]
         if self._reduction is None:

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dp_ray.rundir.incidents import interruption_of
+from dp_ray.rundir.incidents import read_interruption
 from dp_ray.tensors.digest import is_inner
 
 PATHS = ("run_dir", "outputs", "weights")
@@ -69,7 +69,7 @@ def _steps(total: int, steps: int, epochs: int) -> str:
 
 def _plainly(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict) and "kind" in value[0]:
-        return "; ".join(str(interruption_of(one)) for one in value)
+        return "; ".join(str(read_interruption(one)) for one in value)
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "; ".join(f"rank {one['rank']} {one['node']} {one.get('device', '-')}" for one in value)
     return "-" if value in (None, [], {}) else str(value)

@@ -1,4 +1,7 @@
-"""The names of the files in a run directory, and how its JSON files are read and written."""
+"""Names the files of a run directory that several modules read, and reads and writes its JSON files.
+
+Each other file is named in the module that writes it.
+"""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The interruptions of a run, kept in its directory while it runs, so that the next driver knows them too."""
+"""Keeps the interruptions of a run in its directory while it runs, so that the next driver knows them too."""
 
 import json
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ class Interruption:
         return f"resumed from step {self.resumed_step}{after}{again}"
 
 
-def interruption_of(values: Mapping[str, Any]) -> Interruption:
+def read_interruption(values: Mapping[str, Any]) -> Interruption:
     """The inverse of `Interruption.to_json`; raises ValueError, KeyError or TypeError if the values are damaged."""
     kind, ranks, nodes = IncidentKind(values["kind"]), tuple(values["ranks"]), tuple(values["nodes"])
     return Interruption(**{**values, "kind": kind, "ranks": ranks, "nodes": nodes})
@@ -124,7 +124,7 @@ def read_incidents(run: Storage, name: str = INCIDENTS) -> IncidentLog:
         if not run.exists(name):
             return IncidentLog()
         values = json.loads(run.read_text(name))
-        interruptions = tuple(map(interruption_of, values["interruptions"]))
+        interruptions = tuple(map(read_interruption, values["interruptions"]))
         return IncidentLog(tuple(map(int, values["world_sizes"])), interruptions)
     except (StorageError, ValueError, KeyError, TypeError):
         return IncidentLog()

@@ -102,7 +102,7 @@ def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Inte
     return incidents.driver_end
 
 
-def interruption(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
+def stop_message(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
     """The message for the user who stopped a run: after which step it stopped, and how to resume it."""
     if job.task == "evaluate":
         return "interrupted; an evaluation keeps nothing: it begins anew"

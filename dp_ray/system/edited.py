@@ -3,38 +3,67 @@
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 Stamp = tuple[int, int]
 
+NOT_SOURCES = {"__pycache__", "node_modules", "runs", "site-packages"}
 OURS = __name__.partition(".")[0]
 
 
 class Sources:
-    """The source files of the modules that this process has imported from below a folder, as they were when noted."""
+    """Source files below a folder, as they were when noted: those of imported modules, or all that were sent."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._noted: dict[str, Stamp | None] = {}
+        self._is_sent = False
 
     def note(self) -> None:
-        """Note the files of modules that were imported since the last call."""
-        for path in _files_of_modules(self._folder):
+        """Note the files of modules that were imported since the last call; nothing if all were noted as sent."""
+        for path in () if self._is_sent else _files_of_modules(self._folder):
             self._noted.setdefault(path, _stamp(path))
+
+    def note_sent(self) -> None:
+        """Note all files below the folder, since all of them are sent to a cluster now, and no later one is there."""
+        self._is_sent = True
+        self._noted = {path: _stamp(path) for path in _files_below(self._folder)}
 
     def edited(self) -> list[str]:
         """The noted files that were edited or removed since, relative to the folder."""
-        changed = [path for path, noted in self._noted.items() if _stamp(path) != noted]
-        return sorted(os.path.relpath(path, self._folder) for path in changed)
+        return sorted(os.path.relpath(path, self._folder) for path in self._edited())
 
     def forget(self) -> None:
-        """Forget all files and have this process import their modules anew."""
-        paths = _files_of_modules(self._folder)
-        for path in self._noted:
-            for name in paths.get(path, ()):
-                sys.modules.pop(name, None)
+        """Have this process import the edited modules anew, and those that use them; then no file is noted."""
+        stale = {name for path in self._edited() for name in _files_of_modules(self._folder).get(path, ())}
+        names = {name for names in _files_of_modules(self._folder).values() for name in names}
+        while more := {name for name in names - stale if _uses(sys.modules[name], stale)}:
+            stale |= more
+        for name in stale:
+            del sys.modules[name]
         self._noted.clear()
         importlib.invalidate_caches()
+
+    def _edited(self) -> list[str]:
+        there = {*self._noted, *(_files_below(self._folder) if self._is_sent else ())}
+        return [path for path in there if _stamp(path) != self._noted.get(path)]
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    """The source files below a folder, but for installed packages and hidden folders."""
+    for here, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_SOURCES]
+        yield from (os.path.join(here, name) for name in files if name.endswith(".py"))
+
+
+def _uses(module: ModuleType, others: set[str]) -> bool:
+    """Whether a module holds one of the other modules, or something that is defined there."""
+    values = list(vars(module).values())
+    return any(
+        (one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", "")) in others for one in values
+    )
 
 
 def _files_of_modules(folder: Path) -> dict[str, list[str]]:
@@ -42,13 +71,10 @@ def _files_of_modules(folder: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if not path or name == "__main__" or name.partition(".")[0] == OURS:
+        if not path or not os.path.isabs(path) or name == "__main__" or name.partition(".")[0] == OURS:
             continue
-        if "site-packages" in path:
-            continue  # at once: most are installed, and to resolve a path takes longer than all else here
-        resolved = Path(path).resolve()
-        if resolved.is_relative_to(folder) and "site-packages" not in resolved.parts:
-            found.setdefault(str(resolved), []).append(name)
+        if path.startswith(str(folder)) and "site-packages" not in Path(path).parts:
+            found.setdefault(path, []).append(name)
     return found
 
 

@@ -52,7 +52,7 @@ class Checkpointer:
         )
         self._begin_best(kept)
         self._saved = train_state.step
-        self._schedule = checkpoints_of(job).schedule
+        self._due = checkpoints_of(job).due
         self._pace = Pace(job.checkpoint)
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
@@ -64,7 +64,7 @@ class Checkpointer:
         is_best = self._note_best(measured)
         if measured:
             self._history.resume_clock()
-        by_step = self._schedule.recurs(self._split, step)
+        by_step = self._due.recurs(self._split, step)
         by_clock = self._pace.is_due(self._writer.seconds, self._writer.is_writing)
         if must_save or is_best or by_clock or by_step:
             self.save()

@@ -40,7 +40,7 @@ class Evaluator:
 
     def after_step(self, split: Split, step: int) -> dict[str, float]:
         """Evaluate after `step` if that is due; return the metrics by their names in the history, else nothing."""
-        if self._planned is None or not self._planned.schedule.is_due(split, step):
+        if self._planned is None or not self._planned.due.after(split, step):
             return {}
         work = Work(self._planned.split, self._world.world_size, self._world.rank)
         device = self._world.device

@@ -1,25 +1,35 @@
-"""Restores a worker's process after a job, so that the next job finds what a fresh process would have.
+"""Restores a worker's process after a job, for the next job.
 
 What can be undone is undone: the environment, the working directory, torch's settings, hooks of all modules,
 processes and memory. What cannot be undone is named: threads and open files. A worker with such remains is started
 anew.
+
+Imported modules stay imported, as in one Python process that runs the jobs in turn: a module's globals, the
+attributes of its classes and whatever it patched in other modules are neither undone nor named.
 """
 
 import gc
 import logging
+import multiprocessing
 import os
+import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import thread as executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
+
+from dp_ray.tracebacks import is_installed
 
 END_SECONDS = 2.0  # how long threads and processes of a job may take to end by themselves
 
@@ -56,16 +66,34 @@ class Belongings:
 def isolated() -> Iterator[list[str]]:
     """After the block, restore this process; the list that it yields then names what remains."""
     belongings = Belongings.now()
-    restores = [take() for take in _SETTINGS]
+    restores = {name: take() for name, take in _SETTINGS.items()}
     remains: list[str] = []
     try:
         yield remains
     finally:
-        for restore in reversed(restores):
-            restore()
-        _end([child for child in _children() if child not in belongings.children])
+        remains += [name for name, restore in reversed(restores.items()) if not _succeeds(restore)]
+        _end_processes(belongings)
         _free_memory()
         remains += _remains(belongings)
+
+
+def _succeeds(restore: Restore) -> bool:
+    try:
+        restore()
+    except Exception:  # user code may have broken anything
+        return False
+    return True
+
+
+def _end_processes(before: Belongings) -> None:
+    """End the processes that the job started; Python starts its server of forked processes again if it is needed."""
+    started = [child for child in _children() if child not in before.children]
+    server: Any = forkserver._forkserver
+    for child in started:
+        if child.pid == getattr(server, "_forkserver_pid", None):
+            child.kill()
+            server._stop()  # forgets the server, and waits for its end
+    _end(started)
 
 
 def _children() -> list[psutil.Process]:
@@ -79,7 +107,8 @@ def _end(processes: list[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             one.terminate()
     for one in psutil.wait_procs(processes, timeout=END_SECONDS)[1]:
-        one.kill()
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def _free_memory() -> None:
@@ -94,8 +123,9 @@ def _free_memory() -> None:
 def _remains(before: Belongings) -> list[str]:
     """What there is now and was not before: threads that do not end soon, and open files."""
     threads = [one for one in threading.enumerate() if one not in before.threads and not _is_foreign(one)]
+    until = time.monotonic() + END_SECONDS
     for one in threads:
-        one.join(END_SECONDS)
+        one.join(max(0.0, until - time.monotonic()))
     return [
         *(f"the thread {one.name!r}" for one in threads if one.is_alive()),
         *(f"the open file {name}" for name in sorted(_open_files() - before.files)),
@@ -103,8 +133,12 @@ def _remains(before: Belongings) -> list[str]:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    """Whether a thread was not started by Python, but by Ray or torch, and only called Python."""
-    return isinstance(thread, threading._DummyThread)
+    """Whether a thread runs no user code: one of Ray or torch, of an installed library, or of an executor."""
+    if isinstance(thread, threading._DummyThread):
+        return True
+    does: Any = getattr(thread, "_target", None) or getattr(thread, "function", None) or type(thread).run
+    code = getattr(does, "__code__", None)
+    return code is not None and (is_installed(code.co_filename) or code.co_filename == executor.__file__)
 
 
 def _open_files() -> set[str]:
@@ -175,14 +209,14 @@ def _torch_settings() -> Restore:
     fields = [
         (owner, name, getattr(owner, name))
         for owner, names in (
-            (cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
-            (matmul, ("allow_tf32", "allow_fp16_reduced_precision_reduction")),
+            (cudnn, ("enabled", "benchmark", "deterministic", "fp32_precision")),
+            (matmul, ("fp32_precision", "allow_fp16_reduced_precision_reduction")),
             (fill, ("fill_uninitialized_memory",)),
         )
         for name in names
     ]
     dtype, device = torch.get_default_dtype(), _default_device()
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    threads, precision = torch.get_num_threads(), _matmul_precision()
     algorithms, warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -190,13 +224,14 @@ def _torch_settings() -> Restore:
     grad, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
 
     def restore() -> None:
-        for owner, name, value in fields:
+        if _matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+        for owner, name, value in fields:  # after the precision, which sets some of them
             if getattr(owner, name) != value:
                 setattr(owner, name, value)
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(algorithms, warn_only=warns)
         torch.set_grad_enabled(grad)
         torch.autograd.set_detect_anomaly(anomaly)
@@ -206,18 +241,69 @@ def _torch_settings() -> Restore:
     return restore
 
 
+def _matmul_precision() -> str:
+    """Torch's precision of matrix products; "" if user code mixed torch's two interfaces to it."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
+
+
 def _default_device() -> torch.device | None:
     """The device that `torch.set_default_device` has set; None: none was set."""
     found = torch.get_default_device()
     return None if found.type == "cpu" else found
 
 
-_SETTINGS: tuple[Callable[[], Restore], ...] = (
-    _environment,
-    _working_directory,
-    _lists,
-    _warnings,
-    _log_level,
-    _hooks,
-    _torch_settings,
-)
+def _calculation() -> Restore:
+    """How numpy and torch calculate, beyond what has a home above."""
+    numpy_errors, validates = np.geterr(), torch.distributions.Distribution._validate_args
+    cuda: Any = torch.backends.cuda
+    attention = [
+        (cuda.enable_flash_sdp, cuda.flash_sdp_enabled()),
+        (cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled()),
+        (cuda.enable_math_sdp, cuda.math_sdp_enabled()),
+    ]
+    dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+
+    def restore() -> None:
+        np.seterr(**numpy_errors)
+        torch.distributions.Distribution.set_default_validate_args(validates)
+        for enable, was in attention:
+            enable(was)
+        for kind, dtype in dtypes:
+            torch.set_autocast_dtype(kind, dtype)
+
+    return restore
+
+
+def _interpreter() -> Restore:
+    collects, recursion, timeout = gc.isenabled(), sys.getrecursionlimit(), socket.getdefaulttimeout()
+    starts, disabled, hook = (
+        multiprocessing.get_start_method(allow_none=True),
+        logging.root.manager.disable,
+        sys.excepthook,
+    )
+
+    def restore() -> None:
+        (gc.enable if collects else gc.disable)()
+        sys.setrecursionlimit(recursion)
+        socket.setdefaulttimeout(timeout)
+        multiprocessing.set_start_method(starts, force=True)
+        logging.disable(disabled)
+        sys.excepthook = hook
+
+    return restore
+
+
+_SETTINGS: dict[str, Callable[[], Restore]] = {
+    "its environment": _environment,
+    "its working directory": _working_directory,
+    "its module paths": _lists,
+    "its warnings": _warnings,
+    "its log level": _log_level,
+    "hooks of all modules": _hooks,
+    "torch's settings": _torch_settings,
+    "settings of calculation": _calculation,
+    "the interpreter's settings": _interpreter,
+}

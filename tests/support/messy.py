@@ -1,14 +1,17 @@
 """Jobs that leave something behind in their process, and jobs that look for it."""
 
+import gc
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,6 +44,15 @@ class Messy(nn.Module):
         torch.set_grad_enabled(False)
         torch.autograd.set_detect_anomaly(True)
         torch.set_autocast_enabled("cpu", True)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.cuda.enable_math_sdp(False)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        np.seterr(all="raise")
+        gc.disable()
+        sys.setrecursionlimit(777)
+        socket.setdefaulttimeout(7)
+        multiprocessing.set_start_method("spawn", force=True)
+        logging.disable(logging.ERROR)
         torch.manual_seed(99)
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
 
@@ -61,7 +73,15 @@ def settings() -> dict[str, Any]:
         "dtype": str(torch.get_default_dtype()),
         "device": str(torch.get_default_device()),
         "threads": torch.get_num_threads(),
-        "precision": torch.get_float32_matmul_precision(),
+        "precision": torch.backends.cuda.matmul.fp32_precision,
+        "attention": torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "autocast dtype": str(torch.get_autocast_dtype("cpu")),
+        "numpy": np.geterr()["over"],
+        "collects": gc.isenabled(),
+        "recursion": sys.getrecursionlimit(),
+        "timeout": socket.getdefaulttimeout(),
+        "starts": multiprocessing.get_start_method(allow_none=True),
+        "disabled": logging.root.manager.disable,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
         "grad": torch.is_grad_enabled(),

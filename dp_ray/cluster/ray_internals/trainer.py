@@ -30,7 +30,8 @@ def _is_first_start() -> bool:
 class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
     """A TorchTrainer with our policies, which can be aborted and starts no needless process.
 
-    `is_own` says that its Ray, or its job there, ends with the run. Public: none; TorchTrainer takes no policies.
+    `is_own` says that its Ray, or the connection to it, ends with these workers. Public: none; TorchTrainer takes no
+    policies.
     """
 
     def __init__(
