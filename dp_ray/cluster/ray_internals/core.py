@@ -1,15 +1,19 @@
 """Ray Core: starts and enters a cluster, looks at its nodes, and drains one on purpose."""
 
 import shlex
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 import ray._private.node
+import ray._private.ray_constants
+import ray._private.services
 import ray._private.state
 import ray._private.utils
 import ray._private.worker
@@ -20,16 +24,17 @@ from ray.core.generated import autoscaler_pb2
 # Finding, starting and authenticating
 
 CONNECT_SECONDS = 10.0
+NO_AGENT = [sys.executable, "-S", "-E", str(Path(__file__).with_name("no_agent.py"))]
 
 
 def start_local(num_cpus: int, folder: str, logs: bool, **keys: Any) -> None:
     """Start an embedded Ray in a folder of its own, without the processes that nobody would ask anything.
 
     `logs` says whether the driver prints the workers' logs. Public: none; ray.init documents no argument for the
-    folder, nor for the processes. Each costs a second of a core: the dashboard's server, the autoscaler's monitor,
-    which has no nodes to add here, and the reader of the logs.
+    folder, nor for the processes. Each costs a second of a core: the dashboard's server and its agent, for which the
+    node would wait, the autoscaler's monitor, which has no nodes to add here, and the reader of the logs.
     """
-    with _without_servers(logs):
+    with _without_servers(logs), _without_agent():
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=logs, _temp_dir=folder, **keys)
 
 
@@ -50,6 +55,23 @@ def _without_servers(logs: bool) -> Iterator[None]:
 
 def _start_nothing(*_: Any, **__: Any) -> None:
     """Start no process."""
+
+
+@contextmanager
+def _without_agent() -> Iterator[None]:
+    """Within the block, a raylet that is started gets `no_agent` as its dashboard agent."""
+    services = ray._private.services
+    before = services._build_python_executable_command_memory_profileable
+
+    def command(component: str, *args: Any, **keys: Any) -> list[str]:
+        is_agent = component == ray._private.ray_constants.PROCESS_TYPE_DASHBOARD_AGENT
+        return NO_AGENT if is_agent else list(before(component, *args, **keys))
+
+    services._build_python_executable_command_memory_profileable = command
+    try:
+        yield
+    finally:
+        services._build_python_executable_command_memory_profileable = before
 
 
 def find_users_token() -> bool:
