@@ -3,15 +3,18 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dp_ray import cli
 from dp_ray.cluster import connect
 from dp_ray.cluster.connect import connected, connected_early, is_connected
 from dp_ray.cluster.early import EarlyConnection
-from dp_ray.errors import ClusterError
+from dp_ray.errors import ClusterError, JobError
 from dp_ray.job_keys import WorkerKeys
+from tests.support.cli import status_of
 
 KEYS = WorkerKeys(workers=2)
 
@@ -83,3 +86,59 @@ def failing(text: str) -> Callable[[], Any]:
         raise OSError(text)
 
     return connect_to_nothing
+
+
+TUTORIAL = "jobs/tutorial.yaml"
+NO_SUCH_MODEL = "model=nowhere.at_all:Model"
+
+
+def test_a_model_that_cannot_be_imported_is_told_before_the_connection_ends(
+    said: list[str], monkeypatch: pytest.MonkeyPatch, in_project: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "_show", lambda error, is_verbose: said.append(str(error)))
+    given = ["run", TUTORIAL, "--workers", "2", "--storage", str(tmp_path), "--quiet"]
+    assert status_of(monkeypatch, *given, "--set", NO_SUCH_MODEL) == JobError.exit_status
+    first, told, last = said
+    assert (first, last) == ("begins to connect to None", "disconnected")
+    assert "nowhere.at_all" in told
+    assert EarlyConnection.begun is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["run", TUTORIAL, "--set", "batch_sise=3"], JobError.exit_status),
+        (["run", TUTORIAL, "--workers", "0", "--storage", "{folder}", "--quiet"], 0),
+        (["plan", TUTORIAL], 0),
+    ],
+    ids=["a bad job", "no workers", "a plan"],
+)
+def test_what_needs_no_ray_begins_no_connection(
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    in_project: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    status: int,
+) -> None:
+    assert status_of(monkeypatch, *(one.format(folder=tmp_path) for one in arguments)) == status
+    assert said == []
+
+
+def test_ctrl_c_while_it_is_made_ends_it(said: list[str], monkeypatch: pytest.MonkeyPatch, in_project: Path) -> None:
+    def interrupted(_: EarlyConnection) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EarlyConnection, "wait", interrupted)
+    assert status_of(monkeypatch, "run", TUTORIAL, "--workers", "2", "--quiet") == 130
+    assert said == ["begins to connect to None", "disconnected"]
+    assert "connection to Ray" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_ray_that_does_not_start_is_our_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times_out(*_: Any, **__: Any) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.setattr(connect, "start_local", times_out)
+    with pytest.raises(ClusterError, match=r"cannot start Ray on this machine: The current node timed out"):
+        connect._start_ray(KEYS, None, False, "/nowhere")

@@ -114,7 +114,7 @@ def _start_ray(keys: WorkerKeys, address: str | None, verbose: bool, folder: str
                 ray.init(address, runtime_env=code, log_to_driver=verbose, logging_level=level)
             else:
                 start_local(_logical_cpus(keys), folder, verbose, logging_level=level)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray's own of many types, and a bare Exception if a node does not start in time
         says = f"no Ray answers at {address}" if address else "cannot start Ray on this machine"
         raise ClusterError(f"{says}: {error}") from error
 

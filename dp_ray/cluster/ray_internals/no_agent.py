@@ -15,7 +15,7 @@ LOOK_SECONDS = 1.0
 
 def main(arguments: list[str]) -> None:
     """Say that no port is in use, and live as long as the raylet."""
-    raylet = os.getppid()
+    raylet = int(os.environ["RAY_RAYLET_PID"])  # which may have ended before this process has begun
     given = dict(
         argument[2:].split("=", 1) for argument in arguments if argument.startswith("--") and "=" in argument
     )
