@@ -39,6 +39,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.node:Node.start_monitor": (),
     "ray._private.ray_constants:PROCESS_TYPE_DASHBOARD_AGENT": None,
     "ray._private.services:_build_python_executable_command_memory_profileable": ("component", "session_dir"),
+    "ray._private.utils:get_dashboard_dependency_error": (),
     "ray._private.state:available_resources_per_node": (),
     "ray._private.state:state.get_draining_nodes": (),
     "ray._private.state:state.get_max_resources_from_cluster_config": (),
@@ -129,6 +130,10 @@ USED: dict[str, tuple[str, str]] = {
     "a raylet's agent": (
         "ray._private.services:start_raylet",
         "_memory_profileable(\n            ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, session_dir\n",
+    ),
+    "the agent's packages": (
+        "ray._private.services:start_raylet",
+        "if ray._private.utils.get_dashboard_dependency_error() is not None:",
     ),
     "the agent's node": ("ray._private.services:start_raylet", 'f"--node-id={node_id}",'),
     "the agent's folder": ("ray._private.services:start_raylet", 'f"--session-dir={session_dir}",'),

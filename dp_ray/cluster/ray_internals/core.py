@@ -59,19 +59,24 @@ def _start_nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _without_agent() -> Iterator[None]:
-    """Within the block, a raylet that is started gets `no_agent` as its dashboard agent."""
-    services = ray._private.services
-    before = services._build_python_executable_command_memory_profileable
+    """Within the block, a raylet that is started gets `no_agent` as its dashboard agent.
+
+    Nor does Ray then look whether the agent's packages are there, which would import all of them.
+    """
+    services, utils = ray._private.services, ray._private.utils
+    before, look = services._build_python_executable_command_memory_profileable, utils.get_dashboard_dependency_error
 
     def command(component: str, *args: Any, **keys: Any) -> list[str]:
         is_agent = component == ray._private.ray_constants.PROCESS_TYPE_DASHBOARD_AGENT
         return NO_AGENT if is_agent else list(before(component, *args, **keys))
 
     services._build_python_executable_command_memory_profileable = command
+    utils.get_dashboard_dependency_error = lambda: None
     try:
         yield
     finally:
         services._build_python_executable_command_memory_profileable = before
+        utils.get_dashboard_dependency_error = look
 
 
 def find_users_token() -> bool:
