@@ -71,9 +71,10 @@ def test_the_process_that_frees_shared_memory_goes_on() -> None:
 
 SERVED = """
 import multiprocessing, os
-from dp_ray.task.isolation import isolated
 
 if __name__ == "__main__":
+    from dp_ray.task.isolation import isolated  # here, for each child imports this file
+
     for _ in range(2):
         with isolated() as remains:
             child = multiprocessing.get_context("forkserver").Process(target=os.getpid)

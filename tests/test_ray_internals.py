@@ -21,6 +21,7 @@ import ray
 import dp_ray
 from dp_ray.cluster.ray_internals.core import NO_AGENT
 from tests.support.cluster import ROOT
+from tests.support.sources import nodes_of
 
 RAY = Path(ray.__file__).parent
 WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals"
@@ -213,7 +214,7 @@ def dotted(node: ast.AST) -> str:
 def nodes_of_the_wall() -> Iterator[ast.AST]:
     """All nodes of the wall's modules."""
     for path in sorted(WALL.glob("*.py")):
-        yield from ast.walk(ast.parse(path.read_text()))
+        yield from nodes_of(path)
 
 
 def names_of_the_wall() -> tuple[set[str], set[str]]:

@@ -269,7 +269,7 @@ def test_what_a_loaders_process_raised_is_told_as_if_it_were_the_worker(tmp_path
 
 @pytest.mark.parametrize("failing", ["loss", "step"])
 def test_what_raised_is_named_on_every_worker_of_a_group(tmp_path: Path, failing: str) -> None:
-    keys = keys_of(**{"loss": None, failing: f"{HERE}:fails"}, workers=2)
+    keys = keys_of(**{"loss": None, failing: "tests.support.odd:fails"}, workers=2)
     del keys["quiet"]
     with pytest.raises(ProcessExit, match=rf"step 0, shard \d: {failing} raised LookupError: nothing there"):
         run_group(Job.make(keys, "job"), tmp_path)
