@@ -8,13 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 
 from benchmarks.cluster import scratch
 from benchmarks.compare import at_most, compared
-from benchmarks.measure import seconds
 from benchmarks.predict import ROWS, check_outputs
 from benchmarks.rows import make_rows
 from benchmarks.table import Row, time_text
@@ -78,7 +78,9 @@ def _verify_and_runs() -> tuple[float, float]:
 
 def _run(command: tuple[str, ...]) -> float:
     """Wall time of a command in the checkout; it must succeed."""
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    here = {**os.environ, "PYTHONPATH": paths}
-    quiet = subprocess.DEVNULL
-    return seconds(lambda: subprocess.run(command, cwd=ROOT, env=here, stdout=quiet, stderr=quiet, check=True))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    taken = time.perf_counter() - started
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
+    return taken
