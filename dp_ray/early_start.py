@@ -7,6 +7,7 @@ import click
 
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.job import Job
+from dp_ray.system.imports import collector_paused
 
 
 @contextmanager
@@ -30,8 +31,8 @@ def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: 
 
     say(f"{name}: {what_begins(address)}", is_quiet)
     with connected_early(jobs[0], address, is_verbose) as connection:
-        from dp_ray.cluster import workers  # noqa: F401
-
+        with collector_paused():
+            from dp_ray.cluster import workers  # noqa: F401
         connection.wait()
         yield
 

@@ -10,7 +10,7 @@ from dp_ray.cluster.channel import encoded
 from dp_ray.cluster.ray_internals.train import WorkersStart
 from dp_ray.cluster.requests import GROUP
 from dp_ray.monitor.messages import Message, Starting
-from dp_ray.system.environment import set_environment
+from dp_ray.system.imports import prepare_imports
 from dp_ray.text import counted
 
 
@@ -32,7 +32,7 @@ class StartCallback(WorkersStart):
     def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
         """Report that the workers import torch, and set their `env` and the group's id in each process."""
         self._say(Starting(f"{counted(count, 'worker')} importing torch"))
-        call(set_environment, {**self._env, GROUP: uuid.uuid4().hex})
+        call(prepare_imports, {**self._env, GROUP: uuid.uuid4().hex})
 
     def _say(self, phase: Message) -> None:
         ray.get(self._channel.put_phase.remote(encoded(phase)))

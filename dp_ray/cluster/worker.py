@@ -29,6 +29,7 @@ from dp_ray.rundir.claim import check_shared
 from dp_ray.storage import Storage
 from dp_ray.system.edited import imported_files
 from dp_ray.system.environment import environment
+from dp_ray.system.imports import end_imports
 from dp_ray.system.memory import keep_freed_memory
 from dp_ray.task.isolation import isolated
 from dp_ray.task.step_control import StopRequested
@@ -51,6 +52,7 @@ class Assignment:
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     """Run the session's jobs, one after another, until the session ends."""
     given = config["worker"]
+    end_imports()
     keep_freed_memory()
     with ray.train.torch.TorchConfig().train_func_context():  # sets the default CUDA device
         run_jobs(given)
