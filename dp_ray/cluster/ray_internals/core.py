@@ -19,6 +19,7 @@ from ray.core.generated import autoscaler_pb2
 # Finding, starting and authenticating
 
 CONNECT_SECONDS = 10.0
+_GCS = "--gcs-address="  # an argument of each raylet
 
 
 def start_local(num_cpus: int, folder: str, **keys: Any) -> None:
@@ -52,6 +53,18 @@ def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
                 return True
             raise ConnectionError(f"{error.code().name.lower()}, {error.details()}") from None
     return False
+
+
+def address_of_own_raylet() -> str | None:
+    """The address of the cluster whose raylet started this process, or one of its parents; None if none did.
+
+    Ray sets RAY_ADDRESS in a job to the cluster that was started last on the job's host, which may be another one.
+    Public: none; RAY_ADDRESS, where a host has a single Ray.
+    """
+    for parent in psutil.Process().parents():
+        if parent.name() == "raylet":
+            return next(one.removeprefix(_GCS) for one in parent.cmdline() if one.startswith(_GCS))
+    return None
 
 
 @contextmanager
