@@ -123,8 +123,8 @@ def test_a_job_is_for_the_cluster_that_runs_it(tmp_path: Path) -> None:
     assert done.stdout.split() == ["127.0.0.1:7", "127.0.0.1:5", "127.0.0.1:9"], done.stderr
 
 
-@pytest.fixture
-def made_up_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def made_up_gpus() -> Iterator[str]:
     """Three nodes on this machine, two of them with two GPUs that nobody built; without a token."""
     before = dict(os.environ)
     temporary = tempfile.TemporaryDirectory(prefix="gpus-", dir="/tmp", ignore_cleanup_errors=True)

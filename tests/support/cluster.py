@@ -22,10 +22,11 @@ OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes
 
 @dataclass(frozen=True)
 class Cluster:
-    """A started Ray: its address for drivers, and that of its dashboard for jobs."""
+    """A started Ray: its address for drivers, that of its dashboard for jobs, and the folder of its own files."""
 
     address: str
     dashboard: str
+    folder: Path
 
 
 def free_port() -> int:
