@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dp_ray.cluster.connect import address_of, connected, is_connected
+from dp_ray.cluster.connect import address_of, connected, is_connected, ships_callers_code
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers, what_begins
@@ -64,6 +64,7 @@ class Session:
         self._verbose = verbose
         self._sources = Sources(Path.cwd())
         self._runs = threading.Lock()  # held while a job runs
+        self._runner: int | None = None  # the thread that runs it
         self._timer: threading.Timer | None = None
         self._ended = ""  # why, once it has ended
         self._open = ExitStack()
@@ -89,6 +90,7 @@ class Session:
         self._check_open()
         if not self._runs.acquire(blocking=False):
             raise ClusterError("the session runs another job; a session runs one at a time")
+        self._runner = threading.get_ident()
         try:
             self._stay_awake()
             self._check_open()
@@ -104,6 +106,7 @@ class Session:
             raise
         finally:
             self._wait_idle()
+            self._runner = None
             self._runs.release()
 
     def _check_open(self) -> None:
@@ -116,7 +119,14 @@ class Session:
         return bool(self._ended)
 
     def close(self) -> None:
-        """End the session and free its resources; waits for a job that another thread runs."""
+        """End the session and free its resources; waits for a job that another thread runs.
+
+        Raises ClusterError if this thread runs one, which it would wait for.
+        """
+        if self._runner == threading.get_ident():
+            raise ClusterError(
+                "a session cannot be closed from within its own job; close it after `run` has returned"
+            )
         with self._runs:
             self._stay_awake()
             self._end("it was closed")
@@ -131,7 +141,10 @@ class Session:
         self._sources.note()
         check_can_be_shipped(prepared.job)
         monitor.begin("waiting for the workers")
-        self._workers.run(prepared.job, claimed, prepared.plan.rows, monitor, prepared.faults)
+        try:
+            self._workers.run(prepared.job, claimed, prepared.plan.rows, monitor, prepared.faults)
+        finally:
+            self._sources.note_imported(self._workers.imported)
 
     def _connect(self) -> None:
         """Connect to Ray and start the workers."""
@@ -155,6 +168,11 @@ class Session:
         why = next(self._why_renewed(edited), None)
         if why is None:
             return
+        if edited and not self._is_own and ships_callers_code():
+            raise ClusterError(
+                f"{why}, and the workers would still import what your own ray.init(runtime_env=...) has sent; "
+                "call ray.shutdown() and ray.init() again, or open the session without a ray.init of your own"
+            )
         console.say(f"the workers are started anew: {why}")
         if edited:
             self._sources.forget()
@@ -167,7 +185,11 @@ class Session:
 
     def _reconnect(self) -> None:
         self._open.close()
-        self._connect()
+        try:
+            self._connect()
+        except BaseException as error:
+            self._end(str(error) or type(error).__name__)
+            raise
 
     def _why_renewed(self, edited: list[str]) -> Iterator[str]:
         if edited:
@@ -187,13 +209,12 @@ class Session:
     def _stay_awake(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None  # so that it does nothing if it has come already
 
     def _end_idle(self) -> None:
-        if self._runs.acquire(blocking=False):
-            try:
+        with self._runs:
+            if threading.current_thread() is self._timer:
                 self._end(f"it ran no job for {self._idle_seconds:g} s")
-            finally:
-                self._runs.release()
 
     def _end(self, why: str) -> None:
         if not self._ended:

@@ -3,12 +3,13 @@
 import importlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dp_ray.system.edited import Sources
+from dp_ray.system.edited import Sources, imported_files
 
 
 @pytest.fixture
@@ -51,6 +52,38 @@ def test_what_is_forgotten_is_imported_anew_with_all_that_uses_it(folder: Path) 
     assert sources.edited() == []
     assert "edited_three" in sys.modules, "it has nothing to do with the edited one"
     assert importlib.import_module("edited_two").VALUE == 22
+
+
+def test_files_that_other_processes_imported_are_watched_too(folder: Path) -> None:
+    one, two = folder / "edited_one.py", folder / "edited_two.py"
+    for path in (one, two):
+        os.utime(path, ns=(5, 5))
+    sources = Sources(folder)
+    sources.note()
+    sources.note_imported([str(one), str(two), "/elsewhere/three.py", f"{folder}-elsewhere/four.py"])
+    assert sources.edited() == []
+    (folder.parent / f"{folder.name}-elsewhere").mkdir()
+    (folder.parent / f"{folder.name}-elsewhere" / "four.py").touch()
+    assert sources.edited() == []
+    edit(two, "VALUE = 2\n")
+    assert sources.edited() == ["edited_two.py"]
+
+
+def test_a_file_that_was_edited_while_another_process_imported_it_counts_as_edited(folder: Path) -> None:
+    sources = Sources(folder)
+    sources.note()
+    later = time.time_ns() + 10**9
+    os.utime(folder / "edited_one.py", ns=(later, later))
+    sources.note_imported([str(folder / "edited_one.py")])
+    assert sources.edited() == ["edited_one.py"]
+
+
+def test_of_what_this_process_imported_only_user_code_is_told(folder: Path) -> None:
+    importlib.import_module("edited_two")
+    told = {Path(path).name for path in imported_files()}
+    assert told >= {"edited_one.py", "edited_two.py", "test_edited.py"}
+    assert not told & {"edited_three.py", "os.py", "sessions.py", "edited.py"}
+    assert not any("torch/" in path for path in imported_files())
 
 
 def test_of_files_that_were_sent_each_edit_counts_and_each_new_file(folder: Path) -> None:

@@ -213,18 +213,21 @@ def test_a_session_that_is_idle_for_long_ends_and_says_so(
             idle.run("jobs/tutorial.yaml")
 
 
+WRITTEN = {
+    "edited_layer.py": "import torch\nclass Layer(torch.nn.Module):\n    def forward(self, x): return x + 1\n",
+    # imports when it is called, so only on a worker
+    "edited_model.py": "def model():\n    from edited_layer import Layer\n    return Layer()\n",
+    "edited_rows.py": "import torch\nrows = lambda: torch.utils.data.TensorDataset(torch.arange(4.0)[:, None])\n",
+}
 EDITED = """
     import pathlib
     import dp_ray
 
-    model = pathlib.Path("edited_model.py")
-    text = "import torch\\nclass Model(torch.nn.Module):\\n    def forward(self, x):\\n        return x + 1\\n"
-    text += "def rows():\\n    return torch.utils.data.TensorDataset(torch.arange(4.0).reshape(4, 1))\\n"
-    model.write_text(text)
-    keys = dict(model="edited_model:Model", dataset="edited_model:rows", batch_size=2, workers=1)
+    layer = pathlib.Path("edited_layer.py")
+    keys = dict(model="edited_model:model", dataset="edited_rows:rows", batch_size=2, workers=1)
     with dp_ray.session(workers=1) as session:
         first = session.run(None, name="first", **keys)
-        model.write_text(text.replace("x + 1", "x + 2000"))
+        layer.write_text(layer.read_text().replace("x + 1", "x + 2000"))
         second = session.run(None, name="second", **keys)
         third = session.run(None, name="third", **keys)
     print((second.outputs - first.outputs).round().unique().tolist())
@@ -233,14 +236,34 @@ EDITED = """
 """
 
 
-def test_code_that_was_edited_between_two_jobs_is_what_runs(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_embedded", [True, False], ids=["embedded", "cluster"])
+def test_code_that_was_edited_between_two_jobs_is_what_runs(
+    cluster: Cluster, tmp_path: Path, is_embedded: bool
+) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(EDITED))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), ADDRESS: cluster.address}
+    for name, text in WRITTEN.items():
+        (tmp_path / name).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | ({} if is_embedded else {ADDRESS: cluster.address})
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.stdout == "[1999.0]\nTrue\n", done.stderr
-    assert "second: the workers are started anew: edited_model.py was edited\n" in done.stderr
+    assert "second: the workers are started anew: edited_layer.py was edited\n" in done.stderr
+
+
+def test_an_edit_of_code_that_the_callers_own_ray_has_sent_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
+    sent = f"dict(working_dir='.', py_modules=[{str(ROOT / 'dp_ray')!r}], excludes=['runs'])"
+    connects = (
+        f"import ray\n    ray.init({cluster.address!r}, runtime_env={sent}, log_to_driver=False)\n    import pathlib"
+    )
+    (tmp_path / "script.py").write_text(textwrap.dedent(EDITED.replace("import pathlib", connects, 1)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name, text in WRITTEN.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert "ClusterError: edited_layer.py was edited, and the workers would still import what" in done.stderr
 
 
 def test_the_page_on_sessions_works(

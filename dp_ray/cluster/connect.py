@@ -65,6 +65,12 @@ def is_connected() -> bool:
     return bool(ray.is_initialized())
 
 
+def ships_callers_code() -> bool:
+    """Whether the caller's own ray.init has sent code to the cluster; workers import that, not later edits."""
+    sent: dict[str, Any] = ray.get_runtime_context().runtime_env
+    return "working_dir" in sent or "py_modules" in sent
+
+
 def address_of(given: str | None) -> str | None:
     """The address of the Ray to use; None for an embedded one. A job's is that of the cluster that runs it."""
     own = address_of_own_raylet() if in_ray_job() else None

@@ -26,6 +26,7 @@ from dp_ray.monitor.messages import Ending, Failed, Finished, WorkerExit, Worker
 from dp_ray.replica.world import CPU, World
 from dp_ray.rundir.claim import check_shared
 from dp_ray.storage import Storage
+from dp_ray.system.edited import imported_files
 from dp_ray.system.environment import environment
 from dp_ray.system.memory import keep_freed_memory
 from dp_ray.task.isolation import isolated
@@ -82,7 +83,8 @@ def run_job(given: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str])
     prints = forwarded_prints(given.channel, given.number, given.keep_prints, here)
     with isolated() as remains, environment(env), prints:
         is_stopped = run_packed(given, packed, attempt, here)
-    send(given.channel, Finished(attempt, here.rank, is_stopped, tuple(remains)), given.number)
+    imported = imported_files() if here.rank == 0 else ()
+    send(given.channel, Finished(attempt, here.rank, is_stopped, tuple(remains), imported), given.number)
 
 
 def run_packed(given: WorkerConfig, packed: Any, attempt: str, here: World) -> bool:

@@ -39,6 +39,7 @@ class Workers:
     def __init__(self, trainer: ControlledTrainer, channel: Any, each: Resources, verbose: bool) -> None:
         self.each = each
         self.remains: tuple[str, ...] = ()  # what the last job left behind in their processes
+        self.imported: tuple[str, ...] = ()  # the source files of user code that they have imported
         self.is_aborted = False
         self.is_interrupted_twice = False
         self._trainer = trainer
@@ -92,6 +93,7 @@ class Workers:
     def _check_end(self, monitor: Monitor) -> None:
         if monitor.end.finished:
             self.remains = tuple(sorted({one for worker in monitor.end.finished for one in worker.remains}))
+            self.imported = tuple({one for worker in monitor.end.finished for one in worker.imported})
             if any(worker.is_stopped for worker in monitor.end.finished):
                 raise StopRequested("stopped as it was asked")
             return

@@ -138,13 +138,15 @@ class Waits:
 class Finished:
     """A worker has left the job with all its work kept, at the job's end or, if `is_stopped`, as it was asked.
 
-    `remains` names what the job left behind in the worker's process and what cannot be undone there.
+    `remains` names what the job left behind in the worker's process and what cannot be undone there. `imported` are
+    the source files of user code that rank 0 has imported.
     """
 
     attempt: str
     rank: int
     is_stopped: bool = False
     remains: tuple[str, ...] = ()
+    imported: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,21 @@
 """Notices that the source files of imported modules were edited."""
 
+import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+
+from dp_ray.tracebacks import is_users
 
 Stamp = tuple[int, int]
 
 NOT_SOURCES = {"__pycache__", "node_modules", "runs", "site-packages"}
 OURS = __name__.partition(".")[0]
+_is_users = functools.cache(is_users)
 
 
 class Sources:
@@ -19,12 +24,24 @@ class Sources:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._noted: dict[str, Stamp | None] = {}
+        self._noted_at = 0  # in nanoseconds
         self._is_sent = False
 
     def note(self) -> None:
         """Note the files of modules that were imported since the last call; nothing if all were noted as sent."""
+        self._noted_at = time.time_ns()
         for path in () if self._is_sent else _files_of_modules(self._folder):
             self._noted.setdefault(path, _stamp(path))
+
+    def note_imported(self, files: Iterable[str]) -> None:
+        """Note files that other processes imported since the last call of `note`.
+
+        One that was edited since then counts as edited, since the import may have come before.
+        """
+        for path in () if self._is_sent else files:
+            if _is_below(path, self._folder):
+                stamp = _stamp(path)
+                self._noted.setdefault(path, None if stamp and stamp[0] > self._noted_at else stamp)
 
     def note_sent(self) -> None:
         """Note all files below the folder, since all of them are sent to a cluster now, and no later one is there."""
@@ -51,6 +68,11 @@ class Sources:
         return [path for path in there if _stamp(path) != self._noted.get(path)]
 
 
+def imported_files() -> tuple[str, ...]:
+    """The source files of the modules that this process has imported, but for ours and installed ones."""
+    return tuple(path for path in _files_of_modules(Path("/")) if _is_users(path))
+
+
 def _files_below(folder: Path) -> Iterator[str]:
     """The source files below a folder, but for installed packages and hidden folders."""
     for here, folders, files in os.walk(folder):
@@ -73,9 +95,13 @@ def _files_of_modules(folder: Path) -> dict[str, list[str]]:
         path = getattr(module, "__file__", None)
         if not path or not os.path.isabs(path) or name == "__main__" or name.partition(".")[0] == OURS:
             continue
-        if path.startswith(str(folder)) and "site-packages" not in Path(path).parts:
+        if _is_below(path, folder) and "site-packages" not in path:
             found.setdefault(path, []).append(name)
     return found
+
+
+def _is_below(path: str, folder: Path) -> bool:
+    return path.startswith(os.path.join(folder, ""))
 
 
 def _stamp(path: str) -> Stamp | None:

@@ -258,6 +258,7 @@ def _default_device() -> torch.device | None:
 def _calculation() -> Restore:
     """How numpy and torch calculate, beyond what has a home above."""
     numpy_errors, validates = np.geterr(), torch.distributions.Distribution._validate_args
+    flushes = _flushes_denormal()
     cuda: Any = torch.backends.cuda
     attention = [
         (cuda.enable_flash_sdp, cuda.flash_sdp_enabled()),
@@ -268,6 +269,7 @@ def _calculation() -> Restore:
 
     def restore() -> None:
         np.seterr(**numpy_errors)
+        torch.set_flush_denormal(flushes)
         torch.distributions.Distribution.set_default_validate_args(validates)
         for enable, was in attention:
             enable(was)
@@ -277,8 +279,14 @@ def _calculation() -> Restore:
     return restore
 
 
+def _flushes_denormal() -> bool:
+    """Whether numbers too small for fp32's full precision become 0; torch can set this but does not tell."""
+    return bool((torch.tensor([1e-40], device="cpu", dtype=torch.float32) * 1).item() == 0)
+
+
 def _interpreter() -> Restore:
     collects, recursion, timeout = gc.isenabled(), sys.getrecursionlimit(), socket.getdefaulttimeout()
+    os.umask(umask := os.umask(0))  # the only way to read it
     starts, disabled, hook = (
         multiprocessing.get_start_method(allow_none=True),
         logging.root.manager.disable,
@@ -287,6 +295,7 @@ def _interpreter() -> Restore:
 
     def restore() -> None:
         (gc.enable if collects else gc.disable)()
+        os.umask(umask)
         sys.setrecursionlimit(recursion)
         socket.setdefaulttimeout(timeout)
         multiprocessing.set_start_method(starts, force=True)

@@ -1,6 +1,8 @@
 """The streams of the loader and of the reducer, under load: the numbers of one stream."""
 
+import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,20 +133,28 @@ def small_trainer(device: torch.device, **keys: Any) -> tuple[Trainer, Any, Spli
     return made, load_shards(job, dataset, Work(split, 1, 0), device), split
 
 
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """While the block runs, whatever waits for the GPU raises a RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("keys", [{}, {"bitwise": True}, {"grad_clip": 1.0}, {"precision": "bf16"}])
 def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> None:
     made, loaded, split = small_trainer(cuda, **keys)
-    for step, shards in Work(split, 1, 0):
-        if step == StopVote.LAG // 2:  # before the vote, which waits for a step long past, and after the first step
-            torch.cuda.set_sync_debug_mode("error")
-        if step == StopVote.LAG:
-            break
-        try:
+    work = itertools.islice(Work(split, 1, 0), StopVote.LAG)  # the vote after them waits for a step long past
+    first, *others = work
+    made.step(split, *first, loaded, lambda *_: None)
+    with no_waits():
+        for step, shards in others:
             made.step(split, step, shards, loaded, lambda *_: None)
-        except BaseException:
-            torch.cuda.set_sync_debug_mode("default")
-            raise
-    torch.cuda.set_sync_debug_mode("default")
+        with pytest.raises(RuntimeError, match="synchron"):
+            torch.ones((), device=cuda).item()
+    assert len(others) == StopVote.LAG - 1
 
 
 def test_the_stop_vote_lags_on_a_gpu_and_waits_for_no_later_step(cuda: torch.device) -> None:

@@ -38,6 +38,8 @@ class Messy(nn.Module):
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
         torch.set_num_threads(3)
+        torch.set_flush_denormal(True)
+        os.umask(0o077)
         torch.set_float32_matmul_precision("medium")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = True
@@ -60,6 +62,12 @@ class Messy(nn.Module):
         return inputs
 
 
+def umask() -> int:
+    """The process's umask, which Python can only read by setting it."""
+    os.umask(found := os.umask(0))
+    return found
+
+
 def settings() -> dict[str, Any]:
     """What a job may have changed, in plain values."""
     return {
@@ -73,6 +81,8 @@ def settings() -> dict[str, Any]:
         "dtype": str(torch.get_default_dtype()),
         "device": str(torch.get_default_device()),
         "threads": torch.get_num_threads(),
+        "flushes": (torch.tensor([1e-40], device="cpu", dtype=torch.float32) * 1).item() == 0,
+        "umask": umask(),
         "precision": torch.backends.cuda.matmul.fp32_precision,
         "attention": torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
         "autocast dtype": str(torch.get_autocast_dtype("cpu")),
