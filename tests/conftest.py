@@ -17,7 +17,7 @@ import torch
 import dp_ray
 import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
-from tests.support.cluster import OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
+from tests.support.cluster import NO_SPARE_WORKERS, OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
 from tests.support.group import end_idle
 
 # One thread for each process: there are more processes than cores, and threads that wait for others spin.
@@ -84,7 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
     # A folder of its own: in Ray's usual one stands the address of whichever Ray was started last on this machine.
     temporary = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
-    command += ["--disable-usage-stats", f"--temp-dir={temporary.name}"]
+    command += ["--disable-usage-stats", f"--temp-dir={temporary.name}", f"--system-config={NO_SPARE_WORKERS}"]
     # As from an activated environment: a job's `python` is this one.
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", OURS: "1"}
     log = (tmp_path_factory.mktemp("ray") / "ray.log").open("wb")
