@@ -119,7 +119,7 @@ def test_an_error_that_comes_back_ends_the_job_at_once(run: Run, tmp_path: Path)
 def test_a_worker_that_hangs_is_named_with_its_stack_and_replaced_and_so_is_a_stopped_one(
     run_in_session: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    keys = passing(tmp_path, 1, hangs=True, timeouts={"step": 3}, quiet=False)
+    keys = passing(tmp_path, 1, hangs=True, timeouts={"step": 4}, quiet=False)
     result = run_in_session(**keys, inject="pause worker 1 at step 8")
     hung, stopped = result.interruptions
     assert (hung["kind"], hung["ranks"], hung["step"]) == ("hang", [0], 6)
