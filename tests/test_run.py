@@ -36,7 +36,6 @@ from dp_ray.errors import ClusterError, DataError, JobError, ModelError, Storage
 from dp_ray.system.stop_signals import handlers_kept
 from jobs.tutorial import Model, RandomDataset
 from tests.support import models
-from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster, Run
 
 
@@ -398,12 +397,10 @@ def test_a_reader_of_shapes_that_has_seen_enough_does_not_end_the_job(tmp_path: 
 
 
 @pytest.mark.ray
-def test_an_address_where_no_ray_answers(
-    tmp_path: Path, in_project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    line = ("run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--address", "127.0.0.1:1")
-    assert status_of(monkeypatch, *line) == 1
-    assert "error: no Ray answers at 127.0.0.1:1" in capfd.readouterr().err
+def test_an_address_where_no_ray_answers(tmp_path: Path) -> None:
+    done = command("run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--address", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert "error: no Ray answers at 127.0.0.1:1" in done.stderr
 
 
 @pytest.mark.ray
