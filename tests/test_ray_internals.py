@@ -167,6 +167,7 @@ USED: dict[str, tuple[str, str]] = {
         "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy",
         "self._coordinator_client: ",
     ),
+    "a raylet knows its cluster": ("ray._private.services:start_raylet", '"--gcs-address='),
     "packages by HTTP": ("ray.job_submission:JobSubmissionClient._package_exists", "self._do_request"),
     "packages' names": ("ray._private.runtime_env.packaging:RAY_PKG_PREFIX", "_ray_pkg_"),
     "the stub of the head's service": (

@@ -15,6 +15,7 @@ import ray
 import dp_ray
 from dp_ray.cluster.early import EarlyConnection
 from dp_ray.cluster.ray_internals.core import (
+    address_of_own_raylet,
     autoscales,
     find_users_token,
     raylets_hushed,
@@ -43,8 +44,8 @@ from dp_ray.system.stop_signals import handlers_kept
 def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
     """Connect to Ray while the block runs: the caller's own, the one at an address, or an embedded one.
 
-    A connection that `connected_early` has begun is taken over. The address is `address`, else RAY_ADDRESS, which Ray
-    sets in its jobs. Raises ClusterError if no Ray answers.
+    A connection that `connected_early` has begun is taken over. The address is `address`, in a job that of its
+    cluster, else RAY_ADDRESS. Raises ClusterError if no Ray answers.
     """
     if early := EarlyConnection.take():
         with early:
@@ -105,8 +106,9 @@ def ships_callers_code() -> bool:
 
 
 def address_of(given: str | None) -> str | None:
-    """The address of the Ray to use; None for an embedded one."""
-    return given or os.environ.get(ADDRESS)
+    """The address of the Ray to use; None for an embedded one. A job's is that of the cluster that runs it."""
+    own = address_of_own_raylet() if in_ray_job() else None
+    return given or own or os.environ.get(ADDRESS)
 
 
 def _start_ray(keys: WorkerKeys, address: str | None, verbose: bool, folder: str) -> None:

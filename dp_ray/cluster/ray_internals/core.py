@@ -25,6 +25,7 @@ from ray.core.generated import autoscaler_pb2
 
 CONNECT_SECONDS = 10.0
 NO_AGENT = [sys.executable, "-S", "-E", str(Path(__file__).with_name("no_agent.py"))]
+_GCS = "--gcs-address="  # an argument of each raylet
 
 
 def start_local(num_cpus: int, folder: str, logs: bool, **keys: Any) -> None:
@@ -105,6 +106,18 @@ def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
                 return True
             raise ConnectionError(f"{error.code().name.lower()}, {error.details()}") from None
     return False
+
+
+def address_of_own_raylet() -> str | None:
+    """The address of the cluster whose raylet started this process, or one of its parents; None if none did.
+
+    Ray sets RAY_ADDRESS in a job to the cluster that was started last on the job's host, which may be another one.
+    Public: none; RAY_ADDRESS, where a host has a single Ray.
+    """
+    for parent in psutil.Process().parents():
+        if parent.name() == "raylet":
+            return next(one.removeprefix(_GCS) for one in parent.cmdline() if one.startswith(_GCS))
+    return None
 
 
 @contextmanager
