@@ -138,7 +138,7 @@ class Workers:
         if not self.is_over:
             ray.get(self._channel.close.remote())
             self._trainer.wait(seconds)
-        has_left = self._trainer.has_ended
+        has_left = self._trainer.has_ended and not self.is_aborted
         self._abort()
         return has_left
 
