@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import psutil
@@ -19,12 +18,6 @@ Found = TypeVar("Found")
 def alternate(ours: Callable[[], Found], theirs: Callable[[], Found], repeats: int) -> list[tuple[Found, Found]]:
     """What both sides gave, `repeats` times, one after the other."""
     return [(ours(), theirs()) for _ in range(repeats)]
-
-
-def medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """The median of each side."""
-    ours, theirs = zip(*pairs, strict=True)
-    return median(ours), median(theirs)
 
 
 def seconds(act: Callable[[], object]) -> float:

@@ -5,15 +5,15 @@ of `dp_ray.session`.
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import dp_ray
 from benchmarks import bare
 from benchmarks.cluster import local_ray, scratch
+from benchmarks.compare import at_most, compared
 from benchmarks.measure import seconds
 from benchmarks.run import JOB, WORKERS
-from benchmarks.spread import ratio_of
 from benchmarks.table import Row, time_text
 
 REPEATS = 5
@@ -49,13 +49,7 @@ def _run(session: dp_ray.Session, folder: Path, name: str) -> None:
     assert len(outputs) == bare.ROWS
 
 
-def _row(ours: tuple[float, ...], theirs: tuple[float, ...], who: str, at_most: float) -> Row:
-    ratio = ratio_of(list(zip(ours, theirs, strict=True)))
-    return Row(
-        WHAT,
-        time_text(median(ours)),
-        f"{time_text(median(theirs))} {who}",
-        str(ratio),
-        f"at most {at_most} of its time, and {AT_MOST_SECONDS:.0f} s",
-        ratio.upper <= at_most and median(ours) <= AT_MOST_SECONDS,
-    )
+def _row(ours: tuple[float, ...], theirs: tuple[float, ...], who: str, limit: float) -> Row:
+    share = at_most(limit, f"at most {limit} of its time")
+    in_all = replace(at_most(AT_MOST_SECONDS, f"{AT_MOST_SECONDS:.0f} s"), absolute=True)
+    return compared(WHAT, list(zip(ours, theirs, strict=True)), time_text, who, share, in_all)

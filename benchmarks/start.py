@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.cluster import scratch
-from benchmarks.measure import alternate, command_seconds, medians, seconds
-from benchmarks.spread import ratio_of
-from benchmarks.table import Row, share, time_text
+from benchmarks.compare import at_most, compared
+from benchmarks.measure import alternate, command_seconds, seconds
+from benchmarks.table import Row, time_text
 
 ROOT = Path(__file__).parent.parent
 JOB = Path(__file__).parent / "plain.yaml"
@@ -31,7 +31,7 @@ AT_MOST_OF_EARLIER = 0.55
 
 
 def measure() -> list[Row]:
-    rows = [_compared(what, arguments) for what, arguments in COMMANDS.items()]
+    rows = [_beside_torch(what, arguments) for what, arguments in COMMANDS.items()]
     with scratch() as folder:
         return [*rows, _whole_command(folder)] if _has_earlier(folder) else rows
 
@@ -54,28 +54,14 @@ def _whole_command(folder: Path) -> Row:
 
     ours, theirs = partial(run, ROOT), partial(run, folder / "earlier")
     ours(), theirs()
-    pairs = alternate(ours, theirs, REPEATS)
-    ratio, (ours_seconds, theirs_seconds) = ratio_of(pairs), medians(pairs)
-    return Row(
-        "start: dp-ray run jobs/tutorial.yaml --workers 2, the whole command, no Ray up",
-        time_text(ours_seconds),
-        f"{time_text(theirs_seconds)} at {EARLIER}",
-        str(ratio),
-        f"at most {AT_MOST_OF_EARLIER} of its time",
-        ratio.upper <= AT_MOST_OF_EARLIER,
-    )
+    what = "start: dp-ray run jobs/tutorial.yaml --workers 2, the whole command, no Ray up"
+    goal = at_most(AT_MOST_OF_EARLIER, f"at most {AT_MOST_OF_EARLIER} of its time")
+    return compared(what, alternate(ours, theirs, REPEATS), time_text, f"at {EARLIER}", goal)
 
 
-def _compared(what: str, arguments: list[str]) -> Row:
+def _beside_torch(what: str, arguments: list[str]) -> Row:
     ours = partial(command_seconds, sys.executable, *arguments)
     theirs = partial(command_seconds, sys.executable, "-c", "import torch")
     ours(), theirs()  # from here on their files are in memory
-    ours_seconds, theirs_seconds = medians(alternate(ours, theirs, REPEATS))
-    return Row(
-        f"start: {what}",
-        time_text(ours_seconds),
-        f"{time_text(theirs_seconds)} import torch",
-        share(ours_seconds, theirs_seconds),
-        f"at most {AT_MOST} of its time",
-        ours_seconds <= AT_MOST * theirs_seconds,
-    )
+    goal = at_most(AT_MOST, f"at most {AT_MOST} of its time")
+    return compared(f"start: {what}", alternate(ours, theirs, REPEATS), time_text, "import torch", goal)

@@ -36,11 +36,6 @@ def heading() -> Iterator[str]:
     yield _cells(["---"] * len(HEADER))
 
 
-def share(ours: float, theirs: float) -> str:
-    """Ours over theirs, as a fraction where it is small."""
-    return ratio_text(ours / theirs)
-
-
 def ratio_text(ratio: float) -> str:
     """A ratio of three digits, as a fraction where it is small."""
     return f"{ratio:.3g}" if ratio > 0.01 else f"1/{1 / ratio:,.0f}"
