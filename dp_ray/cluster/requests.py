@@ -25,8 +25,8 @@ class Ask(StrEnum):
 
     NOTHING = ""
     SAVE = "save"
-    STOP = "stop"  # to be started again, with more or fewer workers
-    END = "end"  # for good: no later request replaces it while the job lasts
+    RESTART = "restart"  # stop, to be started again with more or fewer workers
+    STOP = "stop"  # for good: no later request replaces it while the job lasts
 
 
 class Why(Enum):
@@ -48,7 +48,7 @@ class Request:
 
 
 NOTHING = Request(Ask.NOTHING, Why.NOTHING, "")
-END = Request(Ask.END, Why.USER, Why.USER.value)
+STOP = Request(Ask.STOP, Why.USER, Why.USER.value)
 
 
 @dataclass(frozen=True)

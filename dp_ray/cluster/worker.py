@@ -61,8 +61,8 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
 def run_jobs(given: WorkerConfig) -> None:
     """Run the jobs that the channel holds, until it says that the session ends."""
     rank, number = ray.train.get_context().get_world_rank(), 0
-    while (found := ray.get(given.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.END:
-        if found is Ask.STOP:
+    while (found := ray.get(given.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
+        if found is Ask.RESTART:
             raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
         terms, (packed, env) = found
         number = terms.number
@@ -95,7 +95,7 @@ def run_packed(given: WorkerConfig, packed: Any, attempt: str, here: World) -> b
         try:
             run_assigned(given, assigned, attempt, world, heartbeat)
         except StopRequested:
-            if ray.get(given.channel.state.remote())[0].ask is not Ask.END:
+            if ray.get(given.channel.state.remote())[0].ask is not Ask.STOP:
                 raise  # so that the workers are started anew, more or fewer of them
             return True
     return False
