@@ -150,7 +150,7 @@ class Session:
         """Connect to Ray and start the workers."""
         say = Console("session", self._quiet).say
         say(what_begins(self._address))
-        if self._is_own and address_of(self._address):
+        if address_of(self._address) if self._is_own else ships_callers_code():
             self._sources.note_sent()
         with ExitStack() as opening:
             opening.enter_context(connected(self._keys, self._address, self._verbose))

@@ -19,7 +19,7 @@ import pytest
 
 import dp_ray
 from dp_ray import cli
-from dp_ray.cluster.ray_internals.variables import ADDRESS
+from dp_ray.cluster.ray_internals.variables import ADDRESS, AUTH_MODE
 from dp_ray.errors import ClusterError, JobError, ModelError, RunInterrupted, WorkerError
 from dp_ray.sessions import Session
 from tests.support import models
@@ -253,11 +253,9 @@ def test_code_that_was_edited_between_two_jobs_is_what_runs(
 
 def test_an_edit_of_code_that_the_callers_own_ray_has_sent_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
     sent = f"dict(working_dir='.', py_modules=[{str(ROOT / 'dp_ray')!r}], excludes=['runs'])"
-    connects = (
-        f"import ray\n    ray.init({cluster.address!r}, runtime_env={sent}, log_to_driver=False)\n    import pathlib"
-    )
-    (tmp_path / "script.py").write_text(textwrap.dedent(EDITED.replace("import pathlib", connects, 1)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    connects = f"import ray\nray.init({cluster.address!r}, runtime_env={sent}, log_to_driver=False)\n"
+    (tmp_path / "script.py").write_text(connects + textwrap.dedent(EDITED))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), AUTH_MODE: "token"}
     for name, text in WRITTEN.items():
         (tmp_path / name).write_text(text)
     done = subprocess.run(
