@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv$(if $(RAY),-ray-$(RAY))
 BIN := $(VENV)/bin
 # Two processes, each with whole files; tests on Ray come after them, in one process with one cluster.
-TWO := -n 2 --dist loadfile
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
@@ -24,11 +24,12 @@ demo: $(VENV)/installed
 	$(BIN)/dp-ray run jobs/digits_predict.yaml --workers 3 --name demo-digits --overwrite
 	$(BIN)/dp-ray run jobs/digits.yaml --workers 2 --name demo-training --overwrite
 
-test: quick
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -m 'not ray' $(TWO)
 	$(BIN)/python -m pytest -m ray
 
 quick: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray' $(TWO)
+	$(BIN)/python -m pytest -m 'not ray and not slow' $(TWO)
 
 gpu: $(VENV)/installed
 	$(BIN)/python -m pytest tests/gpu

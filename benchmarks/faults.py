@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import ray
@@ -16,9 +15,11 @@ from ray.cluster_utils import Cluster
 import dp_ray
 from benchmarks import recovering
 from benchmarks.cluster import local_ray, scratch
-from benchmarks.measure import alternate, medians
-from benchmarks.table import Row, share, time_text
-from benchmarks.training import pulsed, unpulsed
+from benchmarks.compare import Pairs, at_most, compared
+from benchmarks.measure import alternate
+from benchmarks.pulses import PULSED_BLOCK, Pulses, pulsed
+from benchmarks.table import Row, time_text
+from benchmarks.turns import take_turns
 from dp_ray.cluster.channel import open_channel
 from dp_ray.cluster.ray_internals.variables import TRAIN_VARIABLES
 
@@ -42,7 +43,7 @@ def _worker() -> list[Row]:
             again.append(one["step"] - one["resumed_step"])
             return seconds
 
-        found = medians(alternate(ours, lambda: _theirs(folder, kill_one, 2), REPEATS))
+        found = alternate(ours, lambda: _theirs(folder, kill_one, 2), REPEATS)
     return [
         _row("a worker killed: to training again, 2 workers", found, 0.8),
         Row(
@@ -63,35 +64,18 @@ def _node() -> Row:
             mine, _ = _ours(folder, kill_node, workers={"min": 1, "max": 3})
         with three_nodes() as (folder, kill_node):
             found.append((mine, _theirs(folder, kill_node, (1, 3))))
-    return _row("a node lost: to training again, elastic 3 to 2", medians(found), 0.3)
+    return _row("a node lost: to training again, elastic 3 to 2", found, 0.3)
 
 
-def _row(what: str, found: tuple[float, float], at_most: float) -> Row:
-    ours, theirs = found
-    return Row(
-        f"faults: {what}",
-        time_text(ours),
-        f"{time_text(theirs)} Ray Train",
-        share(ours, theirs),
-        f"at most {at_most}",
-        ours <= at_most * theirs,
-    )
+def _row(what: str, found: Pairs, limit: float) -> Row:
+    return compared(f"faults: {what}", found, time_text, "Ray Train", at_most(limit))
 
 
 def _pulse() -> Row:
     with local_ray():
         channel = open_channel()
-        found = alternate(lambda: pulsed(channel), unpulsed, 7)
-    ratio = median(ours / theirs for ours, theirs in found)
-    ours, theirs = medians(found)
-    return Row(
-        "faults: a step with watchdog and ledger",
-        time_text(ours),
-        f"{time_text(theirs)} without",
-        f"{ratio:.3f}",
-        "at most 1.01",
-        ratio <= 1.01,
-    )
+        pairs = take_turns(lambda control: pulsed(Pulses(channel, control)), pulsed, PULSED_BLOCK)
+    return compared("faults: a step with watchdog and ledger", pairs[1:], time_text, "without", at_most(1.01))
 
 
 def kill_one(pids: list[int]) -> None:

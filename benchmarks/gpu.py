@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks import nets
-from benchmarks.table import HEADER, Row, line
+from benchmarks.compare import Pairs, at_least, compared
+from benchmarks.table import HEADER, Row, line, rate_text
 from dp_ray.job import Job
 from dp_ray.replica.world import World
 from dp_ray.rundir.ledger import PARTS
@@ -26,7 +26,7 @@ from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import run_task
 
-LEAST = 1 / 1.02
+NO_SLOWER = at_least(1 / 1.02)
 Step = Callable[[], None]
 
 
@@ -130,8 +130,7 @@ def measure(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """A row for each case."""
     for case in cases(sizes):
         control = turns(case, device)
-        pairs = list(zip(control.ours, control.theirs, strict=False))[sizes.warm :]
-        yield row(case, [theirs / ours for ours, theirs in pairs], [ours for ours, _ in pairs])
+        yield row(case, list(zip(control.ours, control.theirs, strict=False))[sizes.warm :])
 
 
 def turns(case: Case, device: torch.device) -> Turns:
@@ -212,18 +211,12 @@ def plain_prediction(case: Case, device: torch.device) -> Step:
     return step
 
 
-def row(case: Case, ratios: list[float], seconds: list[float]) -> Row:
-    """A case's row: the median of both sides' ratios, its quartiles; reached if the lower one is."""
-    lower, median, upper = quantiles(ratios, n=4)
-    rate = case.rows * case.sizes.block / quantiles(seconds, n=2)[0]
-    return Row(
-        f"{case.task}: a {case.what}, {case.precision}, batches of {case.rows}, rows a second",
-        f"{rate:,.0f} rows/s",
-        f"{rate / median:,.0f} rows/s plain torch",
-        f"{median:.3f} ({lower:.3f} to {upper:.3f})",
-        f"at least {LEAST:.2f}",
-        lower >= LEAST,
-    )
+def row(case: Case, seconds: Pairs) -> Row:
+    """A case's row, of the seconds of both sides' turns."""
+    rows = case.rows * case.sizes.block
+    rates = [(rows / ours, rows / theirs) for ours, theirs in seconds]
+    what = f"{case.task}: a {case.what}, {case.precision}, batches of {case.rows}, rows a second"
+    return compared(what, rates, rate_text, "plain torch", NO_SLOWER)
 
 
 def main(names: list[str]) -> None:

@@ -6,17 +6,19 @@ processes replay what the workers would send, through a real Channel, into the d
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import ray
 
 from benchmarks.cluster import local_ray, scratch
-from benchmarks.measure import alternate, medians, seconds
-from benchmarks.replay import STEPS_IN_A_REPORT, Replay
-from benchmarks.table import Row, share, time_text
+from benchmarks.compare import Goal, at_most, compared
+from benchmarks.measure import alternate, seconds
+from benchmarks.replay import MANY, STEPS_IN_A_REPORT, Replay
+from benchmarks.table import Row, time_text
 from dp_ray.cluster.channel import open_channel, receive
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
@@ -31,63 +33,44 @@ from dp_ray.storage import Storage
 
 ROWS = 10**9
 ROWS_IN_A_SHARD = 32
-MANY, FEW = 4_096, 8
-STEPS = 1_000
+FEW = 8
+STEPS = 20  # in a turn
+TURNS = 500
 REPLAYS = 3
-SHARD_REPORTS = MANY * STEPS_IN_A_REPORT * 4
-REPEATS = 3
+SHARD_REPORTS = MANY * STEPS_IN_A_REPORT * 2
+REPEATS = 5
 QUICK_REPEATS = 25  # of what takes milliseconds
-AT_MOST_PLAN_SECONDS = 0.1
-FLAT = 1.5
-AT_LEAST_A_SECOND = 200_000
+UNDER_A_TENTH = Goal("under 100 ms", 0.1, is_least=False, absolute=True)
+FLAT = at_most(1.5, "flat: at most 1.5")
+FAST = Goal("at least 200,000/s", 200_000, is_least=True, absolute=True)
 
 
-def measure() -> list[Row]:
+def measure() -> Iterator[Row]:
+    few = f"{FEW} workers"
+    what = f"growth: plan of {ROWS:,} rows and its JSON, {MANY:,} workers"
+    plans = alternate(partial(_plan_seconds, MANY), partial(_plan_seconds, FEW), QUICK_REPEATS)
+    yield compared(what, plans, time_text, few, UNDER_A_TENTH)
+    what = f"growth: shards of one worker's step, {MANY:,} workers"
+    yield compared(what, _step_seconds(), time_text, few, FLAT)
+    what = f"growth: shard reports that the driver takes, {MANY:,} workers"
     with local_ray(), scratch() as folder:
-        many_rate, few_rate = _medians(partial(_reports_a_second, folder), REPEATS)
-    many_plan, few_plan = _medians(_plan_seconds, QUICK_REPEATS)
-    many_steps, few_steps = _medians(_worker_seconds, QUICK_REPEATS)
-    return [
-        Row(
-            f"growth: plan of {ROWS:,} rows and its JSON, {MANY:,} workers",
-            time_text(many_plan),
-            f"{time_text(few_plan)} {FEW} workers",
-            share(many_plan, few_plan),
-            f"under {time_text(AT_MOST_PLAN_SECONDS)}",
-            many_plan < AT_MOST_PLAN_SECONDS,
-        ),
-        Row(
-            f"growth: shards of one worker's {STEPS:,} steps, {MANY:,} workers",
-            time_text(many_steps),
-            f"{time_text(few_steps)} {FEW} workers",
-            share(many_steps, few_steps),
-            f"flat: at most {FLAT}",
-            many_steps <= FLAT * few_steps,
-        ),
-        Row(
-            f"growth: shard reports that the driver takes, {MANY:,} workers",
-            f"{many_rate:,.0f}/s",
-            f"{few_rate:,.0f}/s {FEW} workers",
-            share(many_rate, few_rate),
-            f"at least {AT_LEAST_A_SECOND:,}/s",
-            many_rate >= AT_LEAST_A_SECOND,
-        ),
-    ]
-
-
-def _medians(measured: Callable[[int], float], repeats: int) -> tuple[float, float]:
-    """The medians for MANY and for FEW workers."""
-    return medians(alternate(partial(measured, MANY), partial(measured, FEW), repeats))
+        rates = alternate(partial(_reports_a_second, folder, MANY), partial(_reports_a_second, folder, FEW), REPEATS)
+    yield compared(what, rates, "{:,.0f}/s".format, few, FAST)
 
 
 def _plan_seconds(workers: int) -> float:
     return seconds(lambda: json.dumps(Plan(_split(workers), workers, workers).to_json()))
 
 
-def _worker_seconds(workers: int) -> float:
-    """Time of STEPS steps of one worker's shards."""
-    work = iter(Work(_split(workers), workers, workers // 2))
-    return seconds(lambda: [next(work) for _ in range(STEPS)])
+def _step_seconds() -> list[tuple[float, float]]:
+    """Seconds in which one of MANY and one of FEW workers find their shards of a step, in turns of STEPS steps."""
+    many, few = (iter(Work(_split(workers), workers, workers // 2)) for workers in (MANY, FEW))
+    return alternate(lambda: seconds(lambda: _walk(many)) / STEPS, lambda: seconds(lambda: _walk(few)) / STEPS, TURNS)
+
+
+def _walk(steps: Iterator[object]) -> None:
+    for _ in islice(steps, STEPS):
+        pass
 
 
 def _split(workers: int) -> Split:

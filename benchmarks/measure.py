@@ -5,9 +5,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.context import BaseContext
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import psutil
@@ -18,12 +18,6 @@ Found = TypeVar("Found")
 def alternate(ours: Callable[[], Found], theirs: Callable[[], Found], repeats: int) -> list[tuple[Found, Found]]:
     """What both sides gave, `repeats` times, one after the other."""
     return [(ours(), theirs()) for _ in range(repeats)]
-
-
-def medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """The median of each side."""
-    ours, theirs = zip(*pairs, strict=True)
-    return median(ours), median(theirs)
 
 
 def seconds(act: Callable[[], object]) -> float:
@@ -38,6 +32,23 @@ def in_process(module: str, *args: object) -> Any:
     command = [sys.executable, "-m", module, *map(str, args)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_processes(
+    context: BaseContext, target: Callable[..., object], arguments: Sequence[tuple[Any, ...]]
+) -> list[Any]:
+    """Call `target` in a process for each of the arguments, and a queue; what they have put into it at their end."""
+    queue: Any = context.SimpleQueue()
+    started = [context.Process(target=target, args=(*one, queue)) for one in arguments]  # type: ignore[attr-defined]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+        assert process.exitcode == 0, f"{process.name} ended with {process.exitcode}"
+    found = []
+    while not queue.empty():
+        found.append(queue.get())
+    return found
 
 
 def command_seconds(*command: str) -> float:

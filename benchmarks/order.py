@@ -10,8 +10,9 @@ from functools import partial
 
 from torch.utils.data import DistributedSampler
 
-from benchmarks.measure import alternate, grown, in_process, medians, seconds
-from benchmarks.table import Row, bytes_text, share, time_text
+from benchmarks.compare import at_most, compared
+from benchmarks.measure import alternate, grown, in_process, seconds
+from benchmarks.table import Row, bytes_text, time_text
 from dp_ray.plan.order import Order
 
 SAMPLES = 10**8
@@ -24,24 +25,17 @@ PAGE = 4096
 def measure() -> list[Row]:
     ours, theirs = (partial(in_process, "benchmarks.order", side) for side in SIDES)
     pairs = alternate(ours, theirs, REPEATS)
-    ours_seconds, theirs_seconds = medians([(one["seconds"], other["seconds"]) for one, other in pairs])
-    ours_bytes, theirs_bytes = medians([(one["bytes"], other["bytes"]) for one, other in pairs])
+    times = [(one["seconds"], other["seconds"]) for one, other in pairs]
+    sizes = [(one["bytes"], other["bytes"]) for one, other in pairs]
+    what = f"order: first sample of a shuffled epoch of {SAMPLES:,}: time"
     return [
-        Row(
-            f"order: first sample of a shuffled epoch of {SAMPLES:,}: time",
-            time_text(ours_seconds),
-            f"{time_text(theirs_seconds)} DistributedSampler",
-            share(ours_seconds, theirs_seconds),
-            f"1/{TIMES_FASTER:,}",
-            ours_seconds * TIMES_FASTER <= theirs_seconds,
-        ),
-        Row(
+        compared(what, times, time_text, "DistributedSampler", at_most(1 / TIMES_FASTER, f"1/{TIMES_FASTER:,}")),
+        compared(
             "order: the same: memory",
-            bytes_text(ours_bytes),
-            f"{bytes_text(theirs_bytes)} DistributedSampler",
-            share(ours_bytes, theirs_bytes),
-            f"1/{TIMES_SMALLER:,}",
-            ours_bytes * TIMES_SMALLER <= theirs_bytes,
+            sizes,
+            bytes_text,
+            "DistributedSampler",
+            at_most(1 / TIMES_SMALLER, f"1/{TIMES_SMALLER:,}"),
         ),
     ]
 

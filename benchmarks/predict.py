@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import mkdtemp
 
 import pyarrow.dataset as pads
@@ -17,13 +16,13 @@ import pyarrow.dataset as pads
 import dp_ray
 from benchmarks import accelerated, mapped
 from benchmarks.cluster import local_ray, scratch
+from benchmarks.compare import AHEAD, at_most, compared
 from benchmarks.measure import in_process, seconds
-from benchmarks.rows import Work, loop_rate, make_rows
-from benchmarks.table import Row, bytes_text, share
+from benchmarks.rows import BATCH_SIZE, Work, loop_rate, make_rows
+from benchmarks.table import Row, bytes_text, rate_text
 
 ROWS = 200_000
 TIMES = (1, 20)  # a short job, of which most is the start, and a longer one over the same rows
-BATCH_SIZE = 1024
 WORKERS = 2
 REPEATS = 3
 MEMORY_ROWS = (50_000, 200_000)
@@ -49,19 +48,18 @@ def measure() -> Iterator[Row]:
                 "Ray Data": partial(mapped.predict, mapped.put(folder / "rows")),
                 "accelerate": accelerated.predict,
             }
-            _compared(sides, folder, times=1, repeats=1)  # warms what can be warm
+            _rounds(sides, folder, times=1, repeats=1)  # warms what can be warm
             for times in TIMES:
-                found = _compared(sides, folder, times, REPEATS)
+                found = _rounds(sides, folder, times, REPEATS)
                 yield from _rates(found, times * ROWS, "whole")
             yield from _rates(found, times * ROWS, "loop")
     yield _memory()
 
 
-def _compared(sides: dict[str, Side], folder: Path, times: int, repeats: int) -> dict[str, Taken]:
-    """The medians of all sides, which take turns."""
+def _rounds(sides: dict[str, Side], folder: Path, times: int, repeats: int) -> list[dict[str, Taken]]:
+    """What all sides took, which take turns."""
     work = Work(str(folder / "rows"), times, BATCH_SIZE, WORKERS)
-    rounds = [{name: _take(side, work, folder) for name, side in sides.items()} for _ in range(repeats)]
-    return {name: _median([one[name] for one in rounds]) for name in sides}
+    return [{name: _take(side, work, folder) for name, side in sides.items()} for _ in range(repeats)]
 
 
 def _ours(work: Work, stamps: Path, out: Path) -> None:
@@ -79,45 +77,28 @@ def _take(side: Side, work: Work, folder: Path) -> Taken:
     out, stamps = Path(mkdtemp(dir=folder)), Path(mkdtemp(dir=folder))
     rows = work.times * ROWS
     taken = seconds(lambda: side(work, stamps, out))
-    _check(out, rows)
+    check_outputs(out, rows)
     found = Taken(rows / taken, loop_rate(stamps))
     shutil.rmtree(out)
     return found
 
 
-def _check(out: Path, rows: int) -> None:
+def check_outputs(out: Path, rows: int) -> None:
     """Every side has written a row of outputs for each row; no side is excused any."""
     files = [path for path in out.rglob("*.parquet") if path.name != "shapes.parquet"]
     written = pads.dataset([str(path) for path in files]).count_rows()
     assert written == rows, f"{out}: {written} rows of outputs, not {rows}"
 
 
-def _median(taken: list[Taken]) -> Taken:
-    return Taken(median(one.whole for one in taken), median(one.loop for one in taken))
-
-
-def _rates(found: dict[str, Taken], rows: int, what: str) -> Iterator[Row]:
+def _rates(rounds: list[dict[str, Taken]], rows: int, what: str) -> Iterator[Row]:
     says = {"whole": "call to outputs on disk", "loop": "in the loop"}[what]
-    ours = getattr(found["dp_ray"], what)
     for name in ("Ray Data", "accelerate"):
-        theirs = getattr(found[name], what)
-        yield Row(
-            f"predict: {rows:,} rows, 2 workers, {says}",
-            f"{ours:,.0f} rows/s",
-            f"{theirs:,.0f} rows/s {name}",
-            share(ours, theirs),
-            "ahead",
-            ours > theirs,
-        )
+        pairs = [(getattr(one["dp_ray"], what), getattr(one[name], what)) for one in rounds]
+        yield compared(f"predict: {rows:,} rows, 2 workers, {says}", pairs, rate_text, name, AHEAD)
 
 
 def _memory() -> Row:
     few, many = (in_process("benchmarks.memory", rows) for rows in MEMORY_ROWS)
-    return Row(
-        f"predict: the driver's memory grows by, {MEMORY_ROWS[1]:,} rows against {MEMORY_ROWS[0]:,}, 4 kB each",
-        bytes_text(many),
-        bytes_text(few),
-        share(many, few),
-        "flat: at most 1.25",
-        many <= 1.25 * few,
-    )
+    what = f"predict: the driver's memory grows by, {MEMORY_ROWS[1]:,} rows against {MEMORY_ROWS[0]:,}, 4 kB each"
+    flat = at_most(1.25, "flat: at most 1.25")
+    return compared(what, [(many, few)], bytes_text, f"{MEMORY_ROWS[0]:,} rows", flat)

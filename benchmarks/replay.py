@@ -8,10 +8,12 @@ import numpy as np
 
 from dp_ray.monitor.messages import Message, Shapes, WorkerReady
 from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Report, ShardSpan
+from dp_ray.results.shape_recorder import Report, ShardSpan, report_interval
 from dp_ray.results.shapes import Seen
 
-STEPS_IN_A_REPORT = 100  # one of 4,096 workers speaks every two seconds, here of a job of 50 steps a second
+MANY = 4_096  # workers
+STEPS_A_SECOND = 50
+STEPS_IN_A_REPORT = round(STEPS_A_SECOND * report_interval(MANY))
 IN_FLIGHT = 64
 ATTEMPT = "replay"
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 WIDTH = 256
 CLASSES = 10
+BATCH_SIZE = 1024
 
 
 @dataclass(frozen=True)

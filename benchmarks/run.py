@@ -13,13 +13,14 @@ import torch
 import dp_ray
 from benchmarks import bare
 from benchmarks.cluster import local_ray, scratch
-from benchmarks.measure import alternate, medians, seconds
-from benchmarks.table import Row, share, time_text
+from benchmarks.compare import at_most, compared
+from benchmarks.measure import alternate, seconds
+from benchmarks.table import Row, time_text
 
 JOB = Path(__file__).parent.parent / "jobs" / "tutorial.yaml"
 WORKERS = 2
-REPEATS = 3
-AT_MOST = 0.5
+REPEATS = 5
+AT_MOST = at_most(0.35, "at most 0.35 of its time")
 
 
 def measure() -> list[Row]:
@@ -28,19 +29,9 @@ def measure() -> list[Row]:
         ours = partial(_run, folder, numbers)
         theirs = partial(_run_bare, folder, numbers)
         _check_equal(ours(), theirs())  # and both are warm
-        ours_seconds, theirs_seconds = medians(
-            alternate(lambda: seconds(ours), lambda: seconds(theirs), REPEATS),
-        )
-    return [
-        Row(
-            "run: 100 rows, 2 workers, Ray up: call to merged outputs",
-            time_text(ours_seconds),
-            f"{time_text(theirs_seconds)} TorchTrainer, a report each batch",
-            share(ours_seconds, theirs_seconds),
-            f"at most {AT_MOST} of its time",
-            ours_seconds <= AT_MOST * theirs_seconds,
-        )
-    ]
+        pairs = alternate(lambda: seconds(ours), lambda: seconds(theirs), REPEATS)
+    what = "run: 100 rows, 2 workers, Ray up: call to merged outputs"
+    return [compared(what, pairs, time_text, "TorchTrainer, a report each batch", AT_MOST)]
 
 
 def _run(folder: Path, numbers: "count[int]") -> torch.Tensor:

@@ -11,7 +11,7 @@ HEADER = ("what", "dp_ray", "against", "ratio", "to reach", "reached")
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison; `ratio` is dp_ray's figure over the other's."""
+    """One comparison; `ratio` is dp_ray's figure over the other's, its median and quartiles."""
 
     what: str
     dp_ray: str
@@ -36,10 +36,9 @@ def heading() -> Iterator[str]:
     yield _cells(["---"] * len(HEADER))
 
 
-def share(ours: float, theirs: float) -> str:
-    """Ours over theirs, as a fraction where it is small."""
-    ratio = ours / theirs
-    return f"{ratio:.2f}" if ratio > 0.01 else f"1/{1 / ratio:,.0f}"
+def ratio_text(ratio: float) -> str:
+    """A ratio of three digits, as a fraction where it is small."""
+    return f"{ratio:.3g}" if ratio > 0.01 else f"1/{1 / ratio:,.0f}"
 
 
 def time_text(seconds: float) -> str:
@@ -47,6 +46,10 @@ def time_text(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:,.1f} s"
     return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} µs"
+
+
+def rate_text(rows_per_second: float) -> str:
+    return f"{rows_per_second:,.0f} rows/s"
 
 
 def bytes_text(size: float) -> str:

@@ -1,91 +1,94 @@
-"""Training against the plain loop: DDP and DistributedSampler in two processes, and `torch.save` in the loop."""
+"""Training against the plain loop of torch: DDP and DistributedSampler, and `torch.save` in the loop.
 
-import contextlib
+Both sides run in the same processes, whose allocator is set as dp_ray sets its workers', and take turns every few
+steps. What that setting brings has a row of its own, with the plain loop on both sides.
+"""
+
 import multiprocessing
 import socket
-from statistics import median
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from benchmarks.cluster import scratch
-from benchmarks.measure import alternate, medians
-from benchmarks.table import Row, share, time_text
-from benchmarks.training import BATCH, blocked, worker
-from benchmarks.training import ours as rows_per_second
-from dp_ray.replica.world import CPU, World
+from benchmarks.compare import AHEAD, Goal, Pairs, at_least, at_most, compared
+from benchmarks.measure import in_processes
+from benchmarks.table import Row, rate_text, time_text
+from benchmarks.training import BATCH, WARM, WorldLoop, allocating, blocked, ours, plain, worker
+from benchmarks.turns import Baton
+from dp_ray.replica.world import World
 
-REPEATS = 5
+REPEATS = 7
 MEGABYTES = 500
-SIDES: list[tuple[str, str, dict[str, Any], int, float]] = [
-    ("an MLP of 1.3 M", "mlp", {}, 1, 0.98),
-    ("a conv net", "conv", {}, 1, 0.98),
-    ("an MLP of 1.3 M, bitwise", "mlp", {"bitwise": True}, 1, 0.90),
-    ("a conv net, bitwise", "conv", {"bitwise": True}, 1, 0.90),
-    ("an MLP of 1.3 M, bitwise, 4 shards a worker", "mlp", {"bitwise": True, "shards": 8}, 4, 1 / 1.1),
-    ("a conv net, bitwise, 4 shards a worker", "conv", {"bitwise": True, "shards": 8}, 4, 1 / 1.1),
+AS_FAST, BITWISE, ACCUMULATING = at_least(0.98), at_least(0.90), at_least(1 / 1.1)
+SIDES: list[tuple[str, str, dict[str, Any], int, Goal]] = [
+    ("an MLP of 1.3 M", "mlp", {}, 1, AS_FAST),
+    ("a conv net", "conv", {}, 1, AS_FAST),
+    ("an MLP of 1.3 M, bitwise", "mlp", {"bitwise": True}, 1, BITWISE),
+    ("a conv net, bitwise", "conv", {"bitwise": True}, 1, BITWISE),
+    ("an MLP of 1.3 M, bitwise, 4 shards a worker", "mlp", {"bitwise": True, "shards": 8}, 4, ACCUMULATING),
+    ("a conv net, bitwise, 4 shards a worker", "conv", {"bitwise": True, "shards": 8}, 4, ACCUMULATING),
 ]
+WHAT = "train: rows a second"
 
 
-def measure() -> list[Row]:
-    return [*(_side(*side) for side in SIDES), _device_map(), _checkpoint()]
+def measure() -> Iterator[Row]:
+    for what, model, keys, micro_batches, goal in SIDES:
+        yield _side(what, model, keys, micro_batches, goal)
+    yield _device_map()
+    yield _allocator()
+    yield _checkpoint()
 
 
-def _side(what: str, model: str, keys: dict[str, Any], micro_batches: int, at_least: float) -> Row:
-    context = multiprocessing.get_context("spawn")
-    told = context.SimpleQueue()
-    args = (_ports(), REPEATS, model, keys, micro_batches, told)
-    workers = [context.Process(target=worker, args=(rank, *args)) for rank in range(4)]
-    for process in workers:
-        process.start()
-    rates = dict(told.get() for _ in range(2))
-    for process in workers:
-        process.join()
-    ours, theirs = median(rates[1]), median(rates[0])
+def _side(what: str, model: str, keys: dict[str, Any], micro_batches: int, goal: Goal) -> Row:
+    seconds = _in_turns(partial(ours, model, keys), partial(plain, model, micro_batches), workers=2)
     against = "DDP" if micro_batches == 1 else f"DDP, {micro_batches} micro-batches under no_sync"
-    return Row(
-        f"train: rows a second, 2 workers, global batches of {BATCH:,}, {what}",
-        f"{ours:,.0f} rows/s",
-        f"{theirs:,.0f} rows/s {against}",
-        share(ours, theirs),
-        f"at least {at_least:.2f}",
-        ours >= at_least * theirs,
-    )
-
-
-def _ports() -> list[int]:
-    """Three free ports."""
-    with contextlib.ExitStack() as bound:
-        free = [bound.enter_context(socket.socket()) for _ in range(3)]
-        for one in free:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in free]
+    where = f"{WHAT}, 2 workers, global batches of {BATCH:,}, {what}"
+    return compared(where, _rates(seconds), rate_text, against, goal)
 
 
 def _device_map() -> Row:
     """What the hooks cost that move activations; here there is nothing to move."""
-    keys: dict[str, Any] = {"device_map": "auto", "devices": ["cpu", "cpu"]}
-    on_two = World(all_devices=(CPU, CPU))
-    pairs = alternate(
-        lambda: rows_per_second("mlp", on_two, **keys), lambda: rows_per_second("mlp", World()), REPEATS
-    )
-    ours, theirs = medians(pairs)
-    return Row(
-        "train: rows a second, a Sequential of 1.3 M, device_map: auto on [cpu, cpu]",
-        f"{ours:,.0f} rows/s",
-        f"{theirs:,.0f} rows/s on one device",
-        share(ours, theirs),
-        "at least 0.97",
-        ours >= 0.97 * theirs,
-    )
+    on_two = {"device_map": "auto", "devices": ["cpu", "cpu"]}
+    seconds = _in_turns(partial(ours, "mlp", on_two), partial(ours, "mlp", {}), workers=1)
+    what = f"{WHAT}, a Sequential of 1.3 M, device_map: auto on [cpu, cpu]"
+    return compared(what, _rates(seconds), rate_text, "on one device", at_least(0.97))
+
+
+def _allocator() -> Row:
+    """What it brings that freed memory is kept (dp_ray/system/memory.py), which the other rows have on both sides."""
+    context = multiprocessing.get_context("spawn")
+    batons = Baton.of(context), Baton.of(context)
+    batons[0].may_run.release()
+    loop = partial(plain, "conv", 1, World())
+    found = dict(in_processes(context, allocating, [(0, batons, loop), (1, batons, loop)]))
+    what = f"{WHAT}, plain torch, 1 worker, a conv net, freed memory kept by mallopt"
+    seconds = list(zip(found[0], found[1], strict=True))[WARM:]
+    return compared(what, _rates(seconds), rate_text, "without", AHEAD)
+
+
+def _in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int) -> Pairs:
+    """The seconds of a step of both sides, in turns in the same worker processes, without the first turns."""
+    port = _free_port()
+    arguments = [(rank, port, workers, mine, theirs) for rank in range(workers)]
+    seconds: Pairs
+    (seconds,) = in_processes(multiprocessing.get_context("spawn"), worker, arguments)
+    return seconds[WARM:]
+
+
+def _rates(seconds: Pairs) -> Pairs:
+    """Rows a second of each step's seconds."""
+    return [(BATCH / mine, BATCH / theirs) for mine, theirs in seconds]
+
+
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def _checkpoint() -> Row:
     with scratch() as folder:
-        ours, theirs = medians(blocked(folder, MEGABYTES, REPEATS))
-    return Row(
-        f"train: the loop waits for a checkpoint of {MEGABYTES} MB",
-        time_text(ours),
-        f"{time_text(theirs)} torch.save",
-        share(ours, theirs),
-        "at most 0.2",
-        ours <= 0.2 * theirs,
-    )
+        pairs = blocked(folder, MEGABYTES, REPEATS)
+    what = f"train: the loop waits for a checkpoint of {MEGABYTES} MB"
+    return compared(what, pairs, time_text, "torch.save", at_most(0.2))

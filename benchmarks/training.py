@@ -2,29 +2,33 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from dp_ray.cluster.heartbeat import Heartbeat
+from benchmarks.turns import Baton, Loop, Turns, take_turns
 from dp_ray.job import Job
-from dp_ray.replica.world import World
-from dp_ray.results.history import Logged
+from dp_ray.replica.world import CPU, World
+from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
 from dp_ray.system.memory import keep_freed_memory
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.train import train
 
-ROWS, BATCH, STEPS, WARM = 40_960, 1024, 40, 8
+ROWS, BATCH = 40_960, 1024
+BLOCK = 4  # steps in a turn
+WARM, PAIRS = 4, 40  # turns of each side that are not measured, and those that are
+STEPS = BLOCK * (WARM + PAIRS) + 1
+EPOCHS = -(-STEPS * BATCH // ROWS)
+Rates = list[tuple[float, float]]
 
 
 class Images(Dataset[Any]):
@@ -59,8 +63,11 @@ def conv() -> nn.Module:
 MODELS = {"mlp": mlp, "conv": conv}
 
 
-def ours(model: str, world: World, control: StepControl | None = None, **keys: Any) -> float:
-    """Rows a second of dp_ray's own training loop on this worker, with all that it keeps and reports."""
+def ours(model: str, keys: dict[str, Any], world: World, control: StepControl) -> None:
+    """dp_ray's own training loop on this worker, with all that it reports and keeps but the checkpoints.
+
+    Checkpoints have a row of their own. The run's devices, if the job names some, are all the CPU.
+    """
     job = Job.make(
         {
             "task": "train",
@@ -69,97 +76,89 @@ def ours(model: str, world: World, control: StepControl | None = None, **keys: A
             "batch_size": BATCH,
             "workers": world.world_size,
             "shuffle": True,
+            "epochs": EPOCHS,
             "max_steps": STEPS,
             "loss": "torch.nn:CrossEntropyLoss",
             "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.01, "momentum": 0.9}},
+            "checkpoint": {"every_seconds": None, "every_steps": STEPS},
             **keys,
         },
         "benchmark",
     )
-    took: list[float] = []
-
-    def send(what: Any) -> None:
-        if isinstance(what, Logged):
-            took.extend(row["rows"] / row["rows_per_second"] for row in what.rows)
-
+    world = replace(world, all_devices=(CPU,) * len(keys.get("devices", ())))
     with TemporaryDirectory() as folder:
-        train(job, world, Storage(folder), send, control or StepControl(), {})
-    return BATCH / median(took[WARM:]) if took else 0.0
+        train(job, world, Storage(folder), lambda _: None, control, {})
 
 
-def pulsed(channel: Any) -> float:
-    """Seconds of a step of one worker, with all by which faults are found and survived."""
-    world = World()
-    with Heartbeat(channel, 0, "benchmark", world, 600.0) as heartbeat:
-        return BATCH / ours("mlp", world, control=heartbeat)
-
-
-def unpulsed() -> float:
-    return BATCH / ours("mlp", World())
-
-
-def plain(model: str, world: World, micro_batches: int = 1) -> float:
-    """Rows a second of the loop that torch's documentation shows: DDP, DistributedSampler, the mean loss."""
+def plain(model: str, micro_batches: int, world: World, control: StepControl) -> None:
+    """The loop that torch's documentation shows: the mean loss and, over several workers, DDP."""
     torch.manual_seed(0)
-    replica = DistributedDataParallel(MODELS[model]())
-    dataset = Images()
-    sampler: Any = DistributedSampler(dataset, shuffle=True)
-    loader = DataLoader(dataset, batch_size=BATCH // world.world_size // micro_batches, sampler=sampler)
+    replica = MODELS[model]()
+    if world.world_size > 1:
+        replica = DistributedDataParallel(replica)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01, momentum=0.9)
     loss = nn.CrossEntropyLoss()
-    took = []
-    batches = iter(loader)
-    for _ in range(STEPS):
-        started = time.perf_counter()
+    batches = plain_batches(world, BATCH // world.world_size // micro_batches)
+    for step in range(STEPS):
+        control.before(step)
         optimizer.zero_grad()
         for number in range(micro_batches):
             inputs, targets = next(batches)
             with _unsynced(replica, number < micro_batches - 1):
                 (loss(replica(inputs), targets) / micro_batches).backward()
         optimizer.step()
-        took.append(time.perf_counter() - started)
-    return BATCH / median(took[WARM:])
+
+
+def plain_batches(world: World, size: int) -> Iterator[Any]:
+    """The batches of one worker's DataLoader, epoch after epoch."""
+    dataset = Images()
+    sampler: Any = DistributedSampler(dataset, world.world_size, world.rank, shuffle=True)
+    loader = DataLoader(dataset, batch_size=size, sampler=sampler)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        yield from loader
 
 
 @contextlib.contextmanager
-def _unsynced(replica: DistributedDataParallel, waits: bool) -> Iterator[None]:
+def _unsynced(replica: Any, waits: bool) -> Iterator[None]:
     with replica.no_sync() if waits else contextlib.nullcontext():
         yield
 
 
-def worker(
-    rank: int, ports: list[int], repeats: int, model: str, keys: dict[str, Any], micro_batches: int, told: Any
-) -> None:
-    """One of four processes: two of dp_ray's, two plain ones, which take turns."""
+WorldLoop = Callable[[World, StepControl], None]
+
+
+def as_a_worker(keeps_memory: bool = True) -> None:
+    """Set this process up as one of dp_ray's workers of one CPU, whichever side runs in it."""
     torch.set_num_threads(1)
-    is_ours, place = divmod(rank, 2)
-    if is_ours:
+    if keeps_memory:
         keep_freed_memory()
-    turns = TCPStore("127.0.0.1", ports[0], 4, is_master=rank == 0)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{ports[1 + is_ours]}", rank=place, world_size=2)
-    world = World(place, 2)
-    rates = []
-    for turn in range(2 * repeats):
-        if turn % 2 == is_ours:
-            rates.append(ours(model, world, **keys) if is_ours else plain(model, world, micro_batches))
-        _meet(turns, turn)
-    if place == 0:
-        told.put((is_ours, rates))
-    _meet(turns, 2 * repeats)
+
+
+def worker(rank: int, port: int, world_size: int, mine: WorldLoop, theirs: WorldLoop, told: Any) -> None:
+    """One of the processes in which both sides take turns; rank 0 puts the seconds of their steps into `told`."""
+    as_a_worker()
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    world = World(rank, world_size)
+    pairs = take_turns(
+        lambda control: mine(world, control), lambda control: theirs(world, control), BLOCK, dist.barrier
+    )
+    if rank == 0:
+        told.put(pairs)
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def _meet(turns: TCPStore, turn: int) -> None:
-    """Wait for the other three processes."""
-    if turns.add(f"came {turn}", 1) == 4:
-        turns.set(f"all came {turn}", "")
-    turns.wait([f"all came {turn}"])
+def allocating(rank: int, batons: tuple[Baton, Baton], loop: Loop, told: Any) -> None:
+    """One of two processes that take turns at the same loop; the first keeps freed memory as dp_ray's workers do."""
+    as_a_worker(keeps_memory=rank == 0)
+    turns = Turns(BLOCK, batons[rank], batons[1 - rank])
+    turns.run(loop)
+    told.put((rank, turns.seconds))
 
 
 def blocked(folder: Path, megabytes: int, repeats: int) -> list[tuple[float, float]]:
     """Seconds for which a loop waits for a checkpoint: dp_ray's, and `torch.save`, in turns."""
-    from dp_ray.rundir.checkpoint import CheckpointWriter
-
     state = {"model": {f"layer{number}": torch.randn(megabytes * 2**20 // 40) for number in range(10)}}
     storage = Storage(str(folder))
     writer = CheckpointWriter(storage, keep=1)

@@ -5,11 +5,13 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
+from dp_ray.early_start import begun, say_import
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
@@ -39,8 +41,16 @@ OVERWRITE = click.option(
 )
 
 
+_at_end = ExitStack()  # closed when the outcome has been said
+
+
 def main() -> None:
     """Run the program; exit status 0 done, 1 the job failed, 2 bad job file or usage, 130 interrupted."""
+    with _at_end:
+        _run_program()
+
+
+def _run_program() -> None:
     try:
         cli(standalone_mode=False)
     except click.exceptions.Exit as leaving:
@@ -105,7 +115,7 @@ def run(
 
         settings = (*settings, *take_settings(env_from))
     jobs = [_load(job_file, workers, settings, name=name, storage=storage) for job_file in job_files]
-    _say_import(jobs[0].run_name, flags["quiet"])
+    _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver import Options
     from dp_ray.several import running
 
@@ -168,7 +178,7 @@ def verify(
     """Run a job on several numbers of workers and check that the results are the same."""
     counts = parse_counts(workers)
     job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
-    _say_import(job.run_name, quiet)
+    say_import(job.run_name, quiet)
     from dp_ray.driver import Options
     from dp_ray.verify import verify as run_verify
 
@@ -264,7 +274,7 @@ def _follow_up(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    _say_import(name or run_dir, flags["quiet"])
+    say_import(name or run_dir, flags["quiet"])
     from dp_ray.driver import Options, execute
     from dp_ray.follow_up import follow_up
 
@@ -324,12 +334,6 @@ def schema(out: TextIO) -> None:
     from dp_ray.job_schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2), file=out)
-
-
-def _say_import(name: str, is_quiet: bool) -> None:
-    """Say that torch and Ray are being imported, which takes the first seconds of a run."""
-    if not is_quiet:
-        click.echo(f"{name}: importing torch and Ray", err=True)
 
 
 def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:

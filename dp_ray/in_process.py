@@ -13,7 +13,8 @@ import torch
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
-from dp_ray.monitor.messages import Started, WorkerReady, message_of
+from dp_ray.monitor.message_of import message_of
+from dp_ray.monitor.messages import Started, WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.replica.world import World
 from dp_ray.rundir.claim import RunDir

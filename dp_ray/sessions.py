@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dp_ray.cluster.connect import address_of, connected, is_connected, ships_callers_code
+from dp_ray.cluster.connect import address_of, connected, is_connected, ships_callers_code, what_begins
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
-from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers, what_begins
+from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
 from dp_ray.driver import Options, Prepared, ShortErrors, execute, options_of
 from dp_ray.errors import ClusterError, JobError, RunInterrupted
 from dp_ray.job import Job
@@ -150,7 +150,7 @@ class Session:
         """Connect to Ray and start the workers."""
         say = Console("session", self._quiet).say
         say(what_begins(self._address))
-        if self._is_own and address_of(self._address):
+        if address_of(self._address) if self._is_own else ships_callers_code():
             self._sources.note_sent()
         with ExitStack() as opening:
             opening.enter_context(connected(self._keys, self._address, self._verbose))

@@ -1,9 +1,11 @@
 """Fixtures of all tests: one Ray for the session, and proof that a test leaves nothing behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 import dp_ray
 import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
-from tests.support.cluster import OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
+from tests.support.cluster import NO_SPARE_WORKERS, OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
 from tests.support.group import end_idle
 
 # One thread for each process: there are more processes than cores, and threads that wait for others spin.
@@ -29,7 +31,11 @@ hypothesis.settings.load_profile("dp_ray")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Check that tests on a cluster are marked, and have them pass over what Ray leaves to the garbage collector."""
+    """Check that tests on a cluster are marked, and have them pass over what Ray leaves to the garbage collector.
+
+    Those that share a session come last: while it is open, it holds the one connection to Ray that a process has.
+    """
+    items.sort(key=lambda item: "session" in getattr(item, "fixturenames", ()))
     for item in items:
         is_on_ray = item.get_closest_marker("ray") is not None
         assert is_on_ray or "cluster" not in getattr(item, "fixturenames", ()), (
@@ -76,27 +82,50 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=8"]
     command += [f"--port={port}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
     command += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
-    command += ["--disable-usage-stats"]
+    # A folder of its own: in Ray's usual one stands the address of whichever Ray was started last on this machine.
+    temporary = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+    command += ["--disable-usage-stats", f"--temp-dir={temporary.name}", f"--system-config={NO_SPARE_WORKERS}"]
     # As from an activated environment: a job's `python` is this one.
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", OURS: "1"}
     log = (tmp_path_factory.mktemp("ray") / "ray.log").open("wb")
-    with log, subprocess.Popen(command, stdout=log, stderr=log, cwd="/", env=environment) as process:
+    with (
+        temporary as folder,
+        log,
+        subprocess.Popen(command, stdout=log, stderr=log, cwd="/", env=environment) as process,
+    ):
         try:
             wait_for_port(dashboard, process)
-            yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+            yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", Path(folder))
         finally:
             end(process)
 
 
 @pytest.fixture
 def run(cluster: Cluster, tmp_path: Path, in_project: Path) -> Run:
-    """dp_ray.run on the session's cluster, into a folder of the test's own."""
+    """dp_ray.run on the tests' cluster, with workers of its own, into a folder of the test's own."""
 
     def on_cluster(job: str | None = None, **keys: Any) -> dp_ray.Result:
         given = {"address": cluster.address, "storage": str(tmp_path), "name": "run", "quiet": True, **keys}
         return dp_ray.run(job, **given)
 
     return on_cluster
+
+
+@pytest.fixture(scope="session")
+def session(cluster: Cluster) -> "Iterator[dp_ray.Session]":
+    """A session of three workers, which all tests that ask for it share."""
+    with contextlib.chdir(ROOT), dp_ray.session(address=cluster.address, workers=3) as opened:
+        yield opened
+
+
+@pytest.fixture
+def run_in_session(session: "dp_ray.Session", tmp_path: Path, in_project: Path) -> Run:
+    """The same as `run`, on the workers of the shared session: most of a run without them is their start."""
+
+    def on_its_workers(job: str | None = None, **keys: Any) -> dp_ray.Result:
+        return session.run(job, **{"storage": str(tmp_path), "name": "run", "quiet": True, **keys})
+
+    return on_its_workers
 
 
 @pytest.fixture

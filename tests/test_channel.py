@@ -5,9 +5,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 from dp_ray.cluster.channel import Channel
-from dp_ray.cluster.requests import END, NOTHING, Ask, Request, Terms, Why
+from dp_ray.cluster.requests import NOTHING, STOP, Ask, Request, Terms, Why
 
-RESIZE = Request(Ask.STOP, Why.GROWTH, "there is room for more")
+RESIZE = Request(Ask.RESTART, Why.GROWTH, "there is room for more")
 
 
 def played(play: Coroutine[Any, Any, None]) -> None:
@@ -69,11 +69,11 @@ def test_idle_workers_leave_for_others_and_at_the_end_but_not_during_a_job() -> 
         await channel.request(RESIZE)
         assert not third.done(), "it would end the group under the job's workers"
         await channel.finish(1)
-        assert await third is Ask.STOP
+        assert await third is Ask.RESTART
         await channel.request(NOTHING)
         last = await soon(channel.next_job(1))
         await channel.close()
-        assert await last is Ask.END
+        assert await last is Ask.STOP
 
     played(play())
 
@@ -82,13 +82,13 @@ def test_a_users_stop_holds_for_one_job_only() -> None:
     async def play() -> None:
         channel = Channel()
         await channel.begin(Terms(1, 1), [])
-        await channel.request(END, 1)
+        await channel.request(STOP, 1)
         await channel.request(RESIZE)
-        assert (await channel.state())[0] == END, "the user's stop is final"
+        assert (await channel.state())[0] == STOP, "the user's stop is final"
         await channel.finish(1)
         assert (await channel.state())[0] == NOTHING
         await channel.begin(Terms(2, 1), [])
-        await channel.request(END, 1)
+        await channel.request(STOP, 1)
         assert (await channel.state())[0] == NOTHING, "a late stop of the last job"
 
     played(play())
@@ -125,7 +125,7 @@ def test_workers_of_a_job_that_was_given_up_reach_no_other_job() -> None:
         await channel.put(b"of the second job", 2)
         assert await channel.receive() == [b"of the second job"]
         await channel.close()
-        assert await old is Ask.END
+        assert await old is Ask.STOP
 
     played(play())
 

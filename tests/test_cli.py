@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import forked
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
-
-
-def program(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "dp_ray", *args]
-    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -161,7 +157,7 @@ def test_a_job_that_fails_tells_the_users_traceback_and_keeps_the_failure(tmp_pa
         "{model: 'tests.support.models:Linear', dataset: 'tests.support.models:Breaks', batch_size: 7, workers: 0, "
         f"storage: '{tmp_path}'}}"
     )
-    done = program("run", str(job), "--json")
+    done = forked.ended(forked.dp_ray_program, "run", str(job), "--json")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == ("error: sample 7 of the dataset raised OSError: the disk has a hole")
     assert 'raise OSError("the disk has a hole")' in done.stderr

@@ -1,6 +1,7 @@
 """What fits into a cluster, and how it is found; the arithmetic without Ray, placement on made-up GPUs."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import dp_ray
 from dp_ray.cluster.connect import in_ray_job
 from dp_ray.cluster.network import interface_of
 from dp_ray.cluster.ray_internals.core import wants_token
-from dp_ray.cluster.ray_internals.variables import JOB_CONFIG
+from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.cluster.resources import capacity_for
 from dp_ray.cluster.workers import backend_of
 from dp_ray.errors import ClusterError
@@ -110,8 +111,20 @@ def test_in_ray_job_is_told_by_rays_variable(monkeypatch: pytest.MonkeyPatch) ->
     assert in_ray_job()
 
 
-@pytest.fixture
-def made_up_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def test_a_job_is_for_the_cluster_that_runs_it(tmp_path: Path) -> None:
+    """Ray tells a job the address of the cluster that was started last on the host: here 127.0.0.1:9, another one."""
+    raylet = tmp_path / "raylet"
+    shutil.copy(shutil.which("sh") or "", raylet)
+    code = "import os; from dp_ray.cluster.connect import address_of as of; print(of(None), of('127.0.0.1:5')); "
+    code += f"del os.environ[{JOB_CONFIG!r}]; print(of(None))"
+    line = [str(raylet), "-c", '"$0" -c "$1"; true', sys.executable, code, "--gcs-address=127.0.0.1:7"]
+    environment = {**os.environ, ADDRESS: "127.0.0.1:9", JOB_CONFIG: "{}"}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["127.0.0.1:7", "127.0.0.1:5", "127.0.0.1:9"], done.stderr
+
+
+@pytest.fixture(scope="module")
+def made_up_gpus() -> Iterator[str]:
     """Three nodes on this machine, two of them with two GPUs that nobody built; without a token."""
     before = dict(os.environ)
     temporary = tempfile.TemporaryDirectory(prefix="gpus-", dir="/tmp", ignore_cleanup_errors=True)

@@ -72,6 +72,9 @@ def test_a_store_that_fails_now_and_then_loses_nothing(
     parquet(tmp_path)
     url = upload(server, tmp_path, "shaky")
     assert [item["id"] for item in Parquet(url)] == list(range(ROWS))
+    told = server.log.read_text()
+    assert told.count("FAIL") > 3
+    assert told.count("CUT") > 3
 
 
 def test_a_file_that_is_gone_is_named(server: Server, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_the_figures_of_the_front_page_are_those_of_the_benchmarks() -> None:
     )
     assert len(rows) == 5
     for ours, against, ratio in rows:
-        assert f"| {ours} | {against} | {ratio} |" in table
+        assert f"| {ours} | {against} | {ratio} " in table  # there, quartiles follow
 
 
 @page_by_page

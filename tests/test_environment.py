@@ -1,5 +1,6 @@
 """The job's `env` is set wherever the user's code runs, and nowhere else; its values are not shown."""
 
+import gc
 import os
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 import dp_ray
 from dp_ray.cli import cli
 from dp_ray.system.environment import environment, is_env, without_values
+from dp_ray.system.imports import collector_paused, end_imports, prepare_imports
 from tests.support import models
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -62,3 +64,19 @@ def test_a_command_line_is_shown_without_the_values() -> None:
     assert "env.A=" in shown and "env.B=" in shown and "seed=3" in shown
     assert is_env("env.A=b") and is_env("env={}")
     assert not is_env("environment=3") and not is_env("model.args.env=3")
+
+
+def test_the_collector_rests_while_large_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DP_RAY_IMPORTS", raising=False)
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    try:
+        prepare_imports({"DP_RAY_IMPORTS": "1"})
+        assert (gc.isenabled(), os.environ.pop("DP_RAY_IMPORTS")) == (False, "1")
+    finally:
+        end_imports()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > frozen
+    gc.unfreeze()

@@ -1,11 +1,9 @@
 """The page of a first day: each of its commands does what it says, in an empty folder."""
 
 import json
-import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,16 +22,8 @@ PAGE = (ROOT / "docs" / "first-day.md").read_text()
 COMMANDS = re.findall(r"^(dp-ray .*)$", PAGE, re.M)
 
 
-def done(command: str, folder: Path) -> None:
-    """Run the command in an interpreter of its own, and see that it ends well."""
-    line = [sys.executable, "-m", "dp_ray", *shlex.split(command)[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, f"{command}: {ended.stderr}"
-
-
 def done_in_a_fork(folder: Path, function: Callable[..., Any], *args: str) -> str:
-    """Likewise, in a process that has torch imported: what it printed."""
+    """Call the function in a process of its own, and see that it ends well: what it printed."""
     ended = forked.ended(function, *args, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -81,7 +71,7 @@ def stopped_at_its_first_checkpoint(
 
 def test_the_first_day(folder: Path) -> None:
     train, stopped, again, *others = COMMANDS
-    done(train, folder)
+    done_in_a_fork(folder, forked.dp_ray_program, *shlex.split(train)[1:])
     trained = result_of(folder, "train")
     metrics = trained["metrics"]
     assert isinstance(metrics, dict)

@@ -180,6 +180,7 @@ def test_what_was_wrong_without_a_word(what: str) -> None:
     check({**USUAL, **FOUND[what]})
 
 
+@pytest.mark.slow
 @given(case=trainings())
 @settings(max_examples=2 * settings().max_examples, suppress_health_check=list(HealthCheck))
 def test_any_training_ends_where_one_plain_process_does(case: dict[str, Any]) -> None:

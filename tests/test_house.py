@@ -1,13 +1,13 @@
 """The sizes that keep the code readable: of functions, files and the two largest classes of state."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
 
 import pytest
 
 from tests.support.cluster import ROOT
+from tests.support.sources import nodes_of
 
 FOLDERS = ("dp_ray", "benchmarks", "jobs", "docs", "tests")
 FUNCTION_LINES = 50
@@ -18,10 +18,6 @@ MEDIAN, NINTH_DECILE = 6, 15
 
 def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
-
-
-def nodes(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text()))
 
 
 def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
@@ -35,7 +31,7 @@ def functions(folder: str) -> dict[str, int]:
     return {
         f"{path.relative_to(ROOT).as_posix()}:{node.lineno} {node.name}": lines_of(node)
         for path in sources(folder)
-        for node in nodes(path)
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
 
@@ -63,6 +59,6 @@ def test_no_file_is_too_long(folder: str) -> None:
 @pytest.mark.parametrize(("module", "name"), [("replica/trainer.py", "Trainer"), ("monitor/monitor.py", "Monitor")])
 def test_a_class_of_state_stays_small(module: str, name: str) -> None:
     (found,) = [
-        node for node in nodes(ROOT / "dp_ray" / module) if isinstance(node, ast.ClassDef) and node.name == name
+        node for node in nodes_of(ROOT / "dp_ray" / module) if isinstance(node, ast.ClassDef) and node.name == name
     ]
     assert lines_of(found) < CLASS_LINES, f"{name} has {lines_of(found)} lines; take a responsibility out of it"

@@ -8,6 +8,7 @@ import ray  # noqa: F401  (its first import sets an environment variable)
 
 import dp_ray
 from tests.support.fresh import loaded_by
+from tests.support.sources import nodes_of
 
 PACKAGE = Path(dp_ray.__file__).parent
 FLOORS = [
@@ -46,6 +47,7 @@ FLOORS = [
     "several",
     "follow_up",
     "verify",
+    "early_start",
     "cli",
     "__main__",
 ]
@@ -54,6 +56,7 @@ LAZY = {
     "dp_ray/__init__.py",
     "dp_ray/cli.py",
     "dp_ray/driver.py",
+    "dp_ray/early_start.py",
     "dp_ray/planning.py",
     "dp_ray/several.py",
     "dp_ray/cluster/ray_internals/core.py",
@@ -68,7 +71,7 @@ def modules() -> list[Path]:
 def imported(path: Path) -> set[str]:
     """Every module that a file imports, wherever in it, but under TYPE_CHECKING."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -111,7 +114,7 @@ def test_ray_and_torch_stand_where_they_belong(path: Path) -> None:
 def test_imports_stand_at_the_top(path: Path) -> None:
     if relative(path) in LAZY:
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef):
             inside = [one for one in ast.walk(node) if isinstance(one, ast.Import | ast.ImportFrom)]
             assert not inside, f"{relative(path)}:{node.name} imports inside a function"

@@ -195,9 +195,9 @@ def test_a_training_goes_on_from_where_another_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_on_ray_too(run: Run, tmp_path: Path) -> None:
+def test_on_ray_too(run_in_session: Run, tmp_path: Path) -> None:
     trained(tmp_path, "short", max_steps=6)
-    result = run(None, **TRAINING, workers=2, name="on", init_from=str(tmp_path / "short"))
+    result = run_in_session(None, **TRAINING, workers=2, name="on", init_from=str(tmp_path / "short"))
     assert told(result) == told(trained(tmp_path, "long"), 6)
 
 

@@ -52,6 +52,16 @@ def test_it_is_as_before_after_an_error_too(tmp_path: Path) -> None:
     assert settings()["dtype"] == before["dtype"]
 
 
+def test_a_job_that_compiles_nothing_does_not_wait_for_torchs_compiler() -> None:
+    """Its import takes as long as that of torch, on each worker."""
+    code = "from dp_ray.task.isolation import isolated\nwith isolated():\n    pass\n"
+    code += (
+        "import sys; print([name for name in sys.modules if name.startswith(('torch._dynamo', 'torch._inductor'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_the_process_that_frees_shared_memory_goes_on() -> None:
     with isolated():
         SharedMemory(create=True, size=8).unlink()
@@ -61,9 +71,10 @@ def test_the_process_that_frees_shared_memory_goes_on() -> None:
 
 SERVED = """
 import multiprocessing, os
-from dp_ray.task.isolation import isolated
 
 if __name__ == "__main__":
+    from dp_ray.task.isolation import isolated  # here, for each child imports this file
+
     for _ in range(2):
         with isolated() as remains:
             child = multiprocessing.get_context("forkserver").Process(target=os.getpid)

@@ -14,7 +14,7 @@ import torch
 import dp_ray
 from dp_ray import errors, in_process
 from dp_ray.cluster.channel import Channel
-from dp_ray.cluster.requests import END, NOTHING, Ask, Request, Terms, Why
+from dp_ray.cluster.requests import NOTHING, STOP, Ask, Request, Terms, Why
 from dp_ray.job import Job
 from dp_ray.monitor import console
 from dp_ray.monitor.console import Console, Progressed
@@ -173,12 +173,12 @@ def test_the_order_to_end_stays() -> None:
     async def requests() -> Request:
         channel = Channel()
         await channel.begin(Terms(1, 2), [])
-        await channel.request(Request(Ask.STOP, Why.GROWTH, "there is room for 3 workers"))
-        await channel.request(END)
+        await channel.request(Request(Ask.RESTART, Why.GROWTH, "there is room for 3 workers"))
+        await channel.request(STOP)
         await channel.request(NOTHING)
         return (await channel.state())[0]
 
-    assert asyncio.run(requests()) == Request(Ask.END, Why.USER, "the user stops the run")
+    assert asyncio.run(requests()) == Request(Ask.STOP, Why.USER, "the user stops the run")
 
 
 class Clock:

@@ -17,6 +17,7 @@ from dp_ray.results.result import Result, load
 from tests.support.cluster import ROOT
 from tests.support.screens import as_a_notebook_shows
 
+pytestmark = pytest.mark.slow
 FORMAT: Any = nbformat.v4  # whose functions have no types
 KEYS = """
 import dp_ray

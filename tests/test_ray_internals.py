@@ -7,7 +7,10 @@ name what is private in Ray. The second part names each private thing, one test 
 import ast
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ import pytest
 import ray
 
 import dp_ray
+from dp_ray.cluster.ray_internals.core import NO_AGENT
 from tests.support.cluster import ROOT
+from tests.support.sources import nodes_of
 
 RAY = Path(ray.__file__).parent
 WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals"
@@ -30,6 +35,12 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available": (
         "warn_if_disabled",
     ),
+    "ray._private.node:Node.start_api_server": ("include_dashboard", "raise_on_failure"),
+    "ray._private.node:Node.start_log_monitor": (),
+    "ray._private.node:Node.start_monitor": (),
+    "ray._private.ray_constants:PROCESS_TYPE_DASHBOARD_AGENT": None,
+    "ray._private.services:_build_python_executable_command_memory_profileable": ("component", "session_dir"),
+    "ray._private.utils:get_dashboard_dependency_error": (),
     "ray._private.state:available_resources_per_node": (),
     "ray._private.state:state.get_draining_nodes": (),
     "ray._private.state:state.get_max_resources_from_cluster_config": (),
@@ -102,10 +113,13 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     ),
     "ray.train.v2._internal.execution.worker_group:Worker.execute_async": ("fn", "fn_args"),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup._clear_state": (),
+    "ray.train.v2._internal.execution.worker_group:WorkerGroup._get_worker_runtime_env": ("custom_runtime_env",),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup._start": (),
     "ray.train.v2._internal.execution.worker_group:WorkerGroup.has_started": (),
     "ray.train.v2._internal.execution.worker_group:WorkerGroupState": ("start_time", "workers"),
     "ray.train.v2._internal.execution.worker_group:WorkerGroupState.shutdown": (),
+    "ray.train.v2._internal.execution.worker_group:state._shutdown_sync_actor": ("sync_actor",),
+    "ray.train.v2._internal.execution.worker_group:worker_group.SynchronizationActor": None,
     "ray.train.v2._internal.execution.worker_group.worker:ActorMetadata": ("node_id",),
     "ray.train.v2._internal.execution.worker_group.worker:RayTrainWorker": None,
     "ray.train.v2._internal.execution.worker_group.worker:Worker": ("actor", "metadata"),
@@ -114,6 +128,16 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
 USED: dict[str, tuple[str, str]] = {
     "ray.init takes a folder": ("ray._private.worker:init", '"_temp_dir"'),
     "ray.init asks for the command line": ("ray._private.worker:init", "ray._private.utils.get_entrypoint_name()"),
+    "a raylet's agent": (
+        "ray._private.services:start_raylet",
+        "_memory_profileable(\n            ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, session_dir\n",
+    ),
+    "the agent's packages": (
+        "ray._private.services:start_raylet",
+        "if ray._private.utils.get_dashboard_dependency_error() is not None:",
+    ),
+    "the agent's node": ("ray._private.services:start_raylet", 'f"--node-id={node_id}",'),
+    "the agent's folder": ("ray._private.services:start_raylet", 'f"--session-dir={session_dir}",'),
     "workers' logs ask for their switch": ("ray._private.worker:print_worker_logs", "if not _worker_logs_enabled"),
     "the controller makes its worker group": (
         "ray.train.v2._internal.execution.controller:TrainController",
@@ -123,6 +147,18 @@ USED: dict[str, tuple[str, str]] = {
         "ray.train.v2._internal.execution.worker_group:WorkerGroup",
         "self._worker_group_state: ",
     ),
+    "a worker group's barrier": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroup._start_impl",
+        "sync_actor = SynchronizationActor.options(",
+    ),
+    "the end of a worker group's barrier": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroupState.shutdown",
+        "_shutdown_sync_actor(self.sync_actor)",
+    ),
+    "workers' environment": (
+        "ray.train.v2._internal.execution.worker_group:WorkerGroup._create_workers",
+        "self._get_worker_runtime_env(",
+    ),
     "the failure of a health check": (
         "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError",
         "self.health_check_failure = failure",
@@ -131,6 +167,7 @@ USED: dict[str, tuple[str, str]] = {
         "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy",
         "self._coordinator_client: ",
     ),
+    "a raylet knows its cluster": ("ray._private.services:start_raylet", '"--gcs-address='),
     "packages by HTTP": ("ray.job_submission:JobSubmissionClient._package_exists", "self._do_request"),
     "packages' names": ("ray._private.runtime_env.packaging:RAY_PKG_PREFIX", "_ray_pkg_"),
     "the stub of the head's service": (
@@ -146,6 +183,7 @@ VARIABLES = {
     "RAY_AUTH_TOKEN": "_raylet.so",
     "RAY_CHDIR_TO_TRIAL_DIR": "ray.train.constants:RAY_CHDIR_TO_TRIAL_DIR",
     "RAY_JOB_CONFIG_JSON_ENV_VAR": "ray._private.runtime_env.constants:RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "RAY_RAYLET_PID": "core/src/ray/raylet/raylet",
     "RAY_TMPDIR": "_common/utils.py",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "ray.train.v2._internal.constants:ENABLE_PREEMPTION_WATCHER_ENV_VAR",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "ray.train.v2._internal.constants:ENABLE_PRINT_PATCH_ENV_VAR",
@@ -177,7 +215,7 @@ def dotted(node: ast.AST) -> str:
 def nodes_of_the_wall() -> Iterator[ast.AST]:
     """All nodes of the wall's modules."""
     for path in sorted(WALL.glob("*.py")):
-        yield from ast.walk(ast.parse(path.read_text()))
+        yield from nodes_of(path)
 
 
 def names_of_the_wall() -> tuple[set[str], set[str]]:
@@ -351,3 +389,22 @@ def test_the_contract_names_all_that_the_wall_uses() -> None:
         assert any(one.startswith(used) or used.startswith(one) for one in told), f"the contract lacks {used}"
     source = "".join(path.read_text() for path in WALL.glob("*.py"))
     assert set(re.findall(r'"(RAY_[A-Z]\w*[A-Z])"', source)) == set(VARIABLES)
+
+
+def test_the_agents_stand_in_writes_the_ports_that_the_raylet_waits_for(tmp_path: Path) -> None:
+    """As `ray._raylet.persist_port` writes them; and it lives as long as its raylet, which is this process here."""
+    ports = ray._raylet.METRICS_AGENT_PORT_NAME, ray._raylet.METRICS_EXPORT_PORT_NAME
+    names, node = {*ports, ray._raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME}, "1f" * 28
+    files = {tmp_path / f"{name}_{node}" for name in names}
+    line = [*NO_AGENT, "agent.py", f"--node-id={node}", f"--session-dir={tmp_path}", "--head"]
+    with subprocess.Popen(line, env={"RAY_RAYLET_PID": str(os.getpid())}) as running:
+        until = time.monotonic() + 30
+        while not all(path.exists() for path in files) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert running.poll() is None
+        running.kill()
+    written = {path: path.read_text() for path in files}
+    for name in names:
+        ray._raylet.persist_port(str(tmp_path), node, name, -1)
+    assert written == {path: path.read_text() for path in tmp_path.iterdir()}
+    assert subprocess.run(line, env={"RAY_RAYLET_PID": "1"}, timeout=30).returncode == 0, "its raylet has ended"

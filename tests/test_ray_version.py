@@ -1,8 +1,6 @@
 """A Ray that dp_ray is not made for: one clear line, before anything of Ray is touched, and none for `workers: 0`."""
 
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 from dp_ray.cluster import ray_version
 from dp_ray.cluster.ray_version import RANGE, TRIED, check_ray
 from dp_ray.errors import ClusterError
+from tests.support import forked
 from tests.support.cluster import ROOT
 
 
@@ -48,19 +47,25 @@ def test_no_ray_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def another_ray(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process for which Ray 9.9.9 is installed, which cannot even be imported."""
+def another_ray(tmp_path: Path) -> Path:
+    """A folder for a process's path: Ray 9.9.9 is installed there, which cannot even be imported."""
     there = tmp_path / "site"
     (there / "ray").mkdir(parents=True)
     (there / "ray" / "__init__.py").write_text("raise AssertionError('Ray was touched')\n")
     (there / "ray-9.9.9.dist-info").mkdir()
     (there / "ray-9.9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 9.9.9\n")
-    return {**os.environ, "PYTHONPATH": f"{there}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return there
 
 
-def program(environment: dict[str, str], folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "dp_ray", *args, "--storage", str(folder / "runs")]
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+def program_with(packages: str, *args: str) -> None:
+    """Be `dp-ray` where these packages come first."""
+    assert "ray" not in sys.modules
+    sys.path.insert(0, packages)
+    forked.dp_ray_program(*args)
+
+
+def program(another_ray: Path, folder: Path, *args: str) -> forked.Ended:
+    return forked.ended(program_with, str(another_ray), *args, "--storage", str(folder / "runs"))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,7 @@ def program(environment: dict[str, str], folder: Path, *args: str) -> subprocess
     ],
     ids=["run", "submit"],
 )
-def test_another_ray_ends_a_run_with_one_line(another_ray: dict[str, str], tmp_path: Path, args: list[str]) -> None:
+def test_another_ray_ends_a_run_with_one_line(another_ray: Path, tmp_path: Path, args: list[str]) -> None:
     done = program(another_ray, tmp_path, *args)
     assert done.returncode == 1
     *before, line = done.stderr.splitlines()
@@ -83,7 +88,7 @@ def test_another_ray_ends_a_run_with_one_line(another_ray: dict[str, str], tmp_p
     assert not (tmp_path / "runs").exists(), "nothing has been begun"
 
 
-def test_a_run_without_workers_needs_no_ray(another_ray: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_without_workers_needs_no_ray(another_ray: Path, tmp_path: Path) -> None:
     done = program(another_ray, tmp_path, "run", "jobs/tutorial.yaml", "--workers", "0")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "tutorial" / "result.json").exists()

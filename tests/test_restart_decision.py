@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.cluster.requests import END, NOTHING, Ask, Request, Why
+from dp_ray.cluster.requests import NOTHING, STOP, Ask, Request, Why
 from dp_ray.cluster.restart_decision import (
     DEATH_SECONDS,
     Decision,
@@ -23,8 +23,8 @@ from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
 
 NOW = 1000.0
-GROWTH = Request(Ask.STOP, Why.GROWTH, "there is room for 3 workers")
-DRAIN = Request(Ask.STOP, Why.DRAIN, "Ray drains 10.0.0.2")
+GROWTH = Request(Ask.RESTART, Why.GROWTH, "there is room for 3 workers")
+DRAIN = Request(Ask.RESTART, Why.DRAIN, "Ray drains 10.0.0.2")
 
 
 def ended(kind: Ending, text: str = "oh", has_progressed: bool = True) -> WorkerExit:
@@ -120,9 +120,9 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
         (LOST, {"retries": 0}, Do.GIVE_UP, Reason.NO_RETRIES, None, 0),
         (ERROR, {}, Do.GIVE_UP, Reason.START_ERROR, None, 2),
         # The user stops the run.
-        (failed(stopped=0), {"request": END}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
-        (failed({0: "killed"}), {"request": END}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
-        (NO_CAPACITY, {"request": END}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
+        (failed(stopped=0), {"request": STOP}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
+        (failed({0: "killed"}), {"request": STOP}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
+        (NO_CAPACITY, {"request": STOP}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
     ],
 )
 def test_what_becomes_of_a_failure(
@@ -142,7 +142,7 @@ def test_capacity_that_was_taken_is_waited_for_without_a_retry() -> None:
 
 def test_a_word_in_an_order_decides_nothing() -> None:
     """The reason is the enum, whatever the text says."""
-    request = Request(Ask.STOP, Why.GROWTH, "there is room, for nobody drains anything")
+    request = Request(Ask.RESTART, Why.GROWTH, "there is room, for nobody drains anything")
     assert decision_of(failed(stopped=0), request).reason is Reason.RESIZED
 
 
@@ -177,7 +177,7 @@ WORKERS = st.dictionaries(st.integers(0, 5), EXITS | st.sampled_from(["killed", 
     )
 )
 STARTS = st.builds(StartFailed, st.sampled_from(StartTrouble), st.text())
-ORDERS = st.sampled_from([NOTHING, GROWTH, DRAIN, END])
+ORDERS = st.sampled_from([NOTHING, GROWTH, DRAIN, STOP])
 
 
 @given(WORKERS | STARTS, ORDERS, st.integers(0, 3), st.floats(0, 100))
@@ -187,7 +187,7 @@ def test_a_loss_costs_a_retry_and_a_plan_none(failure: Any, request: Request, re
     planned = decision.reason in (Reason.DRAINED, Reason.RESIZED, Reason.NO_CAPACITY)
     assert spent == (1 if decision.do is Do.RESTART and not planned else 0)
     assert (decision.message is None) == (decision.do is not Do.RESTART), "what is started anew is told"
-    if request.ask is Ask.END:
+    if request.ask is Ask.STOP:
         assert decision.reason is Reason.USER_STOPS
 
 

@@ -137,6 +137,7 @@ def test_another_runs_checkpoint_goes_on_to_the_bits_of_one_long_run(tmp_path: P
     assert measured(evaluated)["loss"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_modules_keep_their_names_and_their_results(tmp_path: Path) -> None:
     keys = {"workers": 1, "epochs": 1, "batch_size": 101}
     run_group(job_of("mlp", compile=True, **keys), tmp_path / "compiled")

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from dp_ray.cluster.ray_internals.variables import (
 )
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
 from dp_ray.system.stop_signals import handlers_kept
+from jobs.tutorial import Model, RandomDataset
 from tests.support import models
 from tests.support.cluster import ROOT, Cluster, Run
 
@@ -45,8 +48,6 @@ def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def tutorial_outputs() -> torch.Tensor:
     """The tutorial's model over its whole dataset, in plain torch."""
-    from jobs.tutorial import Model, RandomDataset
-
     torch.manual_seed(0)
     model = Model(5, 2)
     with torch.inference_mode():
@@ -54,25 +55,13 @@ def tutorial_outputs() -> torch.Tensor:
     return outputs
 
 
-@pytest.mark.ray
-@pytest.mark.parametrize(
-    ("workers", "full", "last"),
-    [
-        (1, [30], [10]),
-        (2, [15, 15], [5, 5]),
-        (3, [10, 10, 10], [4, 4, 2]),
-        (8, [4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
-    ],
-)
-def test_the_tutorial_prints_its_counts(
-    run: Run, capfd: pytest.CaptureFixture[str], workers: int, full: list[int], last: list[int]
-) -> None:
-    result = run("jobs/tutorial.yaml", workers=workers, shapes=True)
+def check_counts(result: dp_ray.Result, printed: str, workers: int, full: list[int], last: list[int]) -> None:
+    """Of the tutorial with --shapes: its lines on stdout, its outputs, and the shapes that are kept."""
     expected = []
     for rows, shards in [(30, full)] * 3 + [(10, last)]:
         expected += [f"\tIn Model: input size torch.Size([{n}, 5]) output size torch.Size([{n}, 2])" for n in shards]
         expected += [f"Outside: input size torch.Size([{rows}, 5]) output_size torch.Size([{rows}, 2])"]
-    assert capfd.readouterr().out.splitlines() == expected
+    assert printed.splitlines() == expected
     assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
     assert result.outputs_sha256 == hashlib.sha256(result.outputs.numpy().tobytes()).hexdigest()
     assert result.world_sizes == [workers]
@@ -85,10 +74,48 @@ def test_the_tutorial_prints_its_counts(
     assert [batch.shape for batch in result.batches()] == [torch.Size([n, 2]) for n in (30, 30, 30, 10)]
 
 
+READ_AT_IMPORT = {"TORCH_DISTRIBUTED_DEBUG": "INFO"}  # by torch
+
+
+class SaysSecret(RandomDataset):
+    """The tutorial's dataset; tells how long DP_SECRET is."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 100)
+        if "DP_SECRET" in os.environ:
+            level = torch.distributed.get_debug_level().name  # type: ignore[attr-defined]
+            print(f"the secret has {len(os.environ['DP_SECRET'])} letters, and torch says {level}")
+
+
 @pytest.mark.ray
-def test_objects_from_python_and_a_shuffled_order(run: Run) -> None:
+def test_the_tutorial_prints_its_counts_and_env_reaches_the_workers_and_is_not_kept(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    env = {"DP_SECRET": "hush", **READ_AT_IMPORT}
+    result = run("jobs/tutorial.yaml", workers=8, shapes=True, dataset="tests.test_run:SaysSecret", env=env)
+    printed = capfd.readouterr()
+    check_counts(result, printed.out, 8, [4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2])
+    said = [line for line in printed.err.splitlines() if line.startswith("[rank ")]
+    assert sorted(said) == [f"[rank {rank}] the secret has 4 letters, and torch says INFO" for rank in range(8)]
+    kept = "".join(path.read_text() for path in Path(result.run_dir).glob("*.json"))
+    assert "hush" not in kept
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("workers", "full", "last"), [(1, [30], [10]), (2, [15, 15], [5, 5]), (3, [10, 10, 10], [4, 4, 2])]
+)
+def test_the_tutorial_prints_its_counts_in_a_session_too(
+    run_in_session: Run, capfd: pytest.CaptureFixture[str], workers: int, full: list[int], last: list[int]
+) -> None:
+    result = run_in_session("jobs/tutorial.yaml", workers=workers, shapes=True)
+    check_counts(result, capfd.readouterr().out, workers, full, last)
+
+
+@pytest.mark.ray
+def test_objects_from_python_and_a_shuffled_order(run_in_session: Run) -> None:
     data = models.Rows(101)
-    result = run(
+    result = run_in_session(
         model=models.Linear(), dataset=data, batch_size=7, workers=3, shards=5, order="shuffled", seed=9, inputs="all"
     )
     from dp_ray.plan.order import Order
@@ -108,8 +135,8 @@ def test_objects_from_python_and_a_shuffled_order(run: Run) -> None:
 
 
 @pytest.mark.ray
-def test_a_users_print_comes_once_with_its_rank(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    run(model=models.Talks(), dataset=models.Rows(20), batch_size=10, workers=2)
+def test_a_users_print_comes_once_with_its_rank(run_in_session: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    run_in_session(model=models.Talks(), dataset=models.Rows(20), batch_size=10, workers=2)
     captured = capfd.readouterr()
     assert captured.out == ""
     assert (
@@ -118,9 +145,11 @@ def test_a_users_print_comes_once_with_its_rank(run: Run, capfd: pytest.CaptureF
 
 
 @pytest.mark.ray
-def test_what_a_loaders_process_prints_comes_too(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_loaders_process_prints_comes_too(run_in_session: Run, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = {"target": "tests.test_run:Chatty", "args": {"length": 4}}
-    run(model="tests.support.models:Linear", dataset=dataset, batch_size=4, workers=2, loader={"processes": 1})
+    run_in_session(
+        model="tests.support.models:Linear", dataset=dataset, batch_size=4, workers=2, loader={"processes": 1}
+    )
     said = sorted(capfd.readouterr().err.splitlines())
     assert said == ["[rank 0] reading 0", "[rank 0] reading 1", "[rank 1] reading 2", "[rank 1] reading 3"]
 
@@ -131,34 +160,6 @@ class Chatty(models.Rows):
     def __getitem__(self, index: int) -> torch.Tensor:
         print(f"reading {index}")
         return super().__getitem__(index)
-
-
-READ_AT_IMPORT = {"TORCH_DISTRIBUTED_DEBUG": "INFO"}  # by torch
-
-
-@pytest.mark.ray
-def test_env_reaches_the_workers_and_is_not_kept(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    dataset = {"target": "tests.test_run:SaysSecret"}
-    result = run(
-        model="tests.support.models:Linear",
-        dataset=dataset,
-        batch_size=10,
-        workers=1,
-        env={"DP_SECRET": "hush", **READ_AT_IMPORT},
-    )
-    assert "[rank 0] the secret has 4 letters, and torch says INFO" in capfd.readouterr().err
-    kept = "".join(path.read_text() for path in Path(result.run_dir).glob("*.json"))
-    assert "hush" not in kept
-
-
-class SaysSecret(models.Rows):
-    """Tells how long DP_SECRET is."""
-
-    def __init__(self) -> None:
-        super().__init__(10)
-        if "DP_SECRET" in os.environ:
-            level = torch.distributed.get_debug_level().name  # type: ignore[attr-defined]
-            print(f"the secret has {len(os.environ['DP_SECRET'])} letters, and torch says {level}")
 
 
 def collate_with_secret(items: list[Any]) -> Any:
@@ -182,12 +183,59 @@ def jobs_of(cluster: Cluster) -> str:
         return str(answer.read().decode())
 
 
+SECRET = f"hush-{uuid.uuid4().hex}"
+FLAGS = ["jobs/digits_predict.yaml", "--json", "--set", "shards=2", "--set", f"env.DP_SECRET={SECRET}"]
+FLAGS += ["--set", "collate=tests.test_run:collate_with_secret"]
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A run on a Ray of its own: how it ended, its storage, and the folders that it left in /tmp."""
+
+    done: subprocess.CompletedProcess[str]
+    storage: Path
+    left: set[Path]
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Embedded:
+    """The program on a Ray of its own, where a dead one has left its address."""
+    others, storage = left_by_embedded_rays(), tmp_path_factory.mktemp("embedded")
+    stale = Path("/tmp/ray/ray_current_cluster")
+    stale.parent.mkdir(exist_ok=True)
+    before = stale.read_text() if stale.exists() else None
+    stale.write_text("127.0.0.1:1")
+    try:
+        done = command("run", *FLAGS, "--workers", "2", "--storage", str(storage))
+    finally:
+        stale.write_text(before) if before is not None else stale.unlink(missing_ok=True)
+    return Embedded(done, storage, left_by_embedded_rays() - others)
+
+
+def left_by_embedded_rays() -> set[Path]:
+    return set(Path("/tmp").glob("dp_ray-*/session_*"))
+
+
+@pytest.fixture
+def another_ray(cluster: Cluster) -> Iterator[None]:
+    """The file and the process by which Ray takes 127.0.0.1:1 for the Ray that was started last on this host."""
+    address = cluster.folder / "ray_current_cluster"
+    before = address.read_text()
+    line = ["raylet", "-c", "read forever", "sh", "--gcs-address=127.0.0.1:1"]
+    with subprocess.Popen(line, executable=shutil.which("sh"), stdin=subprocess.PIPE) as process:
+        address.write_text("127.0.0.1:1")
+        try:
+            yield
+        finally:
+            address.write_text(before)
+            process.kill()
+
+
 @pytest.mark.ray
-def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(cluster: Cluster, tmp_path: Path) -> None:
-    secret = f"hush-{uuid.uuid4().hex}"
-    flags = ["jobs/digits_predict.yaml", "--workers", "2", "--json", "--set", f"env.DP_SECRET={secret}"]
-    flags += ["--set", "collate=tests.test_run:collate_with_secret"]
-    embedded = command("run", *flags, "--storage", str(tmp_path / "embedded"))
+def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(
+    cluster: Cluster, embedded: Embedded, another_ray: None, tmp_path: Path
+) -> None:
+    flags = [*FLAGS, "--workers", "1"]
     started = command("run", *flags, "--storage", str(tmp_path / "started"), **{ADDRESS: cluster.address})
     submitted = command(
         "submit",
@@ -199,22 +247,22 @@ def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(cluster: C
         **{AUTH_MODE: "token"},
     )
     results = []
-    for done in (embedded, started, submitted):
+    for done in (embedded.done, started, submitted):
         assert done.returncode == 0, done.stdout + done.stderr
         results.append(json.loads(done.stdout.strip().splitlines()[-1]))
     assert len({result["outputs_sha256"] for result in results}) == 1
     assert all(result["rows"] == 1797 and result["status"] == "done" for result in results)
-    session = Path("/tmp/ray/session_latest").resolve()
-    assert any(path.name == "gcs_server.out" for path in session.rglob("*")), "Ray's logs are somewhere else"
-    assert not files_with(secret, session, tmp_path)
-    assert all(secret not in done.stdout + done.stderr for done in (embedded, started, submitted))
+    assert [result["world_sizes"] for result in results] == [[2], [1], [1]]
+    assert any(path.name == "gcs_server.out" for path in cluster.folder.rglob("*")), "Ray's logs are somewhere else"
+    assert not files_with(SECRET, cluster.folder, tmp_path, embedded.storage)
+    assert all(SECRET not in done.stdout + done.stderr for done in (embedded.done, started, submitted))
     listed = jobs_of(cluster)
     assert "dp_ray run jobs/digits_predict.yaml" in listed
-    assert secret not in listed
+    assert SECRET not in listed
 
 
 @pytest.mark.ray
-def test_ray_job_submit_runs_the_program(cluster: Cluster, tmp_path: Path) -> None:
+def test_ray_job_submit_runs_the_program(cluster: Cluster, another_ray: None, tmp_path: Path) -> None:
     line = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--working-dir", ".", "--"]
     line += ["python", "-m", "dp_ray", "run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--json"]
     environment = {**os.environ, API_SERVER_ADDRESS: cluster.dashboard, AUTH_MODE: "token"}
@@ -225,9 +273,9 @@ def test_ray_job_submit_runs_the_program(cluster: Cluster, tmp_path: Path) -> No
 
 
 @pytest.mark.ray
-def test_a_sample_that_raises_ends_the_job_with_its_rank_and_traceback(run: Run, tmp_path: Path) -> None:
+def test_a_sample_that_raises_ends_the_job_with_its_rank_and_traceback(run_in_session: Run, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rank 0 on .*sample 7 of the dataset raised OSError") as caught:
-        run(model=models.Linear(), dataset=models.Breaks(), batch_size=30, workers=2)
+        run_in_session(model=models.Linear(), dataset=models.Breaks(), batch_size=30, workers=2)
     (frames,) = caught.value.__notes__
     assert 'raise OSError("the disk has a hole")' in frames
     assert set(re.findall(r'(\w+)\.py"', frames)) == {"models"}, "of the user's code alone"
@@ -238,11 +286,11 @@ def test_a_sample_that_raises_ends_the_job_with_its_rank_and_traceback(run: Run,
 
 
 @pytest.mark.ray
-def test_a_model_that_raises_on_one_rank_is_told_once(run: Run) -> None:
+def test_a_model_that_raises_on_one_rank_is_told_once(run_in_session: Run) -> None:
     with pytest.raises(
         ModelError, match=r"rank 1 on .*step 0, shard 1: model raised ArithmeticError: a number that I"
     ) as caught:
-        run(model=models.RaisesOn(20), dataset=models.Rows(), batch_size=30, workers=2)
+        run_in_session(model=models.RaisesOn(20), dataset=models.Rows(), batch_size=30, workers=2)
     assert len(caught.value.__notes__) == 1
 
 
@@ -257,9 +305,9 @@ def test_more_workers_than_the_cluster_can_ever_hold_fail_at_once(run: Run) -> N
 
 
 @pytest.mark.ray
-def test_storage_that_the_workers_do_not_share_is_found_out(run: Run) -> None:
+def test_storage_that_the_workers_do_not_share_is_found_out(run_in_session: Run) -> None:
     with pytest.raises(StorageError, match=r"storage is not shared by all nodes: rank \d on .* cannot see") as caught:
-        run("jobs/tutorial.yaml", storage="mock://memory/runs")
+        run_in_session("jobs/tutorial.yaml", storage="mock://memory/runs")
     assert "set storage to a folder that every node mounts" in str(caught.value)
 
 
@@ -325,29 +373,17 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
 
 
 @pytest.mark.ray
-def test_a_stale_address_of_a_dead_ray_costs_no_time(tmp_path: Path, in_project: Path) -> None:
+def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None:
     """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""
-    others = left_by_embedded_rays()
-    stale = Path("/tmp/ray/ray_current_cluster")
-    stale.parent.mkdir(exist_ok=True)
-    before = stale.read_text() if stale.exists() else None
-    stale.write_text("127.0.0.1:1")
-    try:
-        done = command("run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--json")
-    finally:
-        stale.write_text(before) if before is not None else stale.unlink()
+    done = embedded.done
     assert done.returncode == 0, done.stderr
-    said = [line.removeprefix("tutorial: ") for line in done.stderr.splitlines()]
+    said = [line.removeprefix("digits_predict: ") for line in done.stderr.splitlines()]
     first = ["importing torch and Ray", "starting Ray", "starting Ray Train", "starting 2 workers"]
     order = [said.index(line) for line in (*first, "2 workers importing torch", "2 workers on 1 node (cpu)")]
     assert order == sorted(order), "what goes on in the first seconds is said"
     assert "step 0/" not in done.stderr
     assert json.loads(done.stdout)["seconds"] < 50, "a dead address is asked for a minute"
-    assert left_by_embedded_rays() <= others, "an embedded Ray leaves its folder behind"
-
-
-def left_by_embedded_rays() -> set[Path]:
-    return set(Path("/tmp").glob("dp_ray-*/session_*"))
+    assert not embedded.left, "an embedded Ray leaves its folder behind"
 
 
 def test_a_reader_of_shapes_that_has_seen_enough_does_not_end_the_job(tmp_path: Path) -> None:
@@ -414,15 +450,7 @@ def users_own_ray(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.ray
-def test_a_callers_own_ray_is_used_and_left_alone(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
-    with users_own_ray(cluster):
-        result = dp_ray.run("jobs/tutorial.yaml", storage=str(tmp_path))
-        assert ray.is_initialized()
-    assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
-
-
-@pytest.mark.ray
-def test_what_other_jobs_hold_is_waited_for_and_said(
+def test_a_callers_own_ray_is_used_and_left_alone_and_what_other_jobs_hold_is_waited_for(
     cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with users_own_ray(cluster):
@@ -435,8 +463,10 @@ def test_what_other_jobs_hold_is_waited_for_and_said(
         release.start()
         result = dp_ray.run("jobs/tutorial.yaml", storage=str(tmp_path), workers=2)
         release.join()
+        assert ray.is_initialized()
     assert "2 workers need 2 CPU; free are 1 CPU: waiting for other jobs to end" in capfd.readouterr().err
     assert result.rows == 100
+    assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
 
 
 class Holder:

@@ -95,7 +95,7 @@ LONG = SETTLE_SECONDS + 0.1
     ("snapshot", "do", "reason", "ask"),
     [
         # Growth: there must be room for more, for a while, and the workers must have run for a while.
-        (running(3, 4, (4, LONG)), Do.ASK, Reason.GROWTH, Ask.STOP),
+        (running(3, 4, (4, LONG)), Do.ASK, Reason.GROWTH, Ask.RESTART),
         (running(3, 4, (4, SETTLE_SECONDS)), Do.GO_ON, Reason.SETTLING, None),
         (running(2, 4, (3, LONG)), Do.GO_ON, Reason.SETTLING, None),
         (running(3, 3, (3, LONG)), Do.GO_ON, Reason.NO_MORE_CAPACITY, None),
@@ -104,8 +104,8 @@ LONG = SETTLE_SECONDS + 0.1
         (running(3, None, (4, LONG), ran=GROW_AFTER_SECONDS - 0.1), Do.GO_ON, Reason.TOO_YOUNG, None),
         (running(3, 4, (4, LONG), wanted=replace(WANTED, can_stop=False)), Do.GO_ON, Reason.MUST_NOT_STOP, None),
         # Drain: stop where enough capacity is left, else keep what is done; at once, however young the workers are.
-        (running(4, 3, draining=("10.0.0.2",), ran=0.0), Do.ASK, Reason.DRAIN, Ask.STOP),
-        (running(4, 2, draining=("10.0.0.2",)), Do.ASK, Reason.DRAIN, Ask.STOP),
+        (running(4, 3, draining=("10.0.0.2",), ran=0.0), Do.ASK, Reason.DRAIN, Ask.RESTART),
+        (running(4, 2, draining=("10.0.0.2",)), Do.ASK, Reason.DRAIN, Ask.RESTART),
         (running(4, 1, draining=("10.0.0.2",)), Do.ASK, Reason.DRAIN, Ask.SAVE),
         (
             running(4, 3, draining=("10.0.0.2",), wanted=replace(WANTED, can_stop=False)),
@@ -201,7 +201,7 @@ def test_workers_stop_only_for_something_better(snapshot: Running, now: float) -
     decision = decide(snapshot, now)
     request, wanted = decision.request, snapshot.wanted
     assert (request is None) == (decision.do is Do.GO_ON)
-    if request is not None and request.ask is Ask.STOP:
+    if request is not None and request.ask is Ask.RESTART:
         assert wanted.can_stop
         assert snapshot.capacity is not None and snapshot.capacity >= wanted.min_workers, "what stops can start again"
         assert request.why is Why.DRAIN or snapshot.capacity > snapshot.num_workers

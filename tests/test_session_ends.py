@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import dp_ray
+from dp_ray.cluster.workers import Workers
 from dp_ray.errors import ClusterError
 from dp_ray.sessions import Session
 from tests.support import models
@@ -119,3 +120,23 @@ def test_a_session_that_cannot_connect_again_ends(
     with pytest.raises(ClusterError, match="the session has ended: no Ray answers at elsewhere"):
         session.run(None, **job(tmp_path))
     session.close()
+
+
+class Trainer:
+    """Stands for a trainer whose controller is killed by `abort`, or has ended by itself."""
+
+    def __init__(self, has_ended: bool) -> None:
+        self.has_ended = has_ended
+
+    def abort(self) -> None:
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_workers_that_were_ended_at_once_have_not_left(has_ended: bool) -> None:
+    """Ray then holds what they held until the connection ends, so that a session connects again."""
+    trainer: Any = Trainer(has_ended)
+    workers = Workers(trainer, None, {}, False)
+    if not has_ended:
+        workers._abort()
+    assert workers.close(0) is has_ended

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,17 @@ import pytest
 
 import dp_ray
 from dp_ray import cli
-from dp_ray.cluster.ray_internals.variables import ADDRESS
-from dp_ray.errors import ClusterError, JobError, ModelError, WorkerError
+from dp_ray.cluster.ray_internals.variables import ADDRESS, AUTH_MODE
+from dp_ray.errors import ClusterError, JobError, ModelError, RunInterrupted, WorkerError
 from dp_ray.sessions import Session
 from tests.support import models
 from tests.support.cluster import ROOT, Cluster
 from tests.support.pages import blocks_of
+from tests.support.sessions import share
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
 Lines = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def session(cluster: Cluster) -> Iterator[Session]:
-    """One session of three workers for the tests of this file."""
-    with contextlib.chdir(ROOT), dp_ray.session(address=cluster.address, workers=3) as opened:
-        yield opened
 
 
 def pids(result: dp_ray.Result) -> list[int]:
@@ -175,7 +168,7 @@ def test_a_session_runs_one_job_at_a_time(session: Session, tmp_path: Path, in_p
     keys: dict[str, Any] = {"model": "tests.support.models:Linear", "batch_size": 1, "workers": 1}
     keys |= {"storage": str(tmp_path), "dataset": models.Rows(4)}
     results: list[dp_ray.Result] = []
-    slow = {"inject": "pause worker 0 for 3s at step 1"}
+    slow = {"inject": "pause worker 0 for 2s at step 1"}
     thread = threading.Thread(target=lambda: results.append(session.run(None, name="slow", **slow, **keys)))
     thread.start()
     time.sleep(1)
@@ -185,51 +178,39 @@ def test_a_session_runs_one_job_at_a_time(session: Session, tmp_path: Path, in_p
     assert results[0].status == "done"
 
 
-SCRIPT = """
-    import os, signal, sys, threading, time
-    import dp_ray
-
-    def interrupt_at(step):
-        def watch():
-            journal = os.path.join(sys.argv[2], "stopped", "history")
-            while not os.path.isdir(journal) or not os.listdir(journal):
-                time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGINT)
-        threading.Thread(target=watch, daemon=True).start()
-
-    with dp_ray.session(address=sys.argv[1], workers=2) as session:
-        keys = dict(workers=2, shards=3, name="stopped", storage=sys.argv[2], bitwise=True, epochs=2)
-        keys["checkpoint"] = {"every_steps": 5}
-        interrupt_at(5)
-        try:
-            session.run("jobs/digits.yaml", **keys)
-        except dp_ray.errors.RunInterrupted as stopped:
-            print("STOPPED", stopped, flush=True)
-        result = session.run("jobs/digits.yaml", **keys)
-        print("RESULT", result.status, result.world_sizes, result.weights_sha256, flush=True)
-"""
+def interrupt_once_begun(journal: Path) -> None:
+    while not journal.is_dir() or not list(journal.iterdir()):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_stops_the_job_and_the_session_stays(cluster: Cluster, tmp_path: Path, in_project: Path) -> None:
+def test_ctrl_c_stops_the_job_and_the_session_stays(
+    session: Session, tmp_path: Path, in_project: Path, foreground: None
+) -> None:
     expected = alone(tmp_path, "jobs/digits.yaml", bitwise=True, epochs=2)
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, str(script), cluster.address, str(tmp_path)]
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "STOPPED" in done.stdout
-    assert f"RESULT done [2, 2] {expected.weights_sha256}" in done.stdout, done.stdout
-    assert done.stderr.count("importing torch") <= 2, "the workers stay"
+    keys: dict[str, Any] = {"workers": 2, "shards": 3, "bitwise": True, "epochs": 2, "checkpoint": {"every_steps": 5}}
+    keys |= {"name": "stopped", "storage": str(tmp_path)}
+    thread = threading.Thread(target=interrupt_once_begun, args=(tmp_path / "stopped" / "history",))
+    thread.start()
+    with pytest.raises(RunInterrupted, match="interrupted after step"):
+        session.run("jobs/digits.yaml", **keys)
+    thread.join()
+    before = pids(dp_ray.load(tmp_path / "stopped"))
+    result = session.run("jobs/digits.yaml", **keys)
+    assert (result.status, result.world_sizes) == ("done", [2, 2])
+    assert result.weights_sha256 == expected.weights_sha256
+    assert pids(result) == before, "the workers stay"
 
 
-def test_a_session_that_is_idle_for_long_ends_and_says_so(cluster: Cluster, in_project: Path) -> None:
-    with dp_ray.session(address=cluster.address, workers=1, idle_seconds=0.5) as session:
+def test_a_session_that_is_idle_for_long_ends_and_says_so(
+    session: Session, cluster: Cluster, in_project: Path
+) -> None:
+    with dp_ray.session(address=cluster.address, workers=1, idle_seconds=0.5) as idle:
         until = time.monotonic() + 60
-        while time.monotonic() < until and not session.has_ended:
+        while time.monotonic() < until and not idle.has_ended:
             time.sleep(0.2)
         with pytest.raises(ClusterError, match=r"the session has ended: it ran no job for 0\.5 s"):
-            session.run("jobs/tutorial.yaml")
+            idle.run("jobs/tutorial.yaml")
 
 
 WRITTEN = {
@@ -272,11 +253,9 @@ def test_code_that_was_edited_between_two_jobs_is_what_runs(
 
 def test_an_edit_of_code_that_the_callers_own_ray_has_sent_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
     sent = f"dict(working_dir='.', py_modules=[{str(ROOT / 'dp_ray')!r}], excludes=['runs'])"
-    connects = (
-        f"import ray\n    ray.init({cluster.address!r}, runtime_env={sent}, log_to_driver=False)\n    import pathlib"
-    )
-    (tmp_path / "script.py").write_text(textwrap.dedent(EDITED.replace("import pathlib", connects, 1)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    connects = f"import ray\nray.init({cluster.address!r}, runtime_env={sent}, log_to_driver=False)\n"
+    (tmp_path / "script.py").write_text(connects + textwrap.dedent(EDITED))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), AUTH_MODE: "token"}
     for name, text in WRITTEN.items():
         (tmp_path / name).write_text(text)
     done = subprocess.run(
@@ -286,7 +265,7 @@ def test_an_edit_of_code_that_the_callers_own_ray_has_sent_is_an_error(cluster: 
 
 
 def test_the_page_on_sessions_works(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Lines
+    session: Session, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Lines
 ) -> None:
     monkeypatch.setenv(ADDRESS, cluster.address)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -297,6 +276,7 @@ def test_the_page_on_sessions_works(
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(blocks["python"], names)
     assert (names["trained"].world_sizes, names["scored"].world_sizes) == ([2], [3])
+    share(session, monkeypatch)
     line = [*blocks["sh"].split()[1:], "--set", "batch_size=64", "--json", "--overwrite"]
     cli.cli(line, standalone_mode=False)
     printed = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
@@ -305,7 +285,12 @@ def test_the_page_on_sessions_works(
 
 
 def test_of_several_jobs_the_first_failure_ends_them_or_not(
-    cluster: Cluster, tmp_path: Path, in_project: Path, capfd: Lines
+    session: Session,
+    cluster: Cluster,
+    tmp_path: Path,
+    in_project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Lines,
 ) -> None:
     for name, model in [("bad", "tests.test_sessions:Raising"), ("good", "tests.support.models:Linear")]:
         keys = f"{{model: '{model}', dataset: 'tests.support.models:Rows', batch_size: 50, workers: 1}}"
@@ -315,6 +300,7 @@ def test_of_several_jobs_the_first_failure_ends_them_or_not(
     with pytest.raises(ModelError, match="no rows today"):
         cli.cli(line, standalone_mode=False)
     assert not (tmp_path / "good").exists()
+    share(session, monkeypatch)
     with pytest.raises(SystemExit) as left:
         cli.cli([*line, "--keep-going", "--overwrite"], standalone_mode=False)
     assert left.value.code == 1

@@ -22,7 +22,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Range
 from dp_ray.replica.world import World
 from dp_ray.results import shape_reports
-from dp_ray.results.shape_recorder import Recorder, Report, ShardSpan
+from dp_ray.results.shape_recorder import Recorder, Report, ShardSpan, report_interval
 from dp_ray.results.shape_reports import Collector, ReportColumns, ReportFile, read_reports, read_spans
 from dp_ray.results.shapes import Seen, ShardReport, decode_sizes
 
@@ -649,3 +649,9 @@ def test_the_memory_of_many_sizes_in_many_small_blocks_is_what_they_take(tmp_pat
         file.close()
     sizes = pd.read_parquet(tmp_path / "x")["output_size"].tolist()
     assert sizes == [f"[{number}]" for number in range(6400)]
+
+
+@pytest.mark.parametrize(("workers", "seconds"), [(1, 0.1), (8, 0.1), (100, 0.1), (4096, 4.096)])
+def test_all_workers_together_send_at_most_a_thousand_reports_a_second(workers: int, seconds: float) -> None:
+    assert report_interval(workers) == seconds
+    assert workers / seconds <= 1000

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.plan.split import Split, chunk_sizes, worker_shards
+from dp_ray.plan.split import Split, chunk_sizes, worker_pieces, worker_shards
 
 
 def torch_chunks(rows: int, shards: int) -> list[int]:
@@ -80,3 +80,11 @@ def test_the_rows_of_all_epochs_are_those_of_its_steps(max_steps: int | None, dr
     split = Split(100, 30, 8, drop_last, epochs=3, max_steps=max_steps)
     sizes = [stop - start for start, stop in map(split.batch, range(split.total_steps))]
     assert split.total_rows == sum(sizes)
+
+
+@given(st.integers(0, 300), st.integers(1, 40), st.data())
+def test_a_workers_pieces_are_its_shards_with_rows(rows: int, shards: int, data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, shards))
+    pieces = [piece for rank in range(world_size) for piece in worker_pieces(rows, shards, world_size, rank)]
+    cut = torch.arange(rows).chunk(shards) if rows else ()
+    assert pieces == [(shard, int(piece[0]), int(piece[-1]) + 1) for shard, piece in enumerate(cut)]

@@ -170,10 +170,12 @@ class Interrupts(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_ctrl_c_in_a_terminal_reaches_the_processes_of_a_loader_too(tmp_path: Path, context: str) -> None:
+@pytest.mark.parametrize(("context", "processes"), [("fork", 2), ("spawn", 1)])
+def test_ctrl_c_in_a_terminal_reaches_the_processes_of_a_loader_too(
+    tmp_path: Path, context: str, processes: int
+) -> None:
     keys = training(tmp_path, model="tests.test_stop_signals:Interrupts")
-    keys["loader"] = {"processes": 2, "context": context}
+    keys["loader"] = {"processes": processes, "context": context}
     del keys["quiet"]
     (tmp_path / "job.yaml").write_text(json.dumps(keys))  # JSON is YAML
     program = forked.ended(forked.dp_ray_program, "run", str(tmp_path / "job.yaml"), own_session=True)

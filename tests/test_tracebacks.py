@@ -14,6 +14,7 @@ from torch import nn
 
 import dp_ray
 from dp_ray.cluster import worker
+from dp_ray.cluster.requests import WorkerConfig
 from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError, WorkerError
 from dp_ray.job import Job
 from dp_ray.monitor import messages
@@ -268,7 +269,7 @@ def test_what_a_loaders_process_raised_is_told_as_if_it_were_the_worker(tmp_path
 
 @pytest.mark.parametrize("failing", ["loss", "step"])
 def test_what_raised_is_named_on_every_worker_of_a_group(tmp_path: Path, failing: str) -> None:
-    keys = keys_of(**{"loss": None, failing: f"{HERE}:fails"}, workers=2)
+    keys = keys_of(**{"loss": None, failing: "tests.support.odd:fails"}, workers=2)
     del keys["quiet"]
     with pytest.raises(ProcessExit, match=rf"step 0, shard \d: {failing} raised LookupError: nothing there"):
         run_group(Job.make(keys, "job"), tmp_path)
@@ -278,7 +279,7 @@ def test_a_worker_sends_the_users_frames_and_the_whole(monkeypatch: pytest.Monke
     told: list[Failed] = []
     monkeypatch.setattr(worker, "send", lambda channel, message, number: told.append(message))
 
-    given: Any = worker.WorkerConfig(None, False)
+    given: Any = WorkerConfig(None, False)
     with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), lambda: False):
         step = worker_step()
         step(nn.Linear(6, 3), (torch.ones(4, 6), torch.ones(4)))
@@ -309,7 +310,7 @@ def test_a_workers_error_reaches_the_driver_as_the_class_of_ours_that_it_is(
 ) -> None:
     told: list[bytes] = []
     monkeypatch.setattr(worker, "send", lambda channel, message, number: told.append(pickle.dumps(message)))
-    given: Any = worker.WorkerConfig(None, False)
+    given: Any = WorkerConfig(None, False)
     with contextlib.suppress(messages.WorkerExit), worker.reported_errors(given, "a", World(1, 2), lambda: False):
         raise error
     assert type(error_of(pickle.loads(told[0]))) is kind

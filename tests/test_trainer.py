@@ -10,6 +10,7 @@ from torch import nn
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
+from dp_ray.replica.optimizer import total_norm
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
 from tests.support.training import plain_loop
@@ -328,3 +329,10 @@ def test_a_torchscript_module_trains_as_the_module_that_it_was_made_of(tmp_path:
 def test_a_torchscript_module_is_not_compiled(tmp_path: Path) -> None:
     with pytest.raises(ProcessExit, match="JobError: compile: the model is a TorchScript module"):
         run_group(job_of("scripted", "Images", compile=True), tmp_path)
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float64], [torch.float32, torch.float64], []])
+def test_the_norm_of_the_gradients_is_torchs_to_the_bit(dtypes: list[torch.dtype]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(size, generator=draw).to(dtype) for dtype in dtypes for size in (3, 1000, 77)]
+    assert torch.equal(total_norm(gradients), nn.utils.get_total_norm(gradients))

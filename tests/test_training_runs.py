@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -20,8 +19,10 @@ from dp_ray.job import Job
 from dp_ray.verify import verify
 from jobs.digits import Digits, Net
 from tests.support import models
+from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster, Run
-from tests.support.drivers import SLOW, driver, job_file
+from tests.support.drivers import SLOW, job_file, told
+from tests.support.sessions import share
 
 
 def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,23 +30,10 @@ def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Ten
     return torch.stack(inputs).reshape(-1, 1, 2, 3), torch.stack(targets)
 
 
-def told(result: dp_ray.Result) -> str:
-    """The history without what the clock says; as text, in which NaN equals itself."""
-    return repr([{key: value for key, value in row.items() if key != "rows_per_second"} for row in result.history])
-
-
-def wait_for_checkpoint(run_dir: Path, process: subprocess.Popen[str], after: int = 0) -> None:
-    until = time.monotonic() + 90
-    while not any(int(path.stem[5:]) > after for path in run_dir.glob("checkpoints/step-*")):
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < until, "no checkpoint came"
-        time.sleep(0.02)
-
-
 @pytest.mark.ray
-def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run: Run, tmp_path: Path) -> None:
-    here = run("jobs/digits.yaml", workers=0, name="here", epochs=2)
-    there = run("jobs/digits.yaml", workers=3, name="there", epochs=2)
+def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run_in_session: Run, tmp_path: Path) -> None:
+    here = run_in_session("jobs/digits.yaml", workers=0, name="here", epochs=2)
+    there = run_in_session("jobs/digits.yaml", workers=3, name="there", epochs=2)
     assert there.weights_sha256 == here.weights_sha256
     assert told(there) == told(here)
     assert (there.rows, there.steps, there.epochs, there.world_sizes) == (1437, 45, 2, [3])
@@ -73,32 +61,16 @@ def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run: Run,
     assert {one.rank for one in shapes} == {0, 1, 2}
 
     test_args = {"target": "jobs.digits:Digits", "args": {"split": "test"}}
-    evaluated = run(
+    evaluated = run_in_session(
         "jobs/digits.yaml", task="evaluate", dataset=test_args, workers=2, name="e", init_from=there.run_dir
     )
     assert evaluated.metrics["accuracy"] == pytest.approx(accuracy, abs=1e-12)
     assert evaluated.metrics["loss"] == pytest.approx(there.metrics["eval_loss"], rel=1e-6)  # in another order
-    predicted = run("jobs/digits_predict.yaml", workers=2, name="p", init_from=f"{there.run_dir}/weights.safetensors")
+    predicted = run_in_session(
+        "jobs/digits_predict.yaml", workers=2, name="p", init_from=f"{there.run_dir}/weights.safetensors"
+    )
     with torch.inference_mode():
         assert torch.allclose(predicted.outputs, net(Digits().images), atol=1e-6)
-
-
-@pytest.mark.ray
-def test_drivers_and_workers_killed_at_any_step_change_nothing(cluster: Cluster, run: Run, tmp_path: Path) -> None:
-    undisturbed = run(None, **SLOW, workers=0, name="undisturbed")
-    path = job_file(tmp_path)
-    kept: set[int] = set()
-    for workers in ("3", "1"):
-        arguments = ("--workers", workers, "--storage", str(tmp_path), "--name", "killed", "--quiet")
-        process = driver(cluster, "run", path, *arguments)
-        wait_for_checkpoint(tmp_path / "killed", process, max(kept, default=0))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        kept = {int(path.stem[5:]) for path in (tmp_path / "killed").glob("checkpoints/step-*.safetensors")}
-        assert not (tmp_path / "killed" / "weights.safetensors").exists(), "the driver was killed too late"
-    result = run(path, workers=4, name="killed")
-    assert result.weights_sha256 == undisturbed.weights_sha256
-    assert told(result) == told(undisturbed)
 
 
 @pytest.mark.ray
@@ -124,14 +96,18 @@ def test_ctrl_c_in_a_terminal_is_a_planned_stop_of_a_ray_of_its_own_too(run: Run
 
 
 @pytest.mark.ray
-def test_verify_says_yes_and_removes_what_it_ran(cluster: Cluster, tmp_path: Path) -> None:
-    process = driver(
-        *(cluster, "verify", "jobs/digits.yaml", "--workers", "1,2", "--set", "epochs=1", "--quiet"),
-        *("--storage", str(tmp_path)),
-    )
-    said, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert said.endswith("the same, bit for bit\n")
+def test_verify_says_yes_and_removes_what_it_ran(
+    cluster: Cluster,
+    tmp_path: Path,
+    in_project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    line = ("verify", "jobs/digits.yaml", "--workers", "1,2", "--set", "epochs=1", "--quiet")
+    status = status_of(monkeypatch, *line, "--storage", str(tmp_path), "--address", cluster.address)
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    assert printed.out.endswith("the same, bit for bit\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -142,7 +118,14 @@ def test_a_metric_of_the_name_that_verify_uses_is_told() -> None:
 
 
 @pytest.mark.ray
-def test_verify_names_the_first_step_and_parameter_that_differ(cluster: Cluster, tmp_path: Path) -> None:
+def test_verify_names_the_first_step_and_parameter_that_differ(
+    session: "dp_ray.Session",
+    tmp_path: Path,
+    in_project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    share(session, monkeypatch)
     keys = {
         "model": "tests.support.models:KnowsItsRank",
         "collate": None,
@@ -150,12 +133,13 @@ def test_verify_names_the_first_step_and_parameter_that_differ(cluster: Cluster,
         "shards": 2,
     }
     path = job_file(tmp_path, **{**keys, "epochs": 1})
-    process = driver(cluster, "verify", path, "--workers", "0,2", "--quiet", "--storage", str(tmp_path / "runs"))
-    said, errors = process.communicate(timeout=400)
-    assert process.returncode == 1, errors
-    last = said.splitlines()[-1]
+    line = ("verify", path, "--workers", "0,2", "--quiet", "--storage", str(tmp_path / "runs"))
+    status = status_of(monkeypatch, *line)
+    printed = capfd.readouterr()
+    assert status == 1, printed.err
+    last = printed.out.splitlines()[-1]
     # Each of two workers runs a forward before the first step, to see which parameters it uses, and one in each step.
-    assert "on 2 workers against 0, first after step 2: first.weight differs by up to" in last, said
+    assert "on 2 workers against 0, first after step 2: first.weight differs by up to" in last, printed.out
     assert "kept: " in last
 
 
@@ -173,10 +157,10 @@ def test_what_a_training_lacks_is_told_before_anything_starts(in_project: Path, 
 
 
 @pytest.mark.ray
-def test_objects_from_python_train_too(run: Run) -> None:
+def test_objects_from_python_train_too(run_in_session: Run) -> None:
     import functools
 
-    result = run(
+    result = run_in_session(
         task="train",
         model=models.KnowsItsRank(),
         dataset=models.SlowPairs(0.0),

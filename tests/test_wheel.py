@@ -64,6 +64,7 @@ def run(installed: Path, folder: Path, *args: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dp_ray"}
@@ -72,11 +73,13 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == modules
 
 
+@pytest.mark.slow
 def test_the_repository_is_not_on_the_path(installed: Path, folder: Path) -> None:
     code = "import importlib.util, dp_ray; print(dp_ray.__file__, importlib.util.find_spec('jobs'))"
     assert run(installed, folder, "-c", code).split() == [str(installed / "dp_ray" / "__init__.py"), "None"]
 
 
+@pytest.mark.slow
 def test_the_quick_start_without_ray(installed: Path, folder: Path) -> None:
     script = folder / "train.py"
     script.write_text(script.read_text().replace("workers=2", "workers=0"))

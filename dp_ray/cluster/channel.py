@@ -81,7 +81,7 @@ class Channel:
     async def _become_idle(self) -> None:
         async with self._changed:
             self._terms, self._job = IDLE, []
-            if self._request.ask is Ask.END:  # which was for this job
+            if self._request.ask is Ask.STOP:  # which was for this job
                 self._request = NOTHING
             self._changed.notify_all()
 
@@ -92,7 +92,7 @@ class Channel:
             self._changed.notify_all()
 
     async def next_job(self, after: int, group: str = "") -> tuple[Terms, list[Any]] | Ask:
-        """The first job after number `after`, once there is one; Ask.END or Ask.STOP if the worker is to leave.
+        """The first job after number `after`, once there is one; Ask.STOP or Ask.RESTART if the worker is to leave.
 
         An idle worker is asked to leave if the session ends, or if there are to be more or fewer workers. `group` is
         the id of the workers that were started together: those of a job that was given up get no other.
@@ -107,22 +107,22 @@ class Channel:
                 )
             )
             if self._is_closed:
-                return Ask.END
-            return (self._terms, self._job) if self._terms.number > after else Ask.STOP
+                return Ask.STOP
+            return (self._terms, self._job) if self._terms.number > after else Ask.RESTART
 
     def _is_lost(self, group: str) -> bool:
         return bool(group) and group == self._lost_group
 
     @property
     def _must_resize(self) -> bool:
-        return self._request.ask is Ask.STOP and self._terms is IDLE
+        return self._request.ask is Ask.RESTART and self._terms is IDLE
 
     async def request(self, request: Request, number: int = 0) -> None:
-        """Replace the current request; Ask.END is final while the job lasts, and no other replaces it.
+        """Replace the current request; Ask.STOP is final while the job lasts, and no other replaces it.
 
         A request about job `number` counts only while that job runs; 0: at any time.
         """
-        if self._request.ask is Ask.END or number not in (0, self._terms.number):
+        if self._request.ask is Ask.STOP or number not in (0, self._terms.number):
             return
         async with self._changed:
             self._request = request

@@ -13,7 +13,9 @@ from typing import Any
 import ray
 
 import dp_ray
+from dp_ray.cluster.early import EarlyConnection
 from dp_ray.cluster.ray_internals.core import (
+    address_of_own_raylet,
     autoscales,
     find_users_token,
     raylets_hushed,
@@ -42,11 +44,21 @@ from dp_ray.system.stop_signals import handlers_kept
 def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
     """Connect to Ray while the block runs: the caller's own, the one at an address, or an embedded one.
 
-    The address is `address`, else RAY_ADDRESS, which Ray sets in its jobs. Raises ClusterError if no Ray answers.
+    A connection that `connected_early` has begun is taken over. The address is `address`, in a job that of its
+    cluster, else RAY_ADDRESS. Raises ClusterError if no Ray answers.
     """
-    if ray.is_initialized():
+    if early := EarlyConnection.take():
+        with early:
+            yield
+    elif ray.is_initialized():
         yield
-        return
+    else:
+        with _connected(keys, address, verbose):
+            yield
+
+
+@contextmanager
+def _connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
     short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path is limited to 107 characters, TMPDIR is not
@@ -61,7 +73,30 @@ def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[
 
 def is_connected() -> bool:
     """Whether this process is connected to a Ray, by the caller's own ray.init or by a session."""
-    return bool(ray.is_initialized())
+    return bool(ray.is_initialized()) and EarlyConnection.begun is None
+
+
+@contextmanager
+def connected_early(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[EarlyConnection]:
+    """Begin to connect in a thread; the first `connected` within the block takes the connection over.
+
+    After the block the connection has ended.
+    """
+    early = EarlyConnection.begun = EarlyConnection(lambda: _connected(keys, address, verbose))
+    early.start()
+    try:
+        yield early
+    finally:
+        EarlyConnection.begun = None
+        early.end()
+
+
+def what_begins(address: str | None) -> str:
+    """The first phase to show: what the user waits for until Ray is there."""
+    if is_connected():
+        return "looking at the cluster"
+    found = address_of(address)
+    return f"connecting to Ray at {found}" if found else "starting Ray"
 
 
 def ships_callers_code() -> bool:
@@ -71,22 +106,23 @@ def ships_callers_code() -> bool:
 
 
 def address_of(given: str | None) -> str | None:
-    """The address of the Ray to use; None for an embedded one."""
-    return given or os.environ.get(ADDRESS)
+    """The address of the Ray to use; None for an embedded one. A job's is that of the cluster that runs it."""
+    own = address_of_own_raylet() if in_ray_job() else None
+    return given or own or os.environ.get(ADDRESS)
 
 
 def _start_ray(keys: WorkerKeys, address: str | None, verbose: bool, folder: str) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
-    quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     try:
         with shown_as(_shown_command_line()):
             if address:
                 authenticate(address)
-                ray.init(address, runtime_env=None if in_ray_job() else code_to_ship(), **quiet)
+                code = None if in_ray_job() else code_to_ship()
+                ray.init(address, runtime_env=code, log_to_driver=verbose, logging_level=level)
             else:
-                start_local(_logical_cpus(keys), folder, **quiet)
-    except (OSError, RuntimeError, ValueError) as error:
+                start_local(_logical_cpus(keys), folder, verbose, logging_level=level)
+    except Exception as error:  # Ray's own of many types, and a bare Exception if a node does not start in time
         says = f"no Ray answers at {address}" if address else "cannot start Ray on this machine"
         raise ClusterError(f"{says}: {error}") from error
 

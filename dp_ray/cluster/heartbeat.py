@@ -118,7 +118,7 @@ class Heartbeat(StepControl):
                 request: Ask = ray.get(self._channel.put.remote(encoded(beat), self._number))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and Ray will end this worker soon
-            self.wants_stop = request in (Ask.STOP, Ask.END)
+            self.wants_stop = request in (Ask.RESTART, Ask.STOP)
             if request is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True
 

@@ -1,49 +1,18 @@
 """Launches the workers of a session: a TorchTrainer with dp_ray's policies."""
 
-import uuid
-from collections.abc import Callable
-from typing import Any
-
-import ray
 from ray.train import LoggingConfig, RunConfig, ScalingConfig
 
-from dp_ray.cluster.channel import encoded
 from dp_ray.cluster.connect import train_environment
-from dp_ray.cluster.network import WorkerTorchConfig
-from dp_ray.cluster.ray_internals.train import ControlledTrainer, WorkersStart
+from dp_ray.cluster.network import WorkerBackendConfig
+from dp_ray.cluster.ray_internals.trainer import ControlledTrainer
+from dp_ray.cluster.requests import WorkerConfig
 from dp_ray.cluster.resources import Resources
 from dp_ray.cluster.restarts import RestartPolicy
 from dp_ray.cluster.scaling import ElasticScalingPolicy
 from dp_ray.cluster.scaling_decision import Wanted
-from dp_ray.cluster.worker import GROUP, WorkerConfig, train_loop_per_worker
+from dp_ray.cluster.start_callback import StartCallback
+from dp_ray.cluster.worker import train_loop_per_worker
 from dp_ray.job_keys import WorkerKeys
-from dp_ray.monitor.messages import Message, Starting
-from dp_ray.system.environment import set_environment
-from dp_ray.text import counted
-
-
-class StartCallback(WorkersStart):
-    """Reports the progress of the workers' start to the driver, and sets `env` in each worker's process.
-
-    It sets `env` before torch or user code is imported there. Ray's runtime_env must not hold the values, since Ray's
-    agent logs it.
-    """
-
-    def __init__(self, env: dict[str, str], channel: Any) -> None:
-        self._env = env
-        self._channel = channel
-
-    def on_placing(self, count: int) -> None:
-        """Report that workers are being started."""
-        self._say(Starting(f"starting {counted(count, 'worker')}"))
-
-    def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
-        """Report that the workers import torch, and set their `env` and the group's id in each process."""
-        self._say(Starting(f"{counted(count, 'worker')} importing torch"))
-        call(set_environment, {**self._env, GROUP: uuid.uuid4().hex})
-
-    def _say(self, phase: Message) -> None:
-        ray.get(self._channel.put_phase.remote(encoded(phase)))
 
 
 def launch(
@@ -57,7 +26,7 @@ def launch(
     trainer = ControlledTrainer(
         train_loop_per_worker,
         train_loop_config={"worker": config},
-        torch_config=WorkerTorchConfig(),
+        torch_config=WorkerBackendConfig(),
         scaling_config=_scaling(keys, each),
         run_config=RunConfig(
             name="dp_ray",

@@ -6,7 +6,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.train.torch import TorchConfig
+from ray.train.backend import Backend, BackendConfig
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -27,20 +27,24 @@ def bind_to_ray_address() -> None:
             os.environ[variable] = interface
 
 
-class _WorkerBackend(TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray Train's torch backend, but its workers only choose their interface; each job forms a process group.
+class _WorkerBackend(Backend):  # type: ignore[misc]
+    """The workers choose their interface when they start; each job forms a process group.
 
     A host with several addresses may resolve its own name to any of them, and gloo would listen there.
     """
 
-    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+    share_cuda_visible_devices = True  # as of Ray Train's torch backend: NCCL needs it
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray Train when the workers' processes run."""
         worker_group.execute(bind_to_ray_address)
 
 
 @dataclass
-class WorkerTorchConfig(TorchConfig):  # type: ignore[misc]
-    """TorchConfig with `_WorkerBackend`."""
+class WorkerBackendConfig(BackendConfig):  # type: ignore[misc]
+    """Ray Train's settings for `_WorkerBackend`; not a TorchConfig, so that the controller imports no torch."""
+
+    backend: str = "gloo"  # TorchTrainer asks for it; nobody uses it
 
     @property
     def backend_cls(self) -> type[Any]:

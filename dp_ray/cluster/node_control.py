@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.requests import END
+from dp_ray.cluster.requests import STOP
 from dp_ray.cluster.scaling import answers_at
 from dp_ray.monitor.hangs import NodeControl
 from dp_ray.monitor.messages import WorkerReady
@@ -24,7 +24,7 @@ class RayNodeControl(NodeControl):
     def stop(self) -> None:
         """Ask all workers to stop for good, by way of the channel."""
         with contextlib.suppress(ray.exceptions.RayError):  # the run has ended already
-            ray.get(self._channel.request.remote(END, self._number))
+            ray.get(self._channel.request.remote(STOP, self._number))
 
     def kill(self, worker: WorkerReady) -> None:
         """Kill a worker's process, by a Ray task on its node; this does not wait for it."""

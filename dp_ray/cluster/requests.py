@@ -1,10 +1,23 @@
-"""What workers are asked to do between two steps, and why; and what is known of the job that they run.
+"""What workers are given and asked: their channel, requests between two steps, and the terms of their job.
 
-It imports nothing of dp_ray, so that the channel's process, which holds the request, stays small.
+It imports nothing of dp_ray, so that the processes of the channel and of Ray Train's controller stay small.
 """
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from typing import Any
+
+GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all workers have that were started together
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What the driver hands to every worker when it starts; `number` is that of the job that runs."""
+
+    channel: Any
+    keep_prints: bool
+    driver_node: str = ""
+    number: int = 0
 
 
 class Ask(StrEnum):
@@ -12,8 +25,8 @@ class Ask(StrEnum):
 
     NOTHING = ""
     SAVE = "save"
-    STOP = "stop"  # to be started again, with more or fewer workers
-    END = "end"  # for good: no later request replaces it while the job lasts
+    RESTART = "restart"  # stop, to be started again with more or fewer workers
+    STOP = "stop"  # for good: no later request replaces it while the job lasts
 
 
 class Why(Enum):
@@ -35,7 +48,7 @@ class Request:
 
 
 NOTHING = Request(Ask.NOTHING, Why.NOTHING, "")
-END = Request(Ask.END, Why.USER, Why.USER.value)
+STOP = Request(Ask.STOP, Why.USER, Why.USER.value)
 
 
 @dataclass(frozen=True)

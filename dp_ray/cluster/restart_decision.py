@@ -110,7 +110,7 @@ def decide(snapshot: Snapshot, now: float) -> Decision:
     Workers that stopped because they were asked to cost no retry. `now` is in seconds, on any clock.
     """
     failure, memory = snapshot.failure, snapshot.memory
-    if snapshot.request.ask is Ask.END:
+    if snapshot.request.ask is Ask.STOP:
         return Decision(Do.GIVE_UP, Reason.USER_STOPS, memory)
     if isinstance(failure, StartFailed):
         return _after_start(failure, memory)

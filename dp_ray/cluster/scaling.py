@@ -103,7 +103,7 @@ class ElasticScalingPolicy(WorkerScaling):
         self._looked = now
         self._held = Counter(workers.node_ids)
         request, job = ray.get(self._channel.state.remote())
-        if request.ask not in (Ask.STOP, Ask.END):
+        if request.ask not in (Ask.RESTART, Ask.STOP):
             self._look(workers, request, job, now)
 
     def _look(self, workers: RunningWorkers, request: Request, job: Terms, now: float) -> None:

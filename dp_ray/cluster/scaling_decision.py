@@ -203,7 +203,7 @@ def _ask_or_go_on(running: Running, now: float) -> Decision:
     if not running.wanted.can_stop:
         return Decision(Do.GO_ON, Reason.MUST_NOT_STOP)
     return Decision(
-        Do.ASK, Reason.GROWTH, request=Request(Ask.STOP, Why.GROWTH, f"there is room for {capacity} workers")
+        Do.ASK, Reason.GROWTH, request=Request(Ask.RESTART, Why.GROWTH, f"there is room for {capacity} workers")
     )
 
 
@@ -211,4 +211,4 @@ def _on_drain(running: Running) -> Decision:
     """Stop if the run can resume at once on the remaining capacity; else save, and run on while the nodes last."""
     can_go_on = (running.capacity or 0) >= running.wanted.min_workers and running.wanted.can_stop
     text = f"Ray drains {', '.join(running.draining)}"
-    return Decision(Do.ASK, Reason.DRAIN, request=Request(Ask.STOP if can_go_on else Ask.SAVE, Why.DRAIN, text))
+    return Decision(Do.ASK, Reason.DRAIN, request=Request(Ask.RESTART if can_go_on else Ask.SAVE, Why.DRAIN, text))

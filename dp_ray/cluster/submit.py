@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 import shlex
 import sys
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from dp_ray.cluster.connect import authenticate, code_to_ship
+from dp_ray.cluster.connect import address_of, authenticate, code_to_ship
 from dp_ray.cluster.ray_internals.core import find_users_token, leave_on_head, take_from_head
-from dp_ray.cluster.ray_internals.variables import ADDRESS
 from dp_ray.errors import ClusterError
 
 
@@ -44,7 +42,7 @@ def submit_and_follow(address: str, program: list[str], secrets: list[str]) -> i
 
 def take_settings(place: str) -> list[str]:
     """Take and remove the settings that `submit` left for this job; raises ClusterError if they are gone."""
-    address = os.environ.get(ADDRESS, "")
+    address = address_of(None) or ""
     try:
         authenticate(address)
         left = take_from_head(address, place)

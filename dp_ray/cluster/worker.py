@@ -17,34 +17,24 @@ from dp_ray.cluster.channel import send
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.prints import forwarded_prints
 from dp_ray.cluster.process_group import process_group
-from dp_ray.cluster.requests import Ask, Terms
+from dp_ray.cluster.requests import GROUP, Ask, Terms, WorkerConfig
 from dp_ray.errors import JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.monitor.failures import kind_of
 from dp_ray.monitor.faults import Fault
-from dp_ray.monitor.messages import Ending, Failed, Finished, WorkerExit, WorkerReady, message_of
+from dp_ray.monitor.message_of import message_of
+from dp_ray.monitor.messages import Ending, Failed, Finished, WorkerExit, WorkerReady
 from dp_ray.replica.world import CPU, World
 from dp_ray.rundir.claim import check_shared
 from dp_ray.storage import Storage
 from dp_ray.system.edited import imported_files
 from dp_ray.system.environment import environment
+from dp_ray.system.imports import end_imports
 from dp_ray.system.memory import keep_freed_memory
 from dp_ray.task.isolation import isolated
 from dp_ray.task.step_control import StopRequested
 from dp_ray.task.task import run_task
 from dp_ray.tracebacks import frames_of
-
-GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all workers have that were started together
-
-
-@dataclass(frozen=True)
-class WorkerConfig:
-    """What the driver hands to every worker when it starts; `number` is that of the job that runs."""
-
-    channel: Any
-    keep_prints: bool
-    driver_node: str = ""
-    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,10 +52,17 @@ class Assignment:
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     """Run the session's jobs, one after another, until the session ends."""
     given = config["worker"]
+    end_imports()
     keep_freed_memory()
+    with ray.train.torch.TorchConfig().train_func_context():  # sets the default CUDA device
+        run_jobs(given)
+
+
+def run_jobs(given: WorkerConfig) -> None:
+    """Run the jobs that the channel holds, until it says that the session ends."""
     rank, number = ray.train.get_context().get_world_rank(), 0
-    while (found := ray.get(given.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.END:
-        if found is Ask.STOP:
+    while (found := ray.get(given.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
+        if found is Ask.RESTART:
             raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
         terms, (packed, env) = found
         number = terms.number
@@ -98,7 +95,7 @@ def run_packed(given: WorkerConfig, packed: Any, attempt: str, here: World) -> b
         try:
             run_assigned(given, assigned, attempt, world, heartbeat)
         except StopRequested:
-            if ray.get(given.channel.state.remote())[0].ask is not Ask.END:
+            if ray.get(given.channel.state.remote())[0].ask is not Ask.STOP:
                 raise  # so that the workers are started anew, more or fewer of them
             return True
     return False

@@ -8,14 +8,15 @@ from typing import Any
 import ray
 
 from dp_ray.cluster.channel import open_channel, receive
-from dp_ray.cluster.connect import address_of, check_fits, connected, worker_resources
+from dp_ray.cluster.connect import check_fits, connected, is_connected, what_begins, worker_resources
+from dp_ray.cluster.early import EarlyConnection
 from dp_ray.cluster.launch import launch
 from dp_ray.cluster.node_control import RayNodeControl
 from dp_ray.cluster.ray_internals.failures import why_failed
-from dp_ray.cluster.ray_internals.train import ControlledTrainer
-from dp_ray.cluster.requests import Terms
+from dp_ray.cluster.ray_internals.trainer import ControlledTrainer
+from dp_ray.cluster.requests import Terms, WorkerConfig
 from dp_ray.cluster.resources import Resources
-from dp_ray.cluster.worker import Assignment, WorkerConfig
+from dp_ray.cluster.worker import Assignment
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.job_keys import WorkerKeys
@@ -137,7 +138,7 @@ class Workers:
         if not self.is_over:
             ray.get(self._channel.close.remote())
             self._trainer.wait(seconds)
-        has_left = self._trainer.has_ended
+        has_left = self._trainer.has_ended and not self.is_aborted
         self._abort()
         return has_left
 
@@ -162,8 +163,9 @@ def run_on_ray(
     Raises StopRequested if the user stopped the run, else the error that ended it.
     """
     check_can_be_shipped(job)
-    is_own = not ray.is_initialized()
-    monitor.begin(what_begins(address))
+    is_own = not is_connected()
+    if EarlyConnection.begun is None:  # else there is nothing to wait for
+        monitor.begin(what_begins(address))
     with connected(job, address, verbose), TemporaryDirectory() as folder:
         workers = start_workers(job, folder, is_own, verbose, console.say)
         try:
@@ -185,14 +187,6 @@ def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, sa
     channel = open_channel(keys.max_workers)
     config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
     return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, verbose)
-
-
-def what_begins(address: str | None) -> str:
-    """The first phase to show: what the user waits for until Ray is there."""
-    if ray.is_initialized():
-        return "looking at the cluster"
-    found = address_of(address)
-    return f"connecting to Ray at {found}" if found else "starting Ray"
 
 
 def backend_of(job: Job, gpus_per_worker: float) -> str:

@@ -1,14 +1,19 @@
-"""The messages that workers and Ray Train's controller send to the driver."""
+"""The messages that workers and Ray Train's controller send to the driver.
+
+It imports no torch, for which the controller's process does not need to wait.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dp_ray.errors import Error, WorkerError
-from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Report
 from dp_ray.rundir.incidents import IncidentKind
+
+if TYPE_CHECKING:
+    from dp_ray.replica.world import World
+    from dp_ray.results.shape_recorder import Report
 
 BEAT_SECONDS = 0.5
 
@@ -23,7 +28,7 @@ class WorkerReady:
     """A worker has its rank, node and device, and is about to start the task."""
 
     attempt: str
-    world: World
+    world: "World"
     pid: int
     gpu_ids: tuple[str, ...]
     node_id: str = ""
@@ -34,7 +39,7 @@ class Shapes:
     """A worker's shape report."""
 
     attempt: str
-    report: Report
+    report: "Report"
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class TaskMessage:
 class Printed:
     """Lines that user code printed."""
 
-    world: World
+    world: "World"
     lines: tuple[str, ...]
 
 
@@ -61,7 +66,7 @@ class Failed:
     """
 
     attempt: str
-    world: World
+    world: "World"
     kind: type[Error] | None
     text: str
     traceback: str
@@ -110,7 +115,7 @@ class FaultInjected:
     """A fault of `--inject` is about to happen; a fault of the driver is left to the driver itself."""
 
     attempt: str
-    world: World
+    world: "World"
     what: str
     is_the_drivers: bool
 
@@ -198,8 +203,3 @@ Message = (
     | Finished
     | GaveUp
 )
-
-
-def message_of(attempt: str, what: Any) -> Message:
-    """Wrap what a task sends into a message that names its attempt."""
-    return Shapes(attempt, what) if isinstance(what, Report) else TaskMessage(attempt, what)

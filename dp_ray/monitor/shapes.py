@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from dp_ray.monitor.console import Console
 from dp_ray.replica.world import World
 from dp_ray.results.shape_journal import Journal
@@ -70,7 +72,7 @@ class ShapeReports:
         block = self._file.write(collector, rows)
         if self._journal:
             self._journal.add(block)
-        self._on_steps(int(rows.step[-1]) + 1, sum(collector.seen[number].rows for number in rows.seen.tolist()))
+        self._on_steps(int(rows.step[-1]) + 1, _num_rows(collector, rows))
         if self._prints:
             self._print(self._lines(collector, rows))
 
@@ -95,3 +97,9 @@ class ShapeReports:
             seen = collector.seen[number]
             self._decoded[number] = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
         return self._decoded[number]
+
+
+def _num_rows(collector: Collector, rows: ReportColumns) -> int:
+    """The number of the dataset's rows in these reports."""
+    counts = np.bincount(rows.seen).tolist()
+    return sum(count * collector.seen[number].rows for number, count in enumerate(counts))

@@ -5,6 +5,7 @@ Pure arithmetic, without tensors: every answer is O(1) in the number of rows.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 
 def chunk_sizes(rows: int, shards: int) -> list[int]:
@@ -34,6 +35,16 @@ def worker_shards(shards: int, world_size: int, rank: int) -> range:
     [[0, 1], [2, 3, 4], [5, 6, 7]]
     """
     return range(shards * rank // world_size, shards * (rank + 1) // world_size)
+
+
+@lru_cache(maxsize=64)
+def worker_pieces(rows: int, shards: int, world_size: int, rank: int) -> tuple[tuple[int, int, int], ...]:
+    """Each non-EMPTY shard of a worker with its first row and end, in a global batch of `rows` rows.
+
+    It is remembered, since nearly all global batches of a job have the same number of rows.
+    """
+    pieces = ((shard, *chunk_bounds(rows, shards, shard)) for shard in worker_shards(shards, world_size, rank))
+    return tuple(piece for piece in pieces if piece[1] < piece[2])
 
 
 @dataclass(frozen=True)
@@ -66,13 +77,13 @@ class Split:
     epochs: int = 1
     max_steps: int | None = None
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Global batches in an epoch, whatever `max_steps` is."""
         full, rest = divmod(self.rows, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
-    @property
+    @cached_property
     def total_steps(self) -> int:
         """Global batches in all epochs, at most `max_steps`: the steps are 0 .. total_steps - 1."""
         steps = self.steps * self.epochs
@@ -120,8 +131,9 @@ class Split:
 
     def worker(self, world_size: int, rank: int, step: int) -> list[Shard]:
         """The non-empty shards of `step` that worker `rank` of `world_size` runs, in shard order."""
-        mine = (self.shard(step, shard) for shard in worker_shards(self.shards, world_size, rank))
-        return [shard for shard in mine if shard.rows]
+        first, end = self.batch(step)
+        pieces, epoch = worker_pieces(end - first, self.shards, world_size, rank), step // self.steps
+        return [Shard(step, shard, first + start, first + stop, epoch) for shard, start, stop in pieces]
 
     def batch_sizes(self) -> Iterator[tuple[int, int]]:
         """(steps, rows) of each size of global batch in an epoch: the full ones, then a short last one."""

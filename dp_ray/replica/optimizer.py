@@ -172,11 +172,15 @@ def _scheduler_lengths(scheduler: Any) -> Iterator[str]:
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients together, computed in fp32 or wider."""
-    if any(one.dtype in (torch.float16, torch.bfloat16) for one in gradients):
+    kinds = {(type(one), one.device, one.dtype) for one in gradients}
+    if any(dtype in (torch.float16, torch.bfloat16) for _, _, dtype in kinds):
         first = gradients[0].device
         norms = [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)).to(first) for one in gradients]
         whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.double() for one in norms])).float()
         return whole
+    if len(kinds) == 1 and type(gradients[0]) is torch.Tensor:  # what torch's function does, without its grouping
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+        return norm
     return get_total_norm(gradients)
 
 

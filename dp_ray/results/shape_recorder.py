@@ -10,6 +10,8 @@ from dp_ray.plan.split import Shard
 from dp_ray.replica.world import World
 from dp_ray.results.shapes import Seen
 
+REPORTS_A_SECOND = 1000  # of all workers together: each costs the driver's node the same, however many steps it has
+
 
 class ShardSpan(NamedTuple):
     """Consecutive steps in which one shard had the same sizes; one time for each step, or one mean if folded."""
@@ -34,6 +36,11 @@ class Keep(NamedTuple):
     """Asks the driver to write the reports of steps that are about to be committed."""
 
 
+def report_interval(world_size: int) -> float:
+    """Seconds between two reports of a worker; it grows with the workers, who share one driver."""
+    return max(0.1, world_size / REPORTS_A_SECOND)
+
+
 class Recorder:
     """Collects one worker's shape reports and sends them every `interval` seconds."""
 
@@ -41,8 +48,7 @@ class Recorder:
         self._world = world
         self._send: Callable[[Report], None] = send
         self._tell: Callable[[Keep], None] = send
-        # All workers share one driver, so the interval grows with their number.
-        self._interval = interval if interval is not None else max(0.1, world.world_size / 2000)
+        self._interval = interval if interval is not None else report_interval(world.world_size)
         self._numbers: dict[Seen, int] = {}
         self._unsent: dict[int, Seen] = {}
         self._open: dict[int, tuple[int, int, list[float]]] = {}

@@ -1,6 +1,7 @@
 """The Ray cluster of a test session: where it is, how it is started and ended."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -18,14 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes of this session's cluster
+# Of `ray start`: no process for each CPU with the first driver; none would ever be used, since jobs ship their code.
+NO_SPARE_WORKERS = json.dumps({"prestart_worker_first_driver": False})
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A started Ray: its address for drivers, and that of its dashboard for jobs."""
+    """A started Ray: its address for drivers, that of its dashboard for jobs, and the folder of its own files."""
 
     address: str
     dashboard: str
+    folder: Path
 
 
 def free_port() -> int:

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import dp_ray
 from dp_ray.cluster.ray_internals.variables import VARIABLES
 from tests.support.cluster import ROOT, Cluster
 
@@ -38,3 +40,16 @@ def job_file(folder: Path, **keys: Any) -> str:
     path = folder / "job.yaml"
     path.write_text(json.dumps({**SLOW, **keys}))  # JSON is YAML
     return str(path)
+
+
+def told(result: dp_ray.Result) -> str:
+    """The history without what the clock says; as text, in which NaN equals itself."""
+    return repr([{key: value for key, value in row.items() if key != "rows_per_second"} for row in result.history])
+
+
+def wait_for_checkpoint(run_dir: Path, process: subprocess.Popen[str], after: int = 0) -> None:
+    until = time.monotonic() + 90
+    while not any(int(path.stem[5:]) > after for path in run_dir.glob("checkpoints/step-*")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < until, "no checkpoint came"
+        time.sleep(0.02)

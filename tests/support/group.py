@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.job import Job
 from dp_ray.replica.world import World
@@ -21,9 +22,9 @@ from dp_ray.storage import Storage
 from dp_ray.task.notices import Measured
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import run_task
-from tests.support.cluster import free_port
 from tests.support.forked import FORKED
 
+LOCALHOST = "127.0.0.1"
 _idle: list[tuple[Any, Connection]] = []  # processes and the pipes to them
 
 
@@ -53,13 +54,15 @@ def run_group(job: Job, folder: Path | str, control: StepControl | None = None) 
     """
     run = Storage(str(folder))
     run.child(PARTS).create()
-    port, size = free_port(), job.max_workers
+    size = job.max_workers
+    # A worker that finds no store yet waits for half a second and more: this process opens it first.
+    store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
     group = [_idle.pop() if _idle else _started() for _ in range(size)]
     messages: list[Any] = []
     dead: list[Connection] = []
     try:
         for rank, (_, pipe) in enumerate(group):
-            pipe.send((rank, size, job, str(folder), port, control))
+            pipe.send((rank, size, job, str(folder), store.port, control))
         busy = [pipe for _, pipe in group]
         while busy:
             ready: list[Any] = wait(busy)
@@ -148,7 +151,7 @@ def _work(
 
     try:
         if size > 1:
-            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+            dist.init_process_group("gloo", store=TCPStore(LOCALHOST, port), rank=rank, world_size=size)
         devices = tuple(torch.device(name) for name in job.devices or ["cpu"])
         with suppress(Stopped):
             run_task(job, World(rank, size, all_devices=devices), Storage(folder), send, control)

@@ -11,6 +11,11 @@ from tests.support.patchwork import Observer
 from tests.support.training import Pairs
 
 
+def fails(*_: Any) -> None:
+    """A loss, or a step, that fails."""
+    raise LookupError("nothing there")
+
+
 class Unordered(nn.ModuleDict):
     """Layers made in an order that differs from process to process, as that of a set of names does."""
 

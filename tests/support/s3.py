@@ -1,24 +1,15 @@
-"""A server of the S3 protocol on localhost: moto's, as a process. It refuses copies, as S3 does above 5 GiB.
-
-Of the requests that read below a folder `shaky`, only each third one is answered well: one gets an error, one is slow
-and its connection breaks.
-"""
+"""A server of the S3 protocol on localhost, as a process: tests/support/s3_server.py."""
 
 import contextlib
-import itertools
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import boto3
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import run_simple
 
 from tests.support.cluster import free_port, wait_for_port
 
@@ -70,10 +61,11 @@ class Server:
 def serving(log: Path) -> Iterator[Server]:
     """A server for as long as the block lasts."""
     port = free_port()
+    line = [sys.executable, "-m", "tests.support.s3_server", str(port), str(log)]
     log.touch()
     with (
         log.with_suffix(".err").open("wb") as trouble,
-        subprocess.Popen([sys.executable, "-m", "tests.support.s3", str(port), str(log)], stderr=trouble) as process,
+        subprocess.Popen(line, stderr=trouble) as process,
     ):
         try:
             wait_for_port(port, process)
@@ -82,34 +74,3 @@ def serving(log: Path) -> Iterator[Server]:
             yield server
         finally:
             process.kill()
-
-
-def _serve(port: int, log: Path) -> None:
-    turns = itertools.count()
-    inner = DomainDispatcherApplication(create_backend_app)
-
-    def application(environ: dict[str, Any], start_response: Any) -> Any:
-        is_copy = "HTTP_X_AMZ_COPY_SOURCE" in environ
-        if is_copy or environ["REQUEST_METHOD"] == "PUT":
-            with log.open("a") as lines:
-                method = "COPY" if is_copy else "PUT"
-                lines.write(f"{method} {environ['PATH_INFO']} {environ.get('CONTENT_LENGTH') or 0}\n")
-        if is_copy or parse_qs(environ["QUERY_STRING"]).get("partNumber") == ["13"]:
-            start_response("400 Bad Request", [])  # an object too large for a copy, and an upload that breaks
-            return [b"<Error><Code>EntityTooLarge</Code></Error>"]
-        if environ["REQUEST_METHOD"] == "GET" and "/shaky/" in environ["PATH_INFO"]:
-            match next(turns) % 3:
-                case 0:
-                    start_response("500 Internal Server Error", [])
-                    return [b"<Error><Code>InternalError</Code></Error>"]
-                case 1:
-                    time.sleep(0.3)
-                    environ["werkzeug.socket"].close()
-                    return []
-        return inner(environ, start_response)
-
-    run_simple("127.0.0.1", port, application, threaded=True)
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), Path(sys.argv[2]))

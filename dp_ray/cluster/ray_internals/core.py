@@ -1,14 +1,19 @@
 """Ray Core: starts and enters a cluster, looks at its nodes, and drains one on purpose."""
 
 import shlex
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+import ray._private.node
+import ray._private.ray_constants
+import ray._private.services
 import ray._private.state
 import ray._private.utils
 import ray._private.worker
@@ -19,11 +24,60 @@ from ray.core.generated import autoscaler_pb2
 # Finding, starting and authenticating
 
 CONNECT_SECONDS = 10.0
+NO_AGENT = [sys.executable, "-S", "-E", str(Path(__file__).with_name("no_agent.py"))]
+_GCS = "--gcs-address="  # an argument of each raylet
 
 
-def start_local(num_cpus: int, folder: str, **keys: Any) -> None:
-    """Start an embedded Ray in a folder of its own. Public: none; ray.init documents no argument for the folder."""
-    ray.init("local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=folder, **keys)
+def start_local(num_cpus: int, folder: str, logs: bool, **keys: Any) -> None:
+    """Start an embedded Ray in a folder of its own, without the processes that nobody would ask anything.
+
+    `logs` says whether the driver prints the workers' logs. Public: none; ray.init documents no argument for the
+    folder, nor for the processes. Each costs a second of a core: the dashboard's server and its agent, for which the
+    node would wait, the autoscaler's monitor, which has no nodes to add here, and the reader of the logs.
+    """
+    with _without_servers(logs), _without_agent():
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=logs, _temp_dir=folder, **keys)
+
+
+@contextmanager
+def _without_servers(logs: bool) -> Iterator[None]:
+    """Within the block, a Ray that is started has no dashboard's server, no monitor, and no reader of logs."""
+    node = ray._private.node.Node
+    names = ["start_api_server", "start_monitor", *([] if logs else ["start_log_monitor"])]
+    before = {name: getattr(node, name) for name in names}
+    for name in names:
+        setattr(node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(node, name, start)
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    """Start no process."""
+
+
+@contextmanager
+def _without_agent() -> Iterator[None]:
+    """Within the block, a raylet that is started gets `no_agent` as its dashboard agent.
+
+    Nor does Ray then look whether the agent's packages are there, which would import all of them.
+    """
+    services, utils = ray._private.services, ray._private.utils
+    before, look = services._build_python_executable_command_memory_profileable, utils.get_dashboard_dependency_error
+
+    def command(component: str, *args: Any, **keys: Any) -> list[str]:
+        is_agent = component == ray._private.ray_constants.PROCESS_TYPE_DASHBOARD_AGENT
+        return NO_AGENT if is_agent else list(before(component, *args, **keys))
+
+    services._build_python_executable_command_memory_profileable = command
+    utils.get_dashboard_dependency_error = lambda: None
+    try:
+        yield
+    finally:
+        services._build_python_executable_command_memory_profileable = before
+        utils.get_dashboard_dependency_error = look
 
 
 def find_users_token() -> bool:
@@ -52,6 +106,18 @@ def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
                 return True
             raise ConnectionError(f"{error.code().name.lower()}, {error.details()}") from None
     return False
+
+
+def address_of_own_raylet() -> str | None:
+    """The address of the cluster whose raylet started this process, or one of its parents; None if none did.
+
+    Ray sets RAY_ADDRESS in a job to the cluster that was started last on the job's host, which may be another one.
+    Public: none; RAY_ADDRESS, where a host has a single Ray.
+    """
+    for parent in psutil.Process().parents():
+        if parent.name() == "raylet":
+            return next(one.removeprefix(_GCS) for one in parent.cmdline() if one.startswith(_GCS))
+    return None
 
 
 @contextmanager

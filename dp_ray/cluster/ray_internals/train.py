@@ -1,4 +1,4 @@
-"""Runs Ray Train's controller with our policies.
+"""Our policies for Ray Train's controller, and the controller: all that its process imports, without torch.
 
 Public: ray.train.UserCallback gets only reports and failures; ScalingConfig and FailureConfig choose only among Ray's
 own policies.
@@ -6,15 +6,12 @@ own policies.
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent import futures
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.callbacks import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+import ray.train.v2._internal.execution.worker_group.state
+import ray.train.v2._internal.execution.worker_group.worker_group
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
@@ -25,11 +22,11 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from dp_ray.cluster.ray_internals.core import autoscales, label_of
 from dp_ray.cluster.ray_internals.failures import failure_of
-from dp_ray.cluster.ray_internals.variables import WARN_BLOCKING
 from dp_ray.cluster.restart_decision import Do, StartFailed, WorkersFailed
+from dp_ray.errors import JobError
+from dp_ray.system.environment import set_environment
 
-# Parts of the command lines of Ray Train's processes. Public: `ray list actors`.
-WORKER_PROCESS, CONTROLLER_PROCESS = "RayTrainWorker", TrainController.__name__
+WORKER_PROCESS = "RayTrainWorker"  # a part of the command line of its process. Public: `ray list actors`.
 
 
 class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
@@ -45,6 +42,7 @@ class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
         def call(do: Callable[..., Any], *args: Any) -> list[Any]:
             return list(ray.get([worker.execute_async(do, *args) for worker in workers]))
 
+        call(set_environment, get_env_vars_to_propagate())
         self.on_processes(len(workers), call)
         return {}
 
@@ -119,7 +117,6 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray Train's controller when it starts; asks an autoscaler for nodes only if there is one."""
-        TrainController.worker_group_cls = CleanWorkerGroup  # in the controller's own process
         if autoscales():
             super().after_controller_start(train_run_context)
 
@@ -129,10 +126,12 @@ class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
 
 
 class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
-    """A WorkerGroup that frees its resources if workers fail while they start.
+    """A WorkerGroup that frees its resources if workers fail while they start, and starts no needless process.
 
     Public: none; Ray's own keeps the resources of such workers.
     """
+
+    takes_idle = False  # whether its workers may be processes that Ray holds ready; only while no task has run in any
 
     def _start(self) -> None:
         try:
@@ -142,6 +141,57 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 self._worker_group_state.shutdown()
                 self._clear_state()
             raise
+
+    @staticmethod
+    def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+        """An environment without variables, for which Ray has processes ready, else one that gets new processes.
+
+        `WorkersStart` sets the variables. A process that ran a task may have imported torch before `env` is set.
+        """
+        takes_idle, CleanWorkerGroup.takes_idle = CleanWorkerGroup.takes_idle, False
+        return custom_runtime_env if takes_idle else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
+
+
+class NoSynchronization:
+    """In place of the actor behind ray.train.report, whose process costs two seconds; dp_ray does not call it."""
+
+    @classmethod
+    def options(cls, **_: Any) -> type["NoSynchronization"]:
+        """Take the actor's options."""
+        return cls
+
+    @classmethod
+    def remote(cls, **_: Any) -> "NoSynchronization":
+        """Start nothing."""
+        return cls()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise JobError("ray.train.report and its barriers are not for a job of dp_ray, which reports by itself")
+
+
+def _kill_unless_missing(actor: Any) -> None:
+    if not isinstance(actor, NoSynchronization):
+        ray.kill(actor)
+
+
+class WorkerController(TrainController):  # type: ignore[misc]
+    """Ray Train's controller; it sets its variables itself, so that Ray can take a process that runs already."""
+
+    worker_group_cls = CleanWorkerGroup
+
+    def __init__(self, variables: dict[str, str], takes_idle: bool, **given: Any) -> None:
+        set_environment(variables)
+        CleanWorkerGroup.takes_idle = takes_idle
+        package = ray.train.v2._internal.execution.worker_group  # in this process, which is the controller's own
+        package.worker_group.SynchronizationActor = NoSynchronization
+        package.state._shutdown_sync_actor = _kill_unless_missing
+        super().__init__(**given)
+
+
+# A part of the command line of its process. Public: `ray list actors`.
+CONTROLLER_PROCESS = WorkerController.__name__
 
 
 _DECISIONS = {Do.RESTART: FailureDecision.RETRY, Do.GIVE_UP: FailureDecision.RAISE, Do.WAIT: FailureDecision.NOOP}
@@ -157,89 +207,3 @@ class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
     def make_decision(self, training_failed_error: Exception) -> Any:
         """Called by Ray Train's controller after a failure."""
         return _DECISIONS[self.on_failure(failure_of(training_failed_error))]
-
-
-class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
-    """A TorchTrainer with our policies, which can be aborted and starts no needless process.
-
-    `is_own` says that its Ray, or the connection to it, ends with these workers. Public: none; TorchTrainer takes no
-    policies.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        scaling: Callable[[Any], WorkerScaling],
-        restarts: Callable[[Any], WorkerRestarts],
-        start: WorkersStart,
-        is_own: bool,
-        **keys: Any,
-    ) -> None:
-        super().__init__(*args, **keys)
-        self._on_start = start
-        self._unneeded: tuple[type[Any], ...] = (DatasetsCallback,)  # for Ray Data, which is not used
-        if is_own:
-            self._unneeded += (PlacementGroupCleanerCallback,)  # the end of the job cleans up instead
-        self._controller: Any = None
-        self._ended: Future[Any] = Future()
-        self._policies = {
-            "scaling_policy": scaling(self.scaling_config),
-            "failure_policy": restarts(self.run_config.failure_config),
-        }
-
-    def _create_default_callbacks(self) -> list[Any]:
-        """Add our callback, and drop those that start a needless process: together two seconds of each run."""
-        made = super()._create_default_callbacks()
-        return [self._on_start, *(one for one in made if type(one) not in self._unneeded)]
-
-    def start(self) -> None:
-        """Start Ray Train's controller, which starts the workers; does not wait for them."""
-        self.fit()
-
-    def _initialize_and_run_controller(self, **given: Any) -> Any:
-        """Start Ray Train's controller on this node, so that it can be aborted at any time.
-
-        Ray's own method waits for the controller's end. It asks the controller to abort itself, but a controller that
-        waits for capacity does not react.
-        """
-        here = label_of(ray.get_runtime_context().get_node_id())
-        variables = {WARN_BLOCKING: "0", **get_env_vars_to_propagate()}
-        actor = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": variables})(TrainController)
-        self._controller = actor.remote(**{**given, **self._policies})
-        self._ended = self._controller.run.remote().future()
-        return _Begun()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the controller has ended, and its workers with it."""
-        return self._ended.done()
-
-    def when_ended(self, do: Callable[[], None]) -> None:
-        """Call `do` in another thread when the controller has ended, or at once if it has."""
-        self._ended.add_done_callback(lambda _: do())
-
-    def wait(self, seconds: float) -> None:
-        """Wait for the controller's end, at most so long."""
-        futures.wait([self._ended], seconds)
-
-    def failure(self) -> BaseException | None:
-        """The error with which the controller has ended; None if it ended without."""
-        error: BaseException | None
-        try:
-            self._ended.result()
-            error = ray.get(self._controller.get_result.remote()).error
-        except ray.exceptions.RayError as lost:
-            error = lost
-        return error
-
-    def abort(self) -> None:
-        """Kill the controller, and with it its workers."""
-        if self._controller is not None:
-            ray.kill(self._controller)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """What `fit` gets from a controller that has begun: it looks for an error there."""
-
-    error: None = None

@@ -1,0 +1,38 @@
+"""A training's steps with all by which faults are found, for the benchmark `faults`."""
+
+from typing import Any
+
+from benchmarks.training import ours
+from dp_ray.cluster.heartbeat import Heartbeat
+from dp_ray.replica.world import World
+from dp_ray.task.step_control import StepControl
+
+PULSED_BLOCK = 32  # steps in a turn: about a second, in which a worker sends two beats
+
+
+class Pulses(StepControl):
+    """In each turn of a loop a heartbeat of its own, so that none beats while the other side runs."""
+
+    def __init__(self, channel: Any, turns: StepControl) -> None:
+        self._channel = channel
+        self._turns = turns
+        self._heartbeat: Heartbeat | None = None
+
+    def before(self, step: int) -> None:
+        """Let the other side run if a turn has ended, without a heartbeat."""
+        if step % PULSED_BLOCK == 0:
+            self.end()
+            self._turns.before(step)
+            self._heartbeat = Heartbeat(self._channel, 0, "benchmark", World(), 600.0).__enter__()
+        assert self._heartbeat is not None
+        self._heartbeat.before(step)
+
+    def end(self) -> None:
+        """Stop the heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.__exit__()
+
+
+def pulsed(control: StepControl) -> None:
+    """Train the MLP with a step control."""
+    ours("mlp", {"max_steps": PULSED_BLOCK * 13 + 1, "epochs": 11}, World(), control)

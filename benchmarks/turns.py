@@ -1,0 +1,85 @@
+"""Two loops take turns every few steps, so that a busy moment of the machine falls on both.
+
+In one process they share all that a process has: the allocator and its settings, the number of threads, the process
+group. In two processes they differ in what is to be compared.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from dp_ray.task.step_control import StepControl
+
+Loop = Callable[[StepControl], object]  # calls `before` of its control with each step's number, from 0 on
+
+
+def take_turns(
+    ours: Loop, theirs: Loop, block: int, settle: Callable[[], object] = lambda: None
+) -> list[tuple[float, float]]:
+    """Run both loops in this process, in turns of `block` steps; the seconds of a step in each pair of turns.
+
+    `settle` is called at both ends of a turn: it waits for what else works for the loop, like a GPU or the other
+    processes. The steps after a loop's last whole turn are not measured.
+    """
+    mine, others = Baton.of(threading), Baton.of(threading)
+    sides = Turns(block, mine, others, settle), Turns(block, others, mine, settle)
+    mine.may_run.release()
+    with ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(side.run, loop) for side, loop in zip(sides, (ours, theirs), strict=True)]
+        for one in running:
+            one.result()
+    return list(zip(sides[0].seconds, sides[1].seconds, strict=True))
+
+
+@dataclass(frozen=True)
+class Baton:
+    """What one side waits for: a semaphore that is released when it may run, and an event once it has ended."""
+
+    may_run: Any
+    has_ended: Any
+
+    @classmethod
+    def of(cls, made_by: Any) -> "Baton":
+        """A baton between threads or processes, made by `threading` or a context of multiprocessing."""
+        return cls(made_by.Semaphore(0), made_by.Event())
+
+
+class Turns(StepControl):
+    """The step control of one of two loops: after each `block` steps it lets the other one run."""
+
+    def __init__(self, block: int, mine: Baton, others: Baton, settle: Callable[[], object] = lambda: None) -> None:
+        self.seconds: list[float] = []
+        self._block = block
+        self._mine = mine
+        self._others = others
+        self._settle = settle
+        self._began = 0.0
+
+    def run(self, loop: Loop) -> None:
+        """Run the loop, from this side's first turn on."""
+        self._mine.may_run.acquire()
+        try:
+            loop(self)
+        finally:
+            self._mine.has_ended.set()
+            self._others.may_run.release()
+
+    def before(self, step: int) -> None:
+        """At the first step of a turn: end the last turn, wait for the next one, and start its clock."""
+        if step % self._block:
+            return
+        if step:
+            self._settle()
+            self.seconds.append((time.perf_counter() - self._began) / self._block)
+            self._let_other_run()
+        self._settle()
+        self._began = time.perf_counter()
+
+    def _let_other_run(self) -> None:
+        """Let the other side run, unless it has ended, and wait for the next turn."""
+        if not self._others.has_ended.is_set():
+            self._others.may_run.release()
+            self._mine.may_run.acquire()

@@ -1,0 +1,86 @@
+"""What the benchmarks' tables rest on: quartiles, verdicts, and two loops that take turns."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.compare import AHEAD, Goal, Quartiles, at_least, at_most, compared, quartiles
+from benchmarks.table import line, ratio_text
+from benchmarks.turns import take_turns
+from dp_ray.task.step_control import StepControl
+
+
+@given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=40))
+def test_quartiles_are_numpys(values: list[float]) -> None:
+    np.testing.assert_allclose(quartiles(values), np.quantile(values, [0.25, 0.5, 0.75]), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("goal", "found", "is_reached"),
+    [
+        (at_least(0.98), Quartiles(0.98, 0.99, 1.2), True),
+        (at_least(0.98), Quartiles(0.97, 1.1, 1.2), False),
+        (at_most(0.5), Quartiles(0.1, 0.2, 0.5), True),
+        (at_most(0.5), Quartiles(0.1, 0.2, 0.51), False),
+        (AHEAD, Quartiles(0.99, 1.3, 1.4), False),
+    ],
+)
+def test_a_goal_is_reached_where_the_worse_quartile_is(goal: Goal, found: Quartiles, is_reached: bool) -> None:
+    assert goal.is_reached(found) is is_reached
+
+
+def test_a_row_has_the_ratios_within_the_pairs() -> None:
+    # The medians of the sides, 30 and 40, would give 0.75; the pairs give 0.5, 1.5 and 1.0.
+    pairs = [(10.0, 20.0), (60.0, 40.0), (30.0, 30.0)]
+    row = compared("x", pairs, "{:.0f} s".format, "torch", at_most(1.25))
+    assert line(row) == "| x | 30 s | 30 s torch | 1 (0.75 to 1.25) | at most 1.25 | yes |"
+
+
+def test_an_absolute_goal_is_about_dp_rays_own_figure() -> None:
+    fast = Goal("at least 200/s", 200, is_least=True, absolute=True)
+    row = compared("x", [(190.0, 1.0), (210.0, 1.0), (230.0, 1.0)], "{:.0f}/s".format, "8 workers", fast)
+    assert (row.dp_ray, row.reached) == ("210/s (200/s to 220/s)", True)
+    both = compared("x", [(210.0, 200.0), (230.0, 240.0)], "{:.0f}/s".format, "8 workers", fast, AHEAD)
+    assert (both.to_reach, both.reached) == ("at least 200/s, and ahead", False)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(0.974, "0.974"), (1.5, "1.5"), (320.42, "320"), (1 / 22547, "1/22,547")]
+)
+def test_a_ratio_has_three_digits(ratio: float, text: str) -> None:
+    assert ratio_text(ratio) == text
+
+
+def test_loops_take_turns_every_few_steps() -> None:
+    ran: list[str] = []
+
+    def loop(name: str, control: StepControl) -> None:
+        ran.append(f"{name} builds")
+        for step in range(5):
+            control.before(step)
+            ran.append(name)
+
+    pairs = take_turns(partial(loop, "a"), partial(loop, "b"), 2)
+    first = ["a builds", "a", "a", "b builds", "b", "b"]
+    assert ran == [*first, "a", "a", "b", "b", "a", "b"]
+    assert len(pairs) == 2
+    assert all(ours > 0 and theirs > 0 for ours, theirs in pairs)
+
+
+def test_a_loop_that_fails_lets_the_other_end() -> None:
+    def fails(control: StepControl) -> None:
+        control.before(0)
+        raise ValueError("no")
+
+    def steps(control: StepControl) -> None:
+        for step in range(9):
+            control.before(step)
+            ran.append(step)
+
+    ran: list[int] = []
+    with pytest.raises(ValueError, match="no"):
+        take_turns(fails, steps, 2)
+    assert ran == [*range(9)]
