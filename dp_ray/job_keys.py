@@ -120,9 +120,9 @@ class JobKeys(WorkerKeys, WorkKeys):
 
     inputs: Literal["auto", "all", "first"] | Annotated[list[str], Field(min_length=1)] = Field(
         default="auto",
-        description="What the model gets: all of an item, the first of a pair (input, target), or values of a dict "
-        "by their keys, like `[image]`: one key gives its value itself, several give a dict. auto: first in train "
-        "and evaluate. In predict auto follows the model's `forward`, and a line says if the target is left out.",
+        description="What the model gets: all of an item, or the first of a pair (input, target). A list picks "
+        "values of a dict: of `[image]` the value itself, of several keys a dict. auto: first in train and evaluate. "
+        "In predict auto follows the model's `forward`, and a line says if the target is left out.",
     )
     target: str | Annotated[list[str], Field(min_length=1)] | None = Field(
         default=None,

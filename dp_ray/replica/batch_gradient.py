@@ -10,8 +10,8 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.replica.buffers import Buffers
-from dp_ray.replica.data import Indices
 from dp_ray.replica.optimizer_step import OptimizerStep
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction, Reduction, check_one_type
 from dp_ray.replica.rng import ForwardSeeds

@@ -1,6 +1,5 @@
 """Load one worker's shards: read the samples, collate them, check the rows, copy them to the device."""
 
-import dataclasses
 import functools
 import signal
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
+from dp_ray.replica.read_requests import IndexLists, Indices, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
@@ -30,20 +30,9 @@ from dp_ray.text import listed
 from dp_ray.tracebacks import frames_of
 
 CPU = torch.device("cpu")
-ORDER_BLOCK = 4096  # positions computed at once: for one small shard numpy's overhead would dominate
 
-Indices = np.ndarray[Any, np.dtype[np.int64]]
 Batch = tuple[Indices, Any]
 Pick: TypeAlias = Callable[[Any], Any]
-
-
-class ReadRequest(NamedTuple):
-    """One read from the dataset: the samples of a shard, or with `shard` -1 of a whole global batch."""
-
-    epoch: int
-    step: int
-    shard: int
-    indices: list[int]
 
 
 class LoaderError(NamedTuple):
@@ -147,41 +136,6 @@ class Samples(Dataset[Any]):
         except (Exception, SystemExit) as error:
             raise DataError(said(f"sample {index} of {self.name}", error)) from error
         return items
-
-
-class Positions:
-    """The sample indices at consecutive positions of an order, computed a block at a time."""
-
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self.start = 0
-        self.block = np.empty(0, np.int64)
-
-    def indices(self, start: int, stop: int) -> Indices:
-        """The sample indices at positions start .. stop - 1, int64 [stop - start]."""
-        if not self.start <= start <= stop <= self.start + len(self.block):
-            self.start = start
-            self.block = self.order.indices(start, min(len(self.order), max(stop, start + ORDER_BLOCK)))
-        return self.block[start - self.start : stop - self.start]
-
-
-class IndexLists:
-    """The batch sampler of a worker's DataLoader: one ReadRequest for each piece that it collates.
-
-    `pieces` gives the shards or the global batches. It is a function because the loader may start more than once.
-    """
-
-    def __init__(self, order: Order, pieces: Callable[[], Iterator[Shard]]) -> None:
-        self.order = order
-        self.pieces = pieces
-
-    def __iter__(self) -> Iterator[ReadRequest]:
-        positions = Positions(self.order)
-        for piece in self.pieces():
-            if piece.epoch != positions.order.epoch:
-                positions = Positions(dataclasses.replace(self.order, epoch=piece.epoch))
-            indices = positions.indices(piece.start, piece.stop).tolist()
-            yield ReadRequest(piece.epoch, piece.step, piece.shard, indices)
 
 
 def seeded_dataset(job: Job, name: str = "dataset") -> Any:

@@ -14,9 +14,9 @@ from dp_ray.job_target import Target
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.buffers import UnchangedBuffers
-from dp_ray.replica.data import Indices
 from dp_ray.replica.model import autocast, evaluating
 from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.stateful import keeps_state
 from dp_ray.replica.step import Metrics, OnShard, Step, StepOutput, as_row, run_step

@@ -9,10 +9,10 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
-from dp_ray.replica.data import Indices
 from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.user_code import it_got, raising
 

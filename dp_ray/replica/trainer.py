@@ -10,10 +10,10 @@ from dp_ray.job import Job
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard, Split
 from dp_ray.replica.batch_gradient import BatchGradient
-from dp_ray.replica.data import Indices
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
 from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import make_gradients_dense

@@ -9,11 +9,12 @@ from dp_ray.job import Job
 from dp_ray.job_plan import split_of
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Work
-from dp_ray.replica.data import Indices, load_shards
+from dp_ray.replica.data import load_shards
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.inputs import PredictInputs
 from dp_ray.replica.model import compiled
 from dp_ray.replica.predict import predict
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.world import World
 from dp_ray.results.outputs import PartWriter
 from dp_ray.results.shape_recorder import Recorder

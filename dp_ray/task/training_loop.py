@@ -5,7 +5,7 @@ from typing import Any
 
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
-from dp_ray.replica.data import Indices
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.step import OnShard
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.replica.user_code import raising

@@ -1,0 +1,58 @@
+"""What a worker's loader is asked to read: the samples of a shard or of a global batch, by their indices."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dp_ray.plan.order import Order
+from dp_ray.plan.split import Shard
+
+ORDER_BLOCK = 4096  # positions computed at once: for one small shard numpy's overhead would dominate
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class ReadRequest(NamedTuple):
+    """One read from the dataset: the samples of a shard, or with `shard` -1 of a whole global batch."""
+
+    epoch: int
+    step: int
+    shard: int
+    indices: list[int]
+
+
+class Positions:
+    """The sample indices at consecutive positions of an order, computed a block at a time."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.start = 0
+        self.block = np.empty(0, np.int64)
+
+    def indices(self, start: int, stop: int) -> Indices:
+        """The sample indices at positions start .. stop - 1, int64 [stop - start]."""
+        if not self.start <= start <= stop <= self.start + len(self.block):
+            self.start = start
+            self.block = self.order.indices(start, min(len(self.order), max(stop, start + ORDER_BLOCK)))
+        return self.block[start - self.start : stop - self.start]
+
+
+class IndexLists:
+    """The batch sampler of a worker's DataLoader: one ReadRequest for each piece that it collates.
+
+    `pieces` gives the shards or the global batches. It is a function because the loader may start more than once.
+    """
+
+    def __init__(self, order: Order, pieces: Callable[[], Iterator[Shard]]) -> None:
+        self.order = order
+        self.pieces = pieces
+
+    def __iter__(self) -> Iterator[ReadRequest]:
+        positions = Positions(self.order)
+        for piece in self.pieces():
+            if piece.epoch != positions.order.epoch:
+                positions = Positions(dataclasses.replace(self.order, epoch=piece.epoch))
+            indices = positions.indices(piece.start, piece.stop).tolist()
+            yield ReadRequest(piece.epoch, piece.step, piece.shard, indices)
