@@ -163,6 +163,7 @@ def test_nested_values_are_tensors_lists_and_dicts(tmp_path: Path) -> None:
             "words": [["a", "b"], []],
             "struct": [{"x": 1.5, "name": "p"}, {"x": 2.5, "name": "q"}],
             "kind": pa.array(["one", "two"]).dictionary_encode(),
+            "code": pa.array([7, 8], pa.int16()).dictionary_encode(),
         }
     )
     image = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
@@ -171,11 +172,16 @@ def test_nested_values_are_tensors_lists_and_dicts(tmp_path: Path) -> None:
     assert torch.equal(item["matrix"], torch.tensor([[5, 6], [7, 8]]))
     assert [row.tolist() for row in item["uneven"]] == [[], [4]]
     assert (item["words"], item["struct"], item["kind"]) == ([], {"x": 2.5, "name": "q"}, "two")
+    assert (item["code"], item["code"].dtype) == (8, np.int16)
     assert torch.equal(item["image"], torch.arange(6, 12, dtype=torch.uint8).reshape(2, 3))
 
 
 def double(value: Any) -> Any:
     return value * 2
+
+
+def looks_up(value: Any) -> Any:
+    return {}[value]
 
 
 def test_columns_are_decoded_by_functions_or_their_names(tmp_path: Path) -> None:
@@ -188,6 +194,10 @@ def test_columns_are_decoded_by_functions_or_their_names(tmp_path: Path) -> None
         Parquet(tmp_path, decode={"id": "nowhere:it"})
     with pytest.raises(DataError, match="'text' cannot be decoded: ValueError"):
         Parquet(tmp_path, decode={"text": int})[0]
+    with pytest.raises(DataError, match="'id' cannot be decoded: KeyError: 0"):
+        Parquet(tmp_path, decode={"id": looks_up})[0]
+    with pytest.raises(DataError, match="there is no 'idd' to decode; the item has id, text"):
+        Parquet(tmp_path, decode={"idd": double})[0]
 
 
 def test_json_lines_are_what_json_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,15 +37,11 @@ class Blocks(Dataset[Item], Generic[Source]):
     `__getitems__` reads each block once, whatever the order of the samples asked for.
     """
 
-    loader_context = "spawn"  # threads of a storage's client do not survive a fork
-
     def __init__(self, files: list[File], blocks: Sequence[Block[Source]], cache_bytes: int = CACHE_BYTES) -> None:
         self.files = tuple(files)
         self._blocks = tuple(blocks)
         self._starts = np.cumsum([0, *(block.rows for block in blocks)])
         self._cache = Cache(cache_bytes)
-        if all(file.is_local for file in files):
-            self.loader_context = None  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -81,6 +77,14 @@ class Blocks(Dataset[Item], Generic[Source]):
     def pins(self) -> dict[str, str]:
         """The size and the version of each file; they change if the file does."""
         return pins_of(self.files)
+
+    @property
+    def loader_context(self) -> str | None:
+        """How processes that read the files are started: spawned, since a storage's client does not survive a fork.
+
+        None for local files: by the system's default.
+        """
+        return None if all(file.is_local for file in self.files) else "spawn"
 
     def _load(self, number: int) -> tuple[Any, int]:
         return self._read(self._blocks[number])

@@ -82,10 +82,10 @@ def _decoder(name: str, given: Decoder | str) -> Decoder:
 def decoded(item: dict[str, Any], decode: Mapping[str, Decoder]) -> dict[str, Any]:
     """The item with its values decoded. Raises DataError, which names the key, if a decoder raises."""
     for name, decoder in decode.items():
+        if name not in item:
+            raise DataError(f"there is no {name!r} to decode; the item has {listed(item)}")
         try:
             item[name] = decoder(item[name])
-        except KeyError:
-            raise DataError(f"there is no {name!r} to decode; the item has {listed(item)}") from None
         except DataError:
             raise
         except Exception as error:

@@ -47,11 +47,6 @@ class File:
         """Whether the file is on a disk of this machine, or on one that is mounted there."""
         return isinstance(self.folder.fs, pafs.LocalFileSystem)
 
-    @property
-    def path(self) -> str:
-        """The path on the file system."""
-        return self.folder.file(self.name)
-
 
 def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
     """The files in a folder, of a glob, of a list of files, or at a URL of pyarrow's file systems, by name.

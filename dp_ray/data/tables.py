@@ -1,6 +1,7 @@
 """Parquet and Arrow files as map-style datasets: an item is a dict of the row's columns."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,8 +41,8 @@ class Table(Blocks[Source]):
         return [decoded({name: give(row) for name, give in read.items()}, self._decode) for row in rows.tolist()]
 
 
-class Parquet(Table[int]):
-    """The rows of Parquet files; a row group is read at once.
+class ColumnFiles(Table[int]):
+    """A dataset of the rows of files that say themselves where their blocks lie; the parent of two.
 
     `paths` is a file, a folder, a glob, a list of these, or a URL (`s3://...`, `gs://...`). `columns` are those to
     read, by default all. `decode` maps a column to a function of its value, as `{"image": "dp_ray.data:image"}`.
@@ -49,6 +50,9 @@ class Parquet(Table[int]):
     Raises DataError for files that are missing, damaged or lack a column, by name.
     """
 
+    SUFFIXES: ClassVar[list[str]]
+    BLOCK: ClassVar[str]  # what a block is called
+
     def __init__(
         self,
         paths: Paths,
@@ -56,54 +60,54 @@ class Parquet(Table[int]):
         decode: Decode | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        files = find_files(paths, [".parquet", ".pq"])
-        blocks = [block for found in in_threads(lambda file: _row_groups(file, columns), files) for block in found]
+        files = find_files(paths, self.SUFFIXES)
+        blocks = [
+            block for found in in_threads(lambda file: self._blocks_of(file, columns), files) for block in found
+        ]
         super().__init__(files, blocks, columns, decode, cache_bytes)
+
+    def _blocks_of(self, file: File, columns: Sequence[str] | None) -> list[Block[int]]:
+        names, sizes = retried(lambda: self._look(file), str(file))
+        check_columns(file, names, columns)
+        return [Block(file, rows, number, f"{self.BLOCK} {number}") for number, rows in enumerate(sizes)]
+
+    def _look(self, file: File) -> tuple[list[str], list[int]]:
+        """The names of a file's columns, and the number of rows of each block."""
+        raise NotImplementedError
+
+
+class Parquet(ColumnFiles):
+    """The rows of Parquet files; a row group is read at once. The parameters are those of `ColumnFiles`."""
+
+    SUFFIXES = [".parquet", ".pq"]
+    BLOCK = "row group"
+
+    def _look(self, file: File) -> tuple[list[str], list[int]]:
+        with file.open() as stream:
+            found = pq.ParquetFile(stream)
+            sizes = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
+            return found.schema_arrow.names, sizes
 
     def _table(self, block: Block[int]) -> pa.Table:
         with block.file.open() as stream:
             return pq.ParquetFile(stream).read_row_group(block.source, columns=self._columns)
 
 
-class Arrow(Table[int]):
-    """The rows of Arrow files (Feather); a record batch is read at once. The parameters are those of `Parquet`."""
+class Arrow(ColumnFiles):
+    """The rows of Arrow files (Feather); a record batch is read at once. The parameters are those of `ColumnFiles`."""
 
-    def __init__(
-        self,
-        paths: Paths,
-        columns: Sequence[str] | None = None,
-        decode: Decode | None = None,
-        cache_bytes: int = CACHE_BYTES,
-    ) -> None:
-        files = find_files(paths, [".arrow", ".feather"])
-        blocks = [block for found in in_threads(lambda file: _batches(file, columns), files) for block in found]
-        super().__init__(files, blocks, columns, decode, cache_bytes)
+    SUFFIXES = [".arrow", ".feather"]
+    BLOCK = "record batch"
+
+    def _look(self, file: File) -> tuple[list[str], list[int]]:
+        with file.open() as stream, pa.ipc.open_file(stream) as reader:
+            sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+            return reader.schema.names, sizes
 
     def _table(self, block: Block[int]) -> pa.Table:
         with block.file.open() as stream, pa.ipc.open_file(stream) as reader:
             table = pa.Table.from_batches([reader.get_batch(block.source)])
             return table if self._columns is None else table.select(self._columns)
-
-
-def _row_groups(file: File, columns: Sequence[str] | None) -> list[Block[int]]:
-    def look() -> list[Block[int]]:
-        with file.open() as stream:
-            found = pq.ParquetFile(stream)
-            check_columns(file, found.schema_arrow.names, columns)
-            sizes = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
-        return [Block(file, rows, number, f"row group {number}") for number, rows in enumerate(sizes)]
-
-    return retried(look, str(file))
-
-
-def _batches(file: File, columns: Sequence[str] | None) -> list[Block[int]]:
-    def look() -> list[Block[int]]:
-        with file.open() as stream, pa.ipc.open_file(stream) as reader:
-            check_columns(file, reader.schema.names, columns)
-            sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
-        return [Block(file, rows, number, f"record batch {number}") for number, rows in enumerate(sizes)]
-
-    return retried(look, str(file))
 
 
 def check_columns(file: File, there: Sequence[str], wanted: Sequence[str] | None) -> None:

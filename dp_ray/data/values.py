@@ -23,7 +23,8 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
     The function raises DataError for a missing value, which no batch can hold.
     """
     array = _one(column)
-    give = _values(column.type)(array)
+    is_dictionary = isinstance(column.type, pa.DictionaryType)
+    give = _values(array.type if is_dictionary else column.type)(array)
     if not array.null_count:
         return give
     missing = array.is_null().to_numpy(zero_copy_only=False)
