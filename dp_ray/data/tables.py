@@ -1,5 +1,6 @@
 """Parquet and Arrow files as map-style datasets: an item is a dict of the row's columns."""
 
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -50,7 +51,7 @@ class ColumnFiles(Table[int]):
     Raises DataError for files that are missing, damaged or lack a column, by name.
     """
 
-    SUFFIXES: ClassVar[list[str]]
+    SUFFIXES: ClassVar[tuple[str, ...]]
     BLOCK: ClassVar[str]  # what a block is called
 
     def __init__(
@@ -61,10 +62,8 @@ class ColumnFiles(Table[int]):
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         files = find_files(paths, self.SUFFIXES)
-        blocks = [
-            block for found in in_threads(lambda file: self._blocks_of(file, columns), files) for block in found
-        ]
-        super().__init__(files, blocks, columns, decode, cache_bytes)
+        found = in_threads(lambda file: self._blocks_of(file, columns), files)
+        super().__init__(files, list(itertools.chain(*found)), columns, decode, cache_bytes)
 
     def _blocks_of(self, file: File, columns: Sequence[str] | None) -> list[Block[int]]:
         names, sizes = retried(lambda: self._look(file), str(file))
@@ -77,9 +76,9 @@ class ColumnFiles(Table[int]):
 
 
 class Parquet(ColumnFiles):
-    """The rows of Parquet files; a row group is read at once. The parameters are those of `ColumnFiles`."""
+    """The rows of Parquet files; a row group is read at once. See `ColumnFiles` for the parameters."""
 
-    SUFFIXES = [".parquet", ".pq"]
+    SUFFIXES = (".parquet", ".pq")
     BLOCK = "row group"
 
     def _look(self, file: File) -> tuple[list[str], list[int]]:
@@ -94,9 +93,9 @@ class Parquet(ColumnFiles):
 
 
 class Arrow(ColumnFiles):
-    """The rows of Arrow files (Feather); a record batch is read at once. The parameters are those of `ColumnFiles`."""
+    """The rows of Arrow files (Feather); a record batch is read at once. See `ColumnFiles` for the parameters."""
 
-    SUFFIXES = [".arrow", ".feather"]
+    SUFFIXES = (".arrow", ".feather")
     BLOCK = "record batch"
 
     def _look(self, file: File) -> tuple[list[str], list[int]]:
