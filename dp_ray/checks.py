@@ -6,6 +6,7 @@ from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.replica.devices import with_devices
+from dp_ray.replica.kept import check_after
 from dp_ray.replica.model import check_model
 from dp_ray.replica.optimizer import check_optimizer, check_unbuilt
 from dp_ray.replica.targets import bind, resolve
@@ -24,6 +25,8 @@ def check_targets(job: Job) -> None:
             if key == "optimizer":
                 check_optimizer(resolve(key, target))
             bind(key, target, leading=1)
+        elif key == "outputs.after" and target is not None:
+            check_after(target)
         elif isinstance(target, Target):
             resolve(key, target)
     for name in (*(job.devices or ()), *([job.input_device] if job.input_device else ())):

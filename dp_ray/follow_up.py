@@ -38,7 +38,8 @@ def follow_up(
     """
     run = located(run_dir)
     kept = _job_kept(run)
-    values = {key: value for key, value in kept.items() if key not in LEFT_OUT}
+    left_out = (*LEFT_OUT, *["outputs"] * (task == "evaluate"))
+    values = {key: value for key, value in kept.items() if key not in left_out}
     if "dataset" in overrides:
         values = _without_eval(values)
     _check_no_objects(run, task, values, overrides)
@@ -73,6 +74,8 @@ def _check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides
     if task == "evaluate":
         inner = {f"metrics.{name}": one for name, one in values.get("metrics", {}).items()}
         needed |= {"loss": values["loss"], "step": values["step"], **inner}
+    elif (outputs := values.get("outputs")) and "outputs" not in overrides:
+        needed["outputs.after"] = outputs.get("after")
     if values["eval"]:
         needed["eval.dataset"] = values["eval"]["dataset"]
     for key, value in needed.items():

@@ -34,7 +34,7 @@ class Job(JobKeys):
         (
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
             *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
-            *("timeouts", "storage", "env", "outputs"),
+            *("timeouts", "storage", "env", "outputs.file_bytes"),
         )
     )
 
@@ -183,6 +183,7 @@ class Job(JobKeys):
         """All targets and objects, by their dotted keys; None where a key is not set."""
         found = {key: getattr(self, key) for key in self.TARGETED}
         found.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
+        found["outputs.after"] = self.outputs.after
         return found if self.eval is None else {**found, "eval.dataset": self.eval.dataset}
 
     @property
@@ -205,10 +206,14 @@ class Job(JobKeys):
 
     def describe(self) -> dict[str, Any]:
         """The job as plain JSON values, without the secrets in URLs; an object from Python is shown as its type."""
-        values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval"})
+        values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs"})
         values["eval"] = self.eval and {
             **self.eval.model_dump(exclude={"dataset"}),
             "dataset": describe_target(self.eval.dataset),
+        }
+        values["outputs"] = {
+            **self.outputs.model_dump(exclude={"after"}),
+            "after": describe_target(self.outputs.after),
         }
         values |= {key: describe_target(getattr(self, key)) for key in self.TARGETED}
         if self.metrics:
@@ -224,12 +229,11 @@ class Job(JobKeys):
 
     def fingerprint(self, with_lengths: bool = False) -> str:
         """A hash of every key that can change a step's result."""
-        left_out = self.CANNOT_CHANGE_THE_RESULT | set(() if with_lengths else self.LENGTHS)
-        kept = {key: value for key, value in self.describe().items() if key not in left_out}
+        left_out = set(() if with_lengths else self.LENGTHS)
+        kept = {key: value for key, value in that_count(self.describe()).items() if key not in left_out}
         kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self.is_shuffled}
         del kept["order"]  # which is_shuffled tells
-        if self.target is None:
-            del kept["target"]  # as in versions that had no such key
+        kept = {key: value for key, value in kept.items() if (key, value) not in _AS_BEFORE}
         try:
             return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
         except (TypeError, ValueError, RecursionError) as error:
@@ -243,6 +247,18 @@ class Job(JobKeys):
         return given in (self.fingerprint(), self.fingerprint(with_lengths=True))
 
 
+def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a described job that can change its result; `outputs` without what is not set."""
+    inner = job.get("outputs") or {} if job.get("task") == "predict" else {}
+    outputs = {key: value for key, value in inner.items() if value is not None and f"outputs.{key}" not in _LEFT_OUT}
+    return {**{key: value for key, value in job.items() if key not in _LEFT_OUT}, "outputs": outputs}
+
+
+_AS_BEFORE: tuple[tuple[str, Any], ...] = (
+    ("target", None),
+    ("outputs", {}),
+)  # keys that earlier versions did not have
+_LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
 _EPOCHS_LOSS = ("scheduler.metric", "loss")  # the epoch's mean, which no evaluation measures
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from dp_ray.job_keys import JobKeys
+from dp_ray.job_outputs import Outputs
 from dp_ray.job_parts import Best, Checkpoint, Elastic, Eval, Loader, Optimizer, Scheduler, Timeouts
 from dp_ray.job_target import Target
 from dp_ray.key_hints import answer_to
@@ -64,6 +65,8 @@ _ALLOWED = {
     "find_unused_parameters": "'auto', true or false",
     "devices": "null or a list of devices, like [cpu] or ['cuda:0', 'cuda:1']",
     "device_map": "null or 'auto'",
+    "outputs.keep": "null or a list of paths, like [logits, hidden_states.0]",
+    "outputs.carry": "null or a list of keys of an item, like [id, path]",
     "eval": "null or a mapping, like {dataset: 'jobs.digits:Digits'}",
 }
 
@@ -75,6 +78,7 @@ _OWNERS: dict[str, type[BaseModel]] = {
     "checkpoint.best": Best,
     "eval": Eval,
     "timeouts": Timeouts,
+    "outputs": Outputs,
     "optimizer": Optimizer,
     "scheduler": Scheduler,
 }

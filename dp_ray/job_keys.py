@@ -219,7 +219,9 @@ class JobKeys(WorkerKeys, WorkKeys):
         "the children of a torch.nn.Sequential.",
     )
 
-    outputs: Outputs = Field(default=Outputs(), description="predict only: how the outputs are written.")
+    outputs: Outputs = Field(
+        default=Outputs(), description="predict only: what is kept of the outputs, and how it is written."
+    )
     retries: NonNegativeInt = Field(
         default=3,
         description="How many times all workers are started again, after a loss, a hang or an error that may pass, "

@@ -104,6 +104,9 @@ _TOP = (
     ("retries", "max_retries max_failures max_restarts num_retries"),
     ("timeouts.step", "timeout step_timeout ddp_timeout"),
     ("env", "environment env_vars"),
+    ("outputs.keep: the outputs that are kept; outputs.after computes what is kept", "output_columns keep_outputs"),
+    ("outputs.after: computes what is kept of the outputs, on the device", "postprocess post_process postprocessing"),
+    ("outputs.carry: writes values of the items beside the outputs", "keep_columns passthrough id_column id_key"),
     ("device_map: the new name of split", "split"),
 )
 _NESTED = (
@@ -125,6 +128,10 @@ _NESTED = (
     ("workers.max", "workers.max_workers"),
     ("metrics", "eval.metrics"),
     ("loader", "eval.loader"),
+    ("outputs.keep", "outputs.columns outputs.select outputs.fields outputs.names outputs.only"),
+    ("outputs.carry", "outputs.id outputs.ids outputs.passthrough outputs.metadata outputs.include"),
+    ("outputs.after", "outputs.transform outputs.postprocess outputs.post_process outputs.function outputs.fn"),
+    ("outputs.dtype", "outputs.precision outputs.type"),
     ("timeouts.capacity: the new name of timeouts.room", "timeouts.room"),
 )
 # Inside a target: other names of `target` and `args`; any other key is taken for one of its args.

@@ -16,6 +16,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica import data, rng
 from dp_ray.replica import model as model_module
 from dp_ray.replica.optimizer_step import OptimizerStep
+from dp_ray.replica.read_requests import Batch
 from dp_ray.replica.trainer import Update
 from dp_ray.replica.world import World
 from dp_ray.results.history import History
@@ -52,12 +53,12 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
-    def move(batch: data.Batch, device: torch.device) -> data.Batch:
+    def move(batch: Batch, device: torch.device) -> Batch:
         stream.copies.append(batch)
         return batch
 
     monkeypatch.setattr(data, "_move", move)
-    batches = iter([(np.arange(1), np.arange(number)) for number in range(1, 5)])
+    batches = iter([Batch(np.arange(1), np.arange(number)) for number in range(1, 5)])
     given = [len(batch[1]) for batch in data.on_device(batches, GPU)]
     assert given == [1, 2, 3, 4]
     assert len(stream.copies) == 4

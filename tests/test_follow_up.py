@@ -140,6 +140,7 @@ def test_an_unfinished_one_goes_on_under_its_name(run_dir: Path, monkeypatch: py
             "model was given as a Python object (<torch.nn.modules.container:Sequential>)",
         ),
         ({"task": "evaluate"}, [], "is a run of task evaluate, not of a training"),
+        ({"outputs": {"after": training.mlp}}, [], "outputs.after was given as a Python object (<tests.support.tr"),
     ],
 )
 def test_what_cannot_be_is_told(

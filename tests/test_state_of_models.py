@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.model import build_model, evaluating
 from dp_ray.replica.predict import predict
+from dp_ray.replica.read_requests import Batch
 from dp_ray.replica.world import World
 from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl
@@ -77,12 +79,12 @@ def test_a_shard_of_a_prediction_leaves_no_trace_in_buffers() -> None:
     def run(work: Work) -> dict[tuple[int, int], torch.Tensor]:
         found.clear()
         shards = [shard for _, shards in work for shard in shards]
-        batches = ((None, inputs[shard.start : shard.stop]) for shard in shards)
+        batches = (Batch(np.arange(shard.start, shard.stop), inputs[shard.start : shard.stop]) for shard in shards)
 
-        def keep(shard: Any, indices: Any, outputs: torch.Tensor) -> None:
+        def keep(shard: Any, batch: Any, outputs: torch.Tensor) -> None:
             found[shard.step, shard.shard] = outputs.clone()
 
-        predict(model, job, CPU, work, batches, keep, lambda step: None)  # type: ignore[arg-type]
+        predict(model, job, CPU, work, batches, keep, lambda step: None)
         return dict(found)
 
     whole = run(Work(split))

@@ -11,14 +11,14 @@ from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.optimizer_step import OptimizerStep
-from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.read_requests import Batch
 from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction, Reduction, check_one_type
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import sparse_parameters
 from dp_ray.replica.step import OnShard
-from dp_ray.replica.user_code import at, raising
+from dp_ray.replica.user_code import at, place, raising
 from dp_ray.replica.world import World
 from dp_ray.system.waiting import waiting
 
@@ -52,7 +52,7 @@ class BatchGradient:
         split: Split,
         step: int,
         shards: Sequence[Shard],
-        batches: Iterator[tuple[Indices, Any]],
+        batches: Iterator[Batch],
         on_shard: OnShard,
         stats: torch.Tensor,
     ) -> None:
@@ -64,13 +64,13 @@ class BatchGradient:
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
         # only once `stats` is summed; then `weigh_gradients` corrects it. Of most losses the weight is the rows.
         rows = stop - start
-        pending = [next(batches)[1] for _ in shards[:1]]
+        pending = [next(batches).inputs for _ in shards[:1]]
         if self._reduction is None:
             self._reduction = self._build_reduction(shards[:1], pending)
         self._reduction.begin([shard.shard for shard in shards], num_filled(rows, split.shards))
         self._buffers.begin(len(shards))
         for number, shard in enumerate(shards):
-            batch = pending.pop() if pending else next(batches)[1]
+            batch = pending.pop() if pending else next(batches).inputs
             if number:
                 self._buffers.restore()
             self._shard(shard, batch, rows, stats, number == len(shards) - 1, on_shard)
@@ -97,7 +97,7 @@ class BatchGradient:
         found = torch.zeros(1, device=self._world.device)
         self._buffers.begin(2)
         for shard, batch in zip(shards, batches, strict=True):
-            _backward(self._forward(self._loss, shard, batch), _place(shard))
+            _backward(self._forward(self._loss, shard, batch), place(shard))
             sparse = {id(one) for one in self._sparse}
             found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
         self._buffers.restore()
@@ -121,14 +121,14 @@ class BatchGradient:
                 self._buffers.keep()
             if is_last:
                 reduction.before_last()
-                self._last_backward(reduction, loss / rows, stats, _place(shard))
+                self._last_backward(reduction, loss / rows, stats, place(shard))
             else:
-                _backward(self._optimizer_step.scaled(loss / rows), _place(shard))
+                _backward(self._optimizer_step.scaled(loss / rows), place(shard))
         reduction.after(shard.shard, is_last)
 
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
         self._seeds.begin(shard)
-        with at(_place(shard)):
+        with at(place(shard)):
             loss: torch.Tensor = replica(batch, shard.rows)
         return loss
 
@@ -140,10 +140,6 @@ class BatchGradient:
             _backward(self._optimizer_step.scaled(loss), where)
             if work is not None:
                 work.wait()
-
-
-def _place(shard: Shard) -> str:
-    return f"step {shard.step}, shard {shard.shard}"
 
 
 def _backward(loss: torch.Tensor, where: str) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,9 +17,10 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
+from dp_ray.replica.carry import Carrying, apart, carried_keys, carried_of
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
-from dp_ray.replica.read_requests import IndexLists, Indices, ReadRequest
+from dp_ray.replica.read_requests import Batch, IndexLists, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
@@ -31,7 +32,6 @@ from dp_ray.tracebacks import frames_of
 
 CPU = torch.device("cpu")
 
-Batch = tuple[Indices, Any]
 Pick: TypeAlias = Callable[[Any], Any]
 
 
@@ -61,9 +61,9 @@ def _next_batch(loaded: Iterator[Batch]) -> Batch:
             raise
         what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
         raise DataError(f"{what}; set loader.pin_memory: false") from error
-    if not isinstance(batch[1], LoaderError):
+    if not isinstance(batch.inputs, LoaderError):
         return batch
-    told = batch[1]
+    told = batch.inputs
     if told.frames:
         told.error.add_note(told.frames)
     raise told.error
@@ -75,12 +75,20 @@ class Samples(Dataset[Any]):
     Samples are read a shard at a time until one draws a random number. That shard is then read again, and from
     there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
     A dataset with generators of its own is seeded for each sample from the start. Of each sample, `keys` picks what
-    the job takes.
+    the job takes; with `carry`, each becomes a Carrying.
     """
 
-    def __init__(self, dataset: Any, seed: int, name: str = "the dataset", keys: ItemKeys | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        name: str = "the dataset",
+        keys: ItemKeys | None = None,
+        carry: Sequence[str] = (),
+    ) -> None:
         self.dataset = dataset
         self._keys = keys
+        self._carry = carry
         self.name = name
         self.seed = seed
         self._own = own_generators(dataset)
@@ -114,12 +122,14 @@ class Samples(Dataset[Any]):
 
     def _read(self, indices: list[int]) -> Any:
         items = self._whole(indices)
-        return items if self._keys is None else [self._picked(*one) for one in zip(indices, items, strict=True)]
+        if self._keys is None and not self._carry:
+            return items
+        return [self._picked(*one) for one in zip(indices, items, strict=True)]
 
     def _picked(self, index: int, item: Any) -> Any:
-        assert self._keys is not None
         try:
-            return self._keys.pick(item)
+            picked = item if self._keys is None else self._keys.pick(item)
+            return Carrying(picked, carried_of(item, self._carry)) if self._carry else picked
         except DataError as error:
             raise DataError(f"sample {index} of {self.name}: {error}") from None
 
@@ -166,7 +176,8 @@ def load_shards(
     Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
     """
     make = _whole_batches if job.scatter == "batch" else _shards
-    return on_device(make(job, Samples(dataset, job.seed, name, item_keys(job)), work, device, pick), device)
+    samples = Samples(dataset, job.seed, name, item_keys(job), carried_keys(job))
+    return on_device(make(job, samples, work, device, pick), device)
 
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
@@ -174,9 +185,9 @@ def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: 
     loaded = iter(_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device))
     for _, shards in work:
         for shard in shards:
-            indices, batch = _next_batch(loaded)
-            picked = _checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
-            yield indices, picked
+            batch = _next_batch(loaded)
+            what = f"shard {shard.shard} of step {shard.step}"
+            yield batch._replace(inputs=_checked(job, batch.inputs, pick, shard.rows, what))
 
 
 def _whole_batches(
@@ -187,12 +198,13 @@ def _whole_batches(
     for step, shards in work:
         if not shards:
             continue
-        indices, batch = _next_batch(loaded)
+        batch = _next_batch(loaded)
         whole = work.split.whole(step)
-        picked = _checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
+        picked = _checked(job, batch.inputs, pick, whole.rows, f"the global batch of step {step}")
         pieces = scatter(picked, job.num_shards, job.batch_dim)
         for shard in shards:
-            yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
+            rows = slice(shard.start - whole.start, shard.stop - whole.start)
+            yield Batch(batch.indices[rows], pieces[shard.shard], batch.carried and batch.carried.of(rows))
 
 
 def _loader(
@@ -204,7 +216,10 @@ def _loader(
         samples,
         batch_sampler=IndexLists(order, pieces),  # type: ignore[arg-type]
         collate_fn=functools.partial(
-            _collate, collate=collate_of(job), seed=None if job.collate is None else job.seed
+            _collate,
+            collate=collate_of(job),
+            seed=None if job.collate is None else job.seed,
+            carry=carried_keys(job),
         ),
         num_workers=loader.processes,
         prefetch_factor=loader.prefetch if loader.processes else None,
@@ -225,19 +240,22 @@ def _leave_ctrl_c_to_the_trainer(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed: int | None) -> Batch:
+def _collate(
+    read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed: int | None, carry: Sequence[str]
+) -> Batch:
     """Collate the samples that were read; random numbers that the user's collate draws are keyed by the shard."""
     wanted, items = read
     indices = np.asarray(wanted.indices, np.int64)
     if isinstance(items, LoaderError):
-        return indices, items
+        return Batch(indices, items)
+    items, carried = apart(items, carry) if carry else (items, None)
     if seed is not None:
         seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
     try:
         with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
-            return indices, collate(items)
+            return Batch(indices, collate(items), carried)
     except Error as error:
-        return indices, _loader_error(error)
+        return Batch(indices, _loader_error(error))
 
 
 def collate_of(job: Job) -> Callable[[list[Any]], Any]:
@@ -295,15 +313,14 @@ def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 
 
 def _move(batch: Batch, device: torch.device) -> Batch:
-    indices, inputs = batch
-    return indices, map_leaves(lambda leaf: moved(leaf, device), inputs)
+    return batch._replace(inputs=map_leaves(lambda leaf: moved(leaf, device), batch.inputs))
 
 
 def _wait_for(batch: Batch, copied: "torch.cuda.Event", device: torch.device) -> Batch:
     """Make the computing stream wait for the copy, and keep the allocator from reusing the memory too early."""
     computing = torch.cuda.current_stream(device)
     computing.wait_event(copied)  # not wait_stream: the next batch's copy is in the queue already
-    for leaf in flatten(batch[1])[0]:
+    for leaf in flatten(batch.inputs)[0]:
         if isinstance(leaf, torch.Tensor):
             leaf.record_stream(computing)
     return batch

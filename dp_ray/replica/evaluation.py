@@ -16,7 +16,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.model import autocast, evaluating
 from dp_ray.replica.out_of_memory import advised
-from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.read_requests import Batch
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.stateful import keeps_state
 from dp_ray.replica.step import Metrics, OnShard, Step, StepOutput, as_row, run_step
@@ -90,7 +90,7 @@ class Evaluation:
         self,
         model: nn.Module,
         work: Work,
-        batches: Iterator[tuple[Indices, Any]],
+        batches: Iterator[Batch],
         on_shard: OnShard = lambda *_: None,
         on_step: Callable[[int], None] = lambda _: None,
     ) -> dict[str, float]:
@@ -105,7 +105,7 @@ class Evaluation:
         self,
         model: nn.Module,
         work: Work,
-        batches: Iterator[tuple[Indices, Any]],
+        batches: Iterator[Batch],
         on_shard: OnShard,
         on_step: Callable[[int], None],
         buffers: UnchangedBuffers,
@@ -117,7 +117,7 @@ class Evaluation:
             for shard in shards:
                 where = f"evaluation step {shard.step}, shard {shard.shard}"
                 with advised(self.job, where, shard.rows, self._batch_size):
-                    _, batch = next(batches)
+                    batch = next(batches).inputs
                     seeds.begin(shard)
                     with at(where):
                         step_output, row = self._shard(model, shard, batch)

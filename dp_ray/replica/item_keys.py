@@ -19,7 +19,7 @@ class ItemKeys(NamedTuple):
     def pick(self, item: Any) -> Any:
         """The inputs, or the pair (inputs, target). Raises DataError if the item is no mapping or lacks a key."""
         if not isinstance(item, Mapping):
-            raise DataError(f"inputs and target name keys of an item, which must be a dict; got a {_kind(item)}")
+            raise DataError(f"inputs and target name keys of an item, which must be a dict; got a {kind_of(item)}")
         picked = _picked(item, self.inputs)
         return picked if self.target is None else (picked, _picked(item, self.target))
 
@@ -34,11 +34,12 @@ def item_keys(job: Job) -> ItemKeys | None:
 
 def _picked(item: Mapping[str, Any], keys: Keys) -> Any:
     if not isinstance(keys, str):
-        return {key: _value(item, key) for key in keys}
-    return _value(item, keys)
+        return {key: value_of(item, key) for key in keys}
+    return value_of(item, keys)
 
 
-def _value(item: Mapping[str, Any], key: str) -> Any:
+def value_of(item: Mapping[str, Any], key: str) -> Any:
+    """An item's value; raises DataError, which lists the keys that there are, if it has no such key."""
     try:
         return item[key]
     except KeyError:
@@ -46,5 +47,6 @@ def _value(item: Mapping[str, Any], key: str) -> Any:
         raise DataError(f"there is no {key!r}{did_you_mean(key, there)}; the item has {listed(there)}") from None
 
 
-def _kind(item: Any) -> str:
+def kind_of(item: Any) -> str:
+    """The class of an item, for messages; of a tuple or list also its length."""
     return f"{type(item).__qualname__}" + (f" of {len(item)}" if isinstance(item, tuple | list) else "")

@@ -10,11 +10,12 @@ from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.devices import mixed_devices
+from dp_ray.replica.kept import Kept
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.out_of_memory import advised
-from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.read_requests import Batch
 from dp_ray.replica.rng import ForwardSeeds
-from dp_ray.replica.user_code import it_got, raising
+from dp_ray.replica.user_code import it_got, place, raising
 
 
 def predict(
@@ -22,35 +23,33 @@ def predict(
     job: Job,
     device: torch.device,
     work: Work,
-    batches: Iterator[tuple[Indices, Any]],
-    on_shard: Callable[[Shard, Indices, Any], None],
+    batches: Iterator[Batch],
+    on_shard: Callable[[Shard, Batch, Any], None],
     on_step: Callable[[int], None],
     goes_on: Callable[[int], bool] = lambda step: True,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run the model over each shard of `work`, in eval and inference mode.
 
     `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
-    its indices and outputs. `on_step` gets each finished step, even if this worker has no rows in it. The loop
-    ends before the first step for which `goes_on` is false.
+    its batch and what is kept of its outputs. `on_step` gets each finished step, even if this worker has no rows in
+    it. The loop ends before the first step for which `goes_on` is false. `tell` gets lines for the user.
     Raises ModelError, naming step and shard, if the model raises.
     """
-    seeds = ForwardSeeds(job.seed, model, device)
+    kept = Kept(job, device, tell)
+    seeds = ForwardSeeds(job.seed, model, device, kept.after)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
         for step, shards in work:
             if shards and not goes_on(step):
                 return
             for shard in shards:
                 with advised(job, place(shard), shard.rows):
-                    indices, inputs = next(batches)
+                    batch = next(batches)
                     seeds.begin(shard)
-                    on_shard(shard, indices, _forward(model, inputs, job.call, shard))
+                    # No name holds the outputs: what is left out is free before the next shard.
+                    on_shard(shard, batch, kept(_forward(model, batch.inputs, job.call, shard), batch.inputs, shard))
                 buffers.restore()
             on_step(step)
-
-
-def place(shard: Shard) -> str:
-    """A shard's step and number, for messages."""
-    return f"step {shard.step}, shard {shard.shard}"
 
 
 def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:

@@ -1,4 +1,4 @@
-"""What a worker's loader is asked to read: the samples of a shard or of a global batch, by their indices."""
+"""What a worker's loader is asked to read, the samples of a shard or of a global batch, and what it gives."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ import numpy as np
 
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
+from dp_ray.replica.carry import Carried
 
 ORDER_BLOCK = 4096  # positions computed at once: for one small shard numpy's overhead would dominate
 
@@ -21,6 +22,14 @@ class ReadRequest(NamedTuple):
     step: int
     shard: int
     indices: list[int]
+
+
+class Batch(NamedTuple):
+    """What a read gives: the sample indices, what the loader made of the samples, and what is carried of them."""
+
+    indices: Indices
+    inputs: Any
+    carried: Carried | None = None
 
 
 class Positions:

@@ -68,12 +68,12 @@ def seed_own(generators: list[Generator], number: int) -> None:
 
 
 class ForwardSeeds:
-    """Seeds all generators that a shard's forward may use, from (seed, epoch, step, shard)."""
+    """Seeds all generators that a shard's forward, and `after` it, may use, from (seed, epoch, step, shard)."""
 
-    def __init__(self, seed: int, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, seed: int, model: nn.Module, device: torch.device, after: Any = None) -> None:
         self._seed = seed
         self._device = device
-        self._own = own_generators(model)
+        self._own = own_generators(model) + own_generators(after)
 
     def begin(self, shard: Shard) -> None:
         """Seed the generators for the forward of `shard`."""

@@ -13,7 +13,7 @@ from dp_ray.replica.batch_gradient import BatchGradient
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
 from dp_ray.replica.out_of_memory import advised
-from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.read_requests import Batch
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import make_gradients_dense
@@ -87,7 +87,7 @@ class Trainer:
         split: Split,
         step: int,
         shards: Sequence[Shard],
-        batches: Iterator[tuple[Indices, Any]],
+        batches: Iterator[Batch],
         on_shard: OnShard,
         wants_stop: bool = False,
     ) -> Update:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dp_ray.errors import Error, JobError, ModelError
+from dp_ray.plan.split import Shard
 from dp_ray.replica.world import is_lost_peer
 
 
@@ -42,6 +43,11 @@ def at(where: str) -> Iterator[None]:
         if is_lost_peer(error):
             raise
         raise ModelError(said(where, error)) from error
+
+
+def place(shard: Shard) -> str:
+    """A shard's step and number, for messages."""
+    return f"step {shard.step}, shard {shard.shard}"
 
 
 def said(what: str, error: BaseException, hint: str = "") -> str:

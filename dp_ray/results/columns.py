@@ -6,7 +6,7 @@ exactly. Complex numbers are stored as pairs. The schema's metadata keeps each c
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 
 from dp_ray.errors import ModelError, StorageError
+from dp_ray.results.carried import CarriedColumn, kind_of
 from dp_ray.tensors.nested import Keys, TreeSpec, difference, flatten, is_plain, unflatten
 from dp_ray.tensors.raw import as_bytes
 from dp_ray.tensors.scatter import gather, rows_dim
@@ -71,11 +72,17 @@ class Layout:
     spec: TreeSpec
     columns: tuple[Column, ...]
     batch_dim: int = 0
+    carried: tuple[CarriedColumn, ...] = ()
+
+    @property
+    def all_columns(self) -> tuple[CarriedColumn | Column, ...]:
+        """The columns of a file after the sample index: what is carried, then the outputs."""
+        return *self.carried, *self.columns
 
     @property
     def schema(self) -> pa.Schema:
         """The Arrow schema: the sample index, then the columns, with this layout as metadata."""
-        fields = [(SAMPLE_INDEX, pa.int64()), *((column.name, column.arrow_type) for column in self.columns)]
+        fields = [(SAMPLE_INDEX, pa.int64()), *((column.name, column.arrow_type) for column in self.all_columns)]
         return pa.schema(fields, metadata=self.metadata)
 
     @property
@@ -86,6 +93,8 @@ class Layout:
             "columns": [asdict(column) for column in self.columns],
             "batch_dim": self.batch_dim,
         }
+        if self.carried:
+            says["carried"] = [asdict(column) for column in self.carried]
         return {METADATA: json.dumps(says).encode()}
 
     @classmethod
@@ -98,7 +107,8 @@ class Layout:
             Column(one["name"], one["dtype"], None if one["shape"] is None else tuple(one["shape"]), one["is_array"])
             for one in says["columns"]
         ]
-        return cls(TreeSpec.from_json(says["spec"]), tuple(columns), says["batch_dim"])
+        carried = tuple(CarriedColumn(**one) for one in says.get("carried", []))
+        return cls(TreeSpec.from_json(says["spec"]), tuple(columns), says["batch_dim"], carried)
 
     def join(self, other: "Layout") -> "Layout":
         """The layout that holds the rows of both: a column whose row shapes differ becomes variable.
@@ -112,10 +122,13 @@ class Layout:
                 f"the model's outputs have their keys in another order on some shards: {self.spec.paths} "
                 f"and {other.spec.paths}"
             )
-        return Layout(self.spec, tuple(map(_common_column, self.columns, other.columns)), self.batch_dim)
+        columns = tuple(map(_common_column, self.columns, other.columns))
+        carried = tuple(one.join(another) for one, another in zip(self.carried, other.carried, strict=True))
+        return Layout(self.spec, columns, self.batch_dim, carried)
 
 
-Rows = list[torch.Tensor]  # one tensor per leaf of the outputs, rows in dimension 0
+# One array for each carried key, then one tensor for each leaf of the outputs, with the rows in dimension 0.
+Rows = list[pa.Array | torch.Tensor]
 
 
 def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:
@@ -144,25 +157,33 @@ def _without_objects(spec: TreeSpec, above: Keys, left_out: dict[str, str]) -> T
     return replace(spec, children=children) if changed else spec
 
 
-def rows_of(outputs: Any, rows: int, batch_dim: int) -> tuple[Layout, Rows]:
+def rows_of(
+    outputs: Any, rows: int, batch_dim: int, carried: Mapping[str, pa.Array] | None = None
+) -> tuple[Layout, Rows]:
     """Split a shard's outputs into their layout and their leaves, on the CPU with rows in dimension 0.
+
+    `carried` holds an array for each carried key.
 
     Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows.
     """
     leaves, spec = flatten(gather([outputs], [rows], batch_dim))
     if not leaves:
         raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}")
-    names = _column_names(spec.paths)
+    carried = carried or {}
+    names = _column_names([*carried, *spec.paths])
+    beside = [CarriedColumn(key, names.pop(0), kind_of(array.type)) for key, array in carried.items()]
     tensors = [_rows_first(name, leaf, batch_dim) for name, leaf in zip(names, leaves, strict=True)]
     columns = [
         Column(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray))
         for name, tensor, leaf in zip(names, tensors, leaves, strict=True)
     ]
-    return Layout(spec, tuple(columns), batch_dim), tensors
+    return Layout(spec, tuple(columns), batch_dim, tuple(beside)), [*carried.values(), *tensors]
 
 
-def to_arrow(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
-    """The rows of all `pieces`, in order, as one Arrow array of the column's type."""
+def to_arrow(column: CarriedColumn | Column, pieces: Sequence[Any]) -> pa.Array:
+    """The rows of all `pieces`, tensors or carried values, in order, as one Arrow array of the column's type."""
+    if isinstance(column, CarriedColumn):
+        return column.array(pieces)
     if column.is_struct:
         return _variable(column, pieces)
     values = _to_numpy(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
@@ -182,6 +203,16 @@ def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Ten
         return torch.empty(len(array), *column.shape, dtype=column.torch_dtype)
     flat = array.storage.flatten() if isinstance(array, pa.ExtensionArray) else array
     return _to_torch(column, flat.to_numpy(zero_copy_only=False)).reshape(len(array), *column.shape)
+
+
+def converted(before: CarriedColumn | Column, after: CarriedColumn | Column, array: pa.Array) -> pa.Array:
+    """A column's array as that of a column which holds more: rows of any shape, or values of another kind."""
+    if isinstance(before, CarriedColumn):
+        return array.cast(after.arrow_type)
+    assert isinstance(after, Column)
+    if before.shape == after.shape:
+        return array
+    return to_arrow(after, [row.unsqueeze(0) for row in from_arrow(before, array)])
 
 
 def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]]) -> Any:
@@ -221,7 +252,7 @@ def _from_numpy(name: str, leaf: Any) -> torch.Tensor:
 
 
 def _column_names(paths: Sequence[str]) -> list[str]:
-    """Name the columns by their paths; a bare tensor is `output`, and a name that is taken gets a `_`."""
+    """Name the columns by their keys and paths; a bare tensor is `output`, and a name that is taken gets a `_`."""
     names: list[str] = []
     for path in paths:
         name = path or "output"

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
 from dp_ray.plan.order import Order
-from dp_ray.results.columns import SAMPLE_INDEX, Layout, from_arrow, to_arrow
+from dp_ray.results.columns import SAMPLE_INDEX, Layout, converted
 from dp_ray.storage import Storage
 
 POSITION = "position"
@@ -54,7 +54,7 @@ class PartReader:
     def read(self, layout: Layout) -> bool:
         """Read the next block, in the merged file's layout; False at the end."""
         if self._blocks is None:
-            self._blocks = self._laid_out(layout)
+            self._blocks = self._converted(layout)
         self.block = next(self._blocks, None)
         return self.block is not None
 
@@ -65,7 +65,7 @@ class PartReader:
         taken, self.block = self.block.slice(0, count), self.block.slice(count)
         return taken
 
-    def _laid_out(self, layout: Layout) -> Iterator[pa.Table]:
+    def _converted(self, layout: Layout) -> Iterator[pa.Table]:
         with reading(self._parts, self._name) as file:
             for batch in file.iter_batches(batch_size=self._block_rows):
                 yield _lay_out(pa.Table.from_batches([batch]), self.layout, layout)
@@ -74,12 +74,8 @@ class PartReader:
 def _lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
     """The same rows with the columns of the wanted layout, which may turn fixed shapes into variable ones."""
     columns = [table.column(POSITION), table.column(SAMPLE_INDEX)]
-    for before, after in zip(had.columns, wanted.columns, strict=True):
-        column = table.column(before.name).combine_chunks()
-        if before.shape != after.shape:
-            leaves = from_arrow(before, column)
-            column = to_arrow(after, [row.unsqueeze(0) for row in leaves])
-        columns.append(column)
+    for before, after in zip(had.all_columns, wanted.all_columns, strict=True):
+        columns.append(converted(before, after, table.column(before.name).combine_chunks()))
     return pa.table(columns, schema=wanted.schema.insert(0, pa.field(POSITION, pa.int64())))
 
 

@@ -8,7 +8,7 @@ wrote it.
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from dp_ray.errors import StorageError
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Range
+from dp_ray.results.carried import carried_arrays
 from dp_ray.results.columns import (
     SAMPLE_INDEX,
     Column,
@@ -78,16 +79,19 @@ class PartWriter:
         self._end_step = 0
         self._committed = time.monotonic()
 
-    def on_shard(self, shard: Shard, indices: Indices, outputs: Any) -> None:
-        """Take a shard's sample indices and outputs.
+    def on_shard(
+        self, shard: Shard, indices: Indices, outputs: Any, carried: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        """Take a shard's sample indices and outputs, and the values that are carried of its samples, by key.
 
         Raises ModelError if an output does not have one entry a row, or its nesting or dtype differs from before.
+        Raises DataError if the values of a key are of several kinds.
         """
         kept, left_out = without_objects(outputs)
         for path in left_out.keys() - self._left_out:
             self._note(f"outputs: {path or 'all'} is a {left_out[path]}, no tensor, number or text: it is left out")
         self._left_out |= left_out.keys()
-        layout, rows = rows_of(kept, shard.rows, self._batch_dim)
+        layout, rows = rows_of(kept, shard.rows, self._batch_dim, carried_arrays(carried or {}, indices))
         joined = layout if self._layout is None else self._layout.join(layout)
         if self._layout is not None and joined != self._layout:
             self.commit()  # the open part has fixed shapes, the next rows differ
@@ -159,7 +163,7 @@ class PartFile:
         positions = np.concatenate([np.arange(shard.start, shard.stop) for shard, _, _ in group])
         leaves = [
             to_arrow(column, [rows[number] for _, _, rows in group])
-            for number, column in enumerate(self.layout.columns)
+            for number, column in enumerate(self.layout.all_columns)
         ]
         samples = np.concatenate([indices for _, indices, _ in group])
         columns = [pa.array(positions), pa.array(samples), *leaves]
@@ -246,6 +250,13 @@ class Merged:
         """The sample index of each row: int64 [rows]."""
         with reading(self.run, MERGED) as file:
             return torch.from_numpy(file.read(columns=[SAMPLE_INDEX]).column(0).to_numpy().copy())
+
+    def carried(self) -> dict[str, list[Any]]:
+        """The values that were carried, by key: one for each row, in order."""
+        columns = self.layout().carried
+        with reading(self.run, MERGED) as file:
+            table = file.read(columns=[column.name for column in columns])
+        return {column.key: table.column(column.name).to_pylist() for column in columns}
 
     def sha256(self) -> str:
         """The SHA-256 of the outputs' raw bytes: leaf by leaf, and each leaf row by row."""

@@ -59,7 +59,7 @@ def compared(results: Sequence[Result]) -> str:
 
 def _verdict(results: Sequence[Result], differing: Mapping[str, Any]) -> Iterator[str]:
     """Whether the runs have the same job, weights and outputs."""
-    counting = {key.partition(".")[0] for key in differing} - Job.CANNOT_CHANGE_THE_RESULT
+    counting = {key for key in differing if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
     yield "different jobs" if counting else "the same job"
     hashes: list[tuple[str, Callable[[Result], str | None]]] = [
         ("weights", lambda result: result.weights_sha256),

@@ -83,6 +83,11 @@ class Result:
         return self._merged().sample_index()
 
     @cached_property
+    def carried(self) -> dict[str, list[Any]]:
+        """The values of each key of `outputs.carry`: a list of one value for each row of the outputs."""
+        return self._merged().carried()
+
+    @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
         """The trained weights, as the bare module's `load_state_dict` takes them."""
         if self.weights_path is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job import Job
+from dp_ray.job import Job, that_count
 from dp_ray.job_parts import Elastic
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.contents import replacing
@@ -195,9 +195,9 @@ def _other_job(claimed: dict[str, Any], job: Job) -> str:
     """The keys in which the run's job differs from this one; empty if it is the same job."""
     if job.has_fingerprint(claimed.get("fingerprint")):
         return ""
-    there, here = claimed.get("job", {}), json.loads(json.dumps(job.describe(), default=str))
-    keys = [key for key in here if key not in job.CANNOT_CHANGE_THE_RESULT]
-    found = differences({key: there.get(key) for key in keys}, {key: here[key] for key in keys})
+    here = json.loads(json.dumps(that_count(job.describe()), default=str))
+    there = that_count(claimed.get("job", {}))
+    found = differences({key: there.get(key) for key in here}, here)
     return "; ".join(found) or "made by another version of dp_ray"
 
 

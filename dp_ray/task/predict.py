@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dp_ray.errors import ModelError
+from dp_ray.errors import DataError, ModelError
 from dp_ray.job import Job
 from dp_ray.job_plan import split_of
 from dp_ray.plan.split import Shard
@@ -14,7 +14,8 @@ from dp_ray.replica.devices import input_device
 from dp_ray.replica.inputs import PredictInputs
 from dp_ray.replica.model import compiled
 from dp_ray.replica.predict import predict
-from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.read_requests import Batch
+from dp_ray.replica.user_code import place
 from dp_ray.replica.world import World
 from dp_ray.results.outputs import PartWriter
 from dp_ray.results.shape_recorder import Recorder
@@ -38,9 +39,12 @@ def predict_outputs(
     attempt, committed = begin_attempt(run)
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank, Done(ledger.done_ranges(committed)))
 
+    def tell(text: str) -> None:
+        send(Note(text))
+
     def note(text: str) -> None:
         if world.rank == 0:  # rank 0 has a shard of every batch, so other ranks would only repeat it
-            send(Note(text))
+            tell(text)
 
     with (
         Recorder(world, send) as recorder,
@@ -49,7 +53,7 @@ def predict_outputs(
     ):
         keeper = OutputKeeper(recorder, probe, writer, control)
         batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note))
-        predict(model, job, world.device, work, batches, keeper.on_shard, keeper.on_step, keeper.goes_on)
+        predict(model, job, world.device, work, batches, keeper.on_shard, keeper.on_step, keeper.goes_on, tell)
         control.through()
     if keeper.stops:
         control.leave()
@@ -75,11 +79,11 @@ class OutputKeeper:
             self._writer.commit()
         return not self.stops
 
-    def on_shard(self, shard: Shard, indices: Indices, outputs: Any) -> None:
+    def on_shard(self, shard: Shard, batch: Batch, outputs: Any) -> None:
         """Report a shard's shapes, and write its outputs."""
         self._recorder.on_shard(shard, *self._probe.take())
         with naming(shard):
-            self._writer.on_shard(shard, indices, outputs)
+            self._writer.on_shard(shard, batch.indices, outputs, batch.carried.columns if batch.carried else {})
 
     def on_step(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
@@ -92,8 +96,7 @@ def naming(shard: Shard) -> Iterator[None]:
     """Turn an error about a shard's outputs into a ModelError that names step and shard."""
     try:
         yield
-    except ModelError as error:
-        raise ModelError(f"step {shard.step}, shard {shard.shard}: {error}") from error
+    except (ModelError, DataError) as error:
+        raise type(error)(f"{place(shard)}: {error}") from error
     except (TypeError, ValueError, RuntimeError) as error:
-        what = f"step {shard.step}, shard {shard.shard}: the outputs cannot be kept: {error}"
-        raise ModelError(what) from error
+        raise ModelError(f"{place(shard)}: the outputs cannot be kept: {error}") from error

@@ -1,0 +1,240 @@
+"""Values of the dataset's items that are written beside their outputs, on any number of workers and loaders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+import torch
+from torch import nn
+
+import dp_ray
+from dp_ray.errors import DataError
+from dp_ray.job import Job
+from dp_ray.job_plan import split_of
+from dp_ray.plan.order import Order
+from dp_ray.results import outputs
+from dp_ray.results.carried import KINDS, CarriedColumn, carried_arrays
+from dp_ray.results.columns import Layout, rows_of
+from dp_ray.results.outputs import Merged, merge
+from dp_ray.rundir.ledger import PARTS
+from dp_ray.storage import Storage
+from tests.support.alone import predict_parts
+from tests.support.group import StopsBefore
+
+ROWS = 23
+DATA = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1))
+
+
+class Items:
+    """Items are dicts with values of all kinds beside the model's input."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "x": DATA[index],
+            "id": f"row {index}",
+            "number": np.int32(index * 3),
+            "share": None if index % 5 == 0 else torch.tensor(index / 4),
+            "is_even": index % 2 == 0,
+            "box": (index, index + 1),
+            "vector": DATA[index][:2],
+            "tags": ["a"] * (index % 3),
+            "late": None if index < 11 else "here",
+            "mixed": index if index < 11 else index / 4,
+            "sample_index": -index,
+            "output": 7,
+        }
+
+
+class Many(Items):
+    """Items are read many at once, and draw."""
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        items = [self[index] for index in indices]
+        return [{**item, "x": item["x"] + torch.rand(())} for item in items]
+
+
+KEYS = ["id", "number", "share", "is_even", "box", "vector", "tags", "late", "mixed", "sample_index", "output"]
+
+
+def expected(index: int) -> dict[str, Any]:
+    """What is carried of a sample."""
+    share = None if index % 5 == 0 else index / 4
+    plain = {"id": f"row {index}", "number": index * 3, "share": share, "is_even": index % 2 == 0}
+    lists = {"box": [index, index + 1], "vector": DATA[index][:2].tolist(), "tags": ["a"] * (index % 3)}
+    other = {"late": None if index < 11 else "here", "mixed": index if index < 11 else index / 4}
+    return {**plain, **lists, **other, "sample_index": -index, "output": 7}
+
+
+class Inputs(nn.Module):
+    """Twice its inputs."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * 2
+
+
+def job_of(workers: int = 1, **keys: Any) -> Job:
+    given = {"model": Inputs(), "dataset": Items(), "inputs": ["x"], "batch_size": 7, "shards": 3, "workers": workers}
+    return Job.make({**given, "outputs": {"carry": KEYS}, **keys}, "job")
+
+
+def merged(job: Job, folder: Path) -> Merged:
+    run, split = Storage(str(folder)), split_of(job, ROWS)
+    merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.is_shuffled), split.rows_kept)
+    return Merged(run)
+
+
+@pytest.mark.parametrize(
+    ("workers", "keys"),
+    [
+        (1, {}),
+        (3, {"order": "shuffled"}),
+        (2, {"order": "shuffled", "scatter": "batch", "loader": {"processes": 1, "context": "fork"}}),
+        (1, {"dataset": Many(), "loader": {"processes": 1, "context": "fork"}}),
+    ],
+    ids=["one", "three", "batch", "many"],
+)
+def test_each_row_has_the_values_of_its_sample(tmp_path: Path, workers: int, keys: dict[str, Any]) -> None:
+    job = job_of(workers, **keys)
+    predict_parts(job, tmp_path)
+    found = merged(job, tmp_path)
+    order = found.sample_index().tolist()
+    assert found.carried() == {key: [expected(index)[key] for index in order] for key in KEYS}
+    if not keys.get("dataset"):
+        assert torch.equal(found.read(), DATA[order] * 2)
+
+
+def test_what_is_carried_changes_no_input_and_no_hash(tmp_path: Path) -> None:
+    found = []
+    for name, keys in (("plain", {}), ("carried", {"carry": KEYS})):
+        job = job_of(2, dataset=Many(), outputs=keys)
+        predict_parts(job, tmp_path / name)
+        found.append(merged(job, tmp_path / name))
+    assert torch.equal(found[0].read(), found[1].read())
+    assert found[0].sha256() == found[1].sha256()
+    assert found[0].carried() == {}
+
+
+def test_a_resumed_run_carries_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(2, order="shuffled")
+    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)  # each step is a part
+    predict_parts(job, tmp_path, StopsBefore(2))
+    assert len(list((tmp_path / "parts").iterdir())) == 4
+    predict_parts(job, tmp_path)
+    found = merged(job, tmp_path)
+    order = found.sample_index().tolist()
+    assert found.carried() == {key: [expected(index)[key] for index in order] for key in KEYS}
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> dp_ray.Result:
+    keys: dict[str, Any] = {"storage": str(tmp_path), "name": "run", "batch_size": 7, "workers": 0, "quiet": True}
+    return dp_ray.run(model=Inputs(), dataset=Items(), inputs=["x"], outputs={"carry": KEYS}, **keys)
+
+
+def test_a_result_and_other_programs_read_it(result: dp_ray.Result) -> None:
+    assert result.carried == {key: [expected(index)[key] for index in range(ROWS)] for key in KEYS}
+    frame = pd.read_parquet(str(result.outputs_path))
+    assert list(frame.columns) == ["sample_index", *KEYS[:-2], "sample_index_", "output", "output_"]
+    assert frame["id"].tolist() == result.carried["id"]
+    assert frame["number"].dtype == np.int64
+    assert frame["sample_index"].tolist() == list(range(ROWS))
+    assert frame["sample_index_"].tolist() == [-index for index in range(ROWS)]
+    assert torch.equal(torch.tensor(np.stack(frame["output_"].tolist())), DATA * 2)
+    assert pl.read_parquet(str(result.outputs_path))["late"].to_list() == result.carried["late"]
+    assert [len(batch) for batch in result.batches()] == [7, 7, 7, 2]
+
+
+class Bare(Items):
+    """Items of which one is another than the rest."""
+
+    def __init__(self, at: int, **values: Any) -> None:
+        self.at = at
+        self.values = values
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = {"x": DATA[index], "id": index}
+        return item if index != self.at else {key: one for key, one in (item | self.values).items() if one is not ...}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "carry", "says"),
+    [
+        (
+            Items(),
+            ["idd"],
+            "sample 0 of the dataset: there is no 'idd'; did you mean 'id'?; the item has x, id, number",
+        ),
+        (Bare(4, id=...), ["id"], "sample 4 of the dataset: there is no 'id'; the item has x"),
+        (
+            torch.utils.data.TensorDataset(DATA, DATA),
+            ["id"],
+            "sample 0 of the dataset: outputs.carry names keys of an item, which must be a dict; got a tuple of 2",
+        ),
+        (
+            Bare(4, id=b"4"),
+            ["id"],
+            "sample 4 of the dataset: outputs.carry: 'id' is a bytes; what can be carried are numbers, text, truth",
+        ),
+        (
+            Bare(0, id=torch.ones(2, 3)),
+            ["id"],
+            "sample 0 of the dataset: outputs.carry: 'id' is a Tensor of size [2, 3]",
+        ),
+        (
+            Bare(1, id="one"),
+            ["id"],
+            "step 0, shard 0: outputs.carry: the values of 'id' cannot be one column: they are of several",
+        ),
+        (Bare(1, id=2**63), ["id"], "'id' cannot be one column: int in sample 0: Python int too large"),
+        (
+            Bare(22, id="last"),
+            ["id"],
+            "outputs.carry: the values of 'id' are int in some shards and text in others",
+        ),
+    ],
+)
+def test_what_cannot_be_carried_is_told(tmp_path: Path, dataset: Any, carry: list[str], says: str) -> None:
+    keys: dict[str, Any] = {"storage": str(tmp_path), "name": "run", "batch_size": 7, "workers": 0, "quiet": True}
+    inputs = {} if isinstance(dataset, torch.utils.data.TensorDataset) else {"inputs": ["x"]}
+    with pytest.raises(DataError) as caught:
+        dp_ray.run(model=Inputs(), dataset=dataset, **inputs, outputs={"carry": carry}, **keys, shards=2)
+    assert says in str(caught.value)
+
+
+def test_a_file_says_no_more_than_before_where_nothing_is_carried() -> None:
+    layout, _ = rows_of({"x": DATA}, ROWS, 0)
+    assert json.loads(layout.metadata[b"dp_ray"]).keys() == {"spec", "columns", "batch_dim"}
+    assert Layout.from_metadata(layout.metadata) == layout and layout.carried == ()
+    beside, rows = rows_of({"x": DATA}, ROWS, 0, carried_arrays({"id": ["a"] * ROWS}, np.arange(ROWS)))
+    assert Layout.from_metadata(beside.metadata) == beside and len(rows) == 2
+
+
+def test_the_other_tasks_carry_nothing(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"storage": str(tmp_path), "name": "run", "batch_size": 7, "workers": 0, "quiet": True}
+    pairs = torch.utils.data.TensorDataset(DATA, DATA)
+    given = {"task": "evaluate", "loss": "torch.nn:MSELoss", "outputs": {"carry": ["id"], "keep": ["none"]}}
+    assert dp_ray.run(model=Inputs(), dataset=pairs, **given, **keys).metrics["loss"] > 0
+
+
+def test_kinds_join_in_either_order() -> None:
+    for one in KINDS:
+        for other in KINDS:
+            assert joined(one, other) == joined(other, one)
+    assert joined("none", "text") == "text"
+    assert joined("int", "float") == "float"
+    assert joined("list of none", "list of float") == "list of float"
+    assert joined("bool", "int") is None and joined("text", "int") is None
+
+
+def joined(one: str, other: str) -> str | None:
+    try:
+        return CarriedColumn("id", "id", one).join(CarriedColumn("id", "id", other)).kind
+    except DataError:
+        return None
