@@ -14,16 +14,13 @@ from torch import nn
 import dp_ray
 from dp_ray.errors import DataError
 from dp_ray.job import Job
-from dp_ray.job_plan import split_of
-from dp_ray.plan.order import Order
 from dp_ray.results import outputs
 from dp_ray.results.carried import KINDS, CarriedColumn, carried_arrays
 from dp_ray.results.columns import Layout, rows_of
-from dp_ray.results.outputs import Merged, merge
-from dp_ray.rundir.ledger import PARTS
-from dp_ray.storage import Storage
+from dp_ray.results.manifest import outputs_sha256
 from tests.support.alone import predict_parts
 from tests.support.group import StopsBefore
+from tests.support.merging import merged
 
 ROWS = 23
 DATA = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1))
@@ -79,15 +76,9 @@ class Inputs(nn.Module):
         return rows * 2
 
 
-def job_of(workers: int = 1, **keys: Any) -> Job:
+def job_of(workers: int = 1, file_bytes: int = 1 << 20, **keys: Any) -> Job:
     given = {"model": Inputs(), "dataset": Items(), "inputs": ["x"], "batch_size": 7, "shards": 3, "workers": workers}
-    return Job.make({**given, "outputs": {"carry": KEYS}, **keys}, "job")
-
-
-def merged(job: Job, folder: Path) -> Merged:
-    run, split = Storage(str(folder)), split_of(job, ROWS)
-    merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.is_shuffled), split.rows_kept)
-    return Merged(run)
+    return Job.make({**given, "outputs": {"carry": KEYS, "file_bytes": file_bytes}, **keys}, "job")
 
 
 @pytest.mark.parametrize(
@@ -96,16 +87,18 @@ def merged(job: Job, folder: Path) -> Merged:
         (1, {}),
         (3, {"order": "shuffled"}),
         (2, {"order": "shuffled", "scatter": "batch", "loader": {"processes": 1, "context": "fork"}}),
+        (2, {"file_bytes": 1000}),
         (1, {"dataset": Many(), "loader": {"processes": 1, "context": "fork"}}),
     ],
-    ids=["one", "three", "batch", "many"],
+    ids=["one", "three", "batch", "files", "many"],
 )
 def test_each_row_has_the_values_of_its_sample(tmp_path: Path, workers: int, keys: dict[str, Any]) -> None:
     job = job_of(workers, **keys)
     predict_parts(job, tmp_path)
-    found = merged(job, tmp_path)
+    found = merged(job, tmp_path, ROWS)
     order = found.sample_index().tolist()
     assert found.carried() == {key: [expected(index)[key] for index in order] for key in KEYS}
+    assert (len(found.names) > 1) == ("file_bytes" in keys)
     if not keys.get("dataset"):
         assert torch.equal(found.read(), DATA[order] * 2)
 
@@ -115,9 +108,9 @@ def test_what_is_carried_changes_no_input_and_no_hash(tmp_path: Path) -> None:
     for name, keys in (("plain", {}), ("carried", {"carry": KEYS})):
         job = job_of(2, dataset=Many(), outputs=keys)
         predict_parts(job, tmp_path / name)
-        found.append(merged(job, tmp_path / name))
+        found.append(merged(job, tmp_path / name, ROWS))
     assert torch.equal(found[0].read(), found[1].read())
-    assert found[0].sha256() == found[1].sha256()
+    assert outputs_sha256(found[0].run) == outputs_sha256(found[1].run)
     assert found[0].carried() == {}
 
 
@@ -127,7 +120,7 @@ def test_a_resumed_run_carries_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     predict_parts(job, tmp_path, StopsBefore(2))
     assert len(list((tmp_path / "parts").iterdir())) == 4
     predict_parts(job, tmp_path)
-    found = merged(job, tmp_path)
+    found = merged(job, tmp_path, ROWS)
     order = found.sample_index().tolist()
     assert found.carried() == {key: [expected(index)[key] for index in order] for key in KEYS}
 
@@ -140,14 +133,15 @@ def result(tmp_path: Path) -> dp_ray.Result:
 
 def test_a_result_and_other_programs_read_it(result: dp_ray.Result) -> None:
     assert result.carried == {key: [expected(index)[key] for index in range(ROWS)] for key in KEYS}
-    frame = pd.read_parquet(str(result.outputs_path))
+    (file,) = Path(str(result.outputs_path)).glob("*.parquet")
+    frame = pd.read_parquet(file)
     assert list(frame.columns) == ["sample_index", *KEYS[:-2], "sample_index_", "output", "output_"]
     assert frame["id"].tolist() == result.carried["id"]
     assert frame["number"].dtype == np.int64
     assert frame["sample_index"].tolist() == list(range(ROWS))
     assert frame["sample_index_"].tolist() == [-index for index in range(ROWS)]
     assert torch.equal(torch.tensor(np.stack(frame["output_"].tolist())), DATA * 2)
-    assert pl.read_parquet(str(result.outputs_path))["late"].to_list() == result.carried["late"]
+    assert pl.read_parquet(file)["late"].to_list() == result.carried["late"]
     assert [len(batch) for batch in result.batches()] == [7, 7, 7, 2]
 
 

@@ -19,6 +19,7 @@ from dp_ray.replica.kept import chosen
 from dp_ray.tensors.nested import flatten
 from dp_ray.tensors.subtree import ends, subtree
 from tests.support.alone import predict_parts
+from tests.support.merging import merged
 from tests.support.models import ModelOutput, Rows
 
 ROWS = 20
@@ -79,7 +80,7 @@ def test_what_is_not_kept_never_leaves_its_device(tmp_path: Path) -> None:
     with torch.inference_mode():
         assert torch.allclose(outputs["logits"], model.layer(DATA), atol=1e-6)
     assert torch.equal(outputs["hidden_states"][0], DATA * 2)
-    assert pq.read_schema(tmp_path / "kept/run/outputs.parquet").names == [
+    assert pq.read_schema(tmp_path / "kept/run/outputs/00000-of-00001.parquet").names == [
         "sample_index",
         "logits",
         "hidden_states.0",
@@ -220,19 +221,16 @@ class Noisy:
 
 
 def test_what_after_draws_depends_on_the_shard_alone(tmp_path: Path) -> None:
-    found = [hashes_of(tmp_path / str(workers), workers, Noisy()) for workers in (1, 3)]
-    assert found[0] == found[1]
+    found = []
+    for workers in (1, 3):
+        keys: dict[str, Any] = {"dataset": Rows(ROWS), "batch_size": 7, "shards": 3, "workers": workers}
+        job = Job.make({"model": Gives(identity), "outputs": {"after": Noisy()}, **keys}, "job")
+        predict_parts(job, tmp_path / str(workers))
+        found.append(merged(job, tmp_path / str(workers), ROWS).read())
+    assert torch.equal(found[0], found[1])
     again = predicted(tmp_path / "again", Gives(lambda x: x), after=Noisy()).outputs
-    assert torch.equal(torch.from_numpy(np.stack(list(found[0].values()))), again)
+    assert torch.equal(found[0], again)
     assert len(torch.unique(again - DATA)) == ROWS * 5
-
-
-def hashes_of(folder: Path, workers: int, after: Any) -> dict[int, Any]:
-    """The rows of the parts that a group of workers wrote, by position."""
-    keys: dict[str, Any] = {"dataset": Rows(ROWS), "batch_size": 7, "shards": 3, "workers": workers}
-    predict_parts(Job.make({"model": Gives(identity), "outputs": {"after": after}, **keys}, "job"), folder)
-    table = pd.concat([pq.read_table(part).to_pandas() for part in (folder / "parts").iterdir()])
-    return {row.position: tuple(row.output) for row in table.sort_values("position").itertuples()}
 
 
 def identity(rows: torch.Tensor) -> torch.Tensor:
@@ -307,7 +305,7 @@ def test_a_number_that_becomes_infinite_is_told_once(tmp_path: Path, capsys: pyt
 
 def test_pandas_polars_and_duckdb_read_half_precision(tmp_path: Path) -> None:
     predicted(tmp_path, Gives(lambda x: x[:, 0]), dtype="float16")
-    column = pd.read_parquet(tmp_path / "run/outputs.parquet")["output"]
+    column = pd.read_parquet(tmp_path / "run/outputs/00000-of-00001.parquet")["output"]
     assert column.dtype == np.float16
     assert torch.equal(torch.tensor(column.to_numpy()), DATA[:, 0].half())
 
