@@ -245,4 +245,11 @@ class HashedFile:
 
 def open_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
     """Open a Parquet writer without compression or dictionaries: outputs hardly compress and are read once."""
-    return pq.ParquetWriter(stream, schema, compression="none", use_dictionary=False, write_statistics=[SAMPLE_INDEX])
+    return pq.ParquetWriter(
+        stream,
+        schema,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=[SAMPLE_INDEX],
+        write_batch_size=1 << 16,
+    )
