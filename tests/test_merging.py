@@ -1,27 +1,32 @@
 """Files of the outputs are merged exactly once, whoever dies when: schedules of workers through real files."""
 
 import hashlib
+import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dp_ray.errors import StorageError
 from dp_ray.plan.file_cut import FileCut, num_files
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Done, Work
-from dp_ray.results import outputs
+from dp_ray.results import output_files, outputs
 from dp_ray.results.manifest import OUTPUTS, forget_lost, outputs_sha256
 from dp_ray.results.merged import Merged
 from dp_ray.results.output_files import FileMerge
 from dp_ray.results.outputs import PartWriter
-from dp_ray.results.proof import prove_outputs
+from dp_ray.results.proof import RowProof, prove_outputs
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, Ledger
 from dp_ray.storage import Storage
@@ -93,14 +98,20 @@ class Worker:
         if isinstance(self._run, Mortal):
             self._run.life[0] = 9e9
         for merge in self.merges:
-            merge.close()
+            with suppress(Exception):  # it may have died in the midst of closing the file
+                merge.close()
         if self._writer._file:
-            with suppress(ValueError):  # it died in the midst of closing the file
+            with suppress(Exception):
                 self._writer._file.discard()
 
     def merge(self) -> None:
         if self.merges and self.merges[0].advance():
             self.merges.pop(0)
+
+
+def close(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.close()
 
 
 def value_of(samples: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -120,7 +131,8 @@ def test_any_schedule_of_parts_merging_deaths_and_resumes_gives_each_row_once(
     files = data.draw(st.integers(1, split.steps), label="files")
     every: list[Worker] = []
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        stack.callback(lambda: [worker.close() for worker in every])
+        stack.callback(close, every)
+        patch.setattr(pq.ParquetWriter, "__del__", lambda writer: None)  # a killed process writes no footer
         patch.setattr(outputs, "GROUP_BYTES", data.draw(st.sampled_from([1, 1 << 20]), label="group"))
         for number in range(data.draw(st.integers(0, 3), label="deadly attempts")):
             attempt(data, where, split, order, files, f"{number:032x}", every)
@@ -172,7 +184,7 @@ def mortal(data: st.DataObject, where: str) -> Storage:
 
 def turn(worker: Worker, act: str) -> None:
     """What a worker does next; dead ones do nothing, and superseded ones are refused."""
-    with suppress(Died, outputs.StorageError):
+    with suppress(Died, StorageError):
         getattr(worker, act)()
 
 
@@ -224,3 +236,124 @@ def test_a_file_has_about_so_many_bytes_and_no_less_than_a_step(
 def test_names_sort_whatever_their_number() -> None:
     cut = FileCut(1_000_000, 2_000_000)
     assert cut.name(99_999) < cut.name(100_000) < cut.name(999_999)
+
+
+class Counted(Storage):
+    """Counts the operations on the storage; its children count with it."""
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self.counts = [0]
+
+    @contextmanager
+    def _named(self, what: str, is_writing: bool = False) -> Iterator[None]:
+        self.counts[0] += 1
+        with super()._named(what, is_writing):
+            yield
+
+
+def whole_files(where: Path, split: Split, files: int) -> None:
+    """A run of one worker, whose files are all whole."""
+    run, order = Storage(str(where)), Order(split.rows, shuffle=False)
+    for folder in (PARTS, FILES, OUTPUTS):
+        run.child(folder).create()
+    ledger.note_files(run, "", files)
+    to_the_end([Worker(run, ledger.read(run), split, order, (1, 0))])
+
+
+def test_the_driver_proves_the_files_without_their_rows(tmp_path: Path) -> None:
+    """It does the same for a hundred times the rows, and is content with files of nothing but the right size."""
+    operations = []
+    for rows in (30, 3000):
+        whole_files(tmp_path / str(rows), Split(rows, rows // 6, 2), files=3)
+        for path in (tmp_path / str(rows) / OUTPUTS).glob("*.parquet"):
+            path.write_bytes(bytes(path.stat().st_size))
+        run = Counted(str(tmp_path / str(rows)))
+        prove_outputs(run, rows)
+        operations.append(run.counts[0])
+    assert operations[0] == operations[1] < 30
+    assert [one["first"] for one in manifest_of(tmp_path / "3000")["files"]] == [0, 1000, 2000]
+
+
+def manifest_of(where: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((where / OUTPUTS / "manifest.json").read_text())
+    return manifest
+
+
+def test_the_manifest_tells_each_file_with_its_bytes_and_hashes(tmp_path: Path) -> None:
+    whole_files(tmp_path, Split(50, 10, 2), files=2)
+    prove_outputs(Storage(str(tmp_path)), 50)
+    told = manifest_of(tmp_path)
+    assert told["rows"] == 50 and told["outputs_sha256"] == outputs_sha256(Storage(str(tmp_path)))
+    for one, (first, rows) in zip(told["files"], [(0, 20), (20, 30)], strict=True):
+        content = (tmp_path / OUTPUTS / one["name"]).read_bytes()
+        assert (one["first"], one["rows"], one["bytes"]) == (first, rows, len(content))
+        assert one["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("missing", "rows", "says"),
+    [
+        ((), 40, None),
+        ((), 50, "the outputs end at position 40 of 50"),
+        ((3,), 40, "00000-of-00002.parquet: holds 20 rows, where 19 are due"),
+    ],
+)
+def test_files_that_do_not_make_up_the_job_are_refused(
+    tmp_path: Path, missing: tuple[int, ...], rows: int, says: str | None
+) -> None:
+    whole_files(tmp_path, Split(40, 10, 2), files=2)
+    with pytest.raises(StorageError, match=says) if says else nullcontext():
+        prove_outputs(Storage(str(tmp_path)), rows, missing)
+
+
+def test_positions_that_are_known_to_be_missing_may_be_missing() -> None:
+    order, missing = Order(20, 1), (0, 4, 5, 13, 19)
+    kept = np.setdiff1d(np.arange(20), missing)
+    table = pa.table({"position": kept, "sample_index": order.indices(0, 20)[kept]})
+    for cuts in ([15], [1, 6, 15], list(range(1, 16))):
+        proof = RowProof(order, 0, 20, missing)
+        for first, end in pairwise([0, *cuts]):
+            proof.take(table.slice(first, end - first))
+        proof.end()
+    for lacks in (missing[1:], (*missing, 7)):
+        with pytest.raises(StorageError, match=r"position (0|7) is"):
+            RowProof(order, 0, 20, lacks).take(table)
+    short = RowProof(order, 0, 20, missing)
+    short.take(table.slice(0, 14))
+    with pytest.raises(StorageError, match="end at position 18 of 20"):
+        short.end()
+
+
+def test_twenty_gigabytes_take_less_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all sizes a hundredth: 200 MB of outputs in files of 10 MB, on four workers, in less than 10 MB."""
+    for module, name in ((outputs, "GROUP_BYTES"), (outputs, "PART_BYTES"), (outputs, "MERGE_BYTES")):
+        monkeypatch.setattr(module, name, getattr(module, name) // 100)
+    monkeypatch.setattr(output_files, "GROUP_BYTES", output_files.GROUP_BYTES // 100)
+    run, split, order = Storage(str(tmp_path)), Split(50_000, 100, 4), Order(50_000, shuffle=False)
+    for folder in (PARTS, FILES, OUTPUTS):
+        run.child(folder).create()
+    ledger.note_files(run, "", num_files(50_000 * 4096, (1 << 30) // 100, split.total_steps))
+    monkeypatch.setattr("tests.test_merging.value_of", lambda samples: samples[:, None].float().expand(-1, 1024))
+    with measured_pool() as pool:
+        workers = [Worker(run, ledger.read(run), split, order, (4, rank)) for rank in range(4)]
+        for _ in range(split.total_steps + 1):
+            for worker in workers:
+                worker.step()
+                worker.merge()
+        to_the_end(workers)
+    prove_outputs(run, 50_000)
+    assert sum(one["bytes"] for one in manifest_of(tmp_path)["files"]) > 200e6
+    assert 1e5 < pool.max_memory() < 10e6, "of all four workers together"
+
+
+@contextmanager
+def measured_pool() -> Iterator[pa.MemoryPool]:
+    """Arrow's memory within the block, with its peak."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        yield pool
+    finally:
+        pa.set_memory_pool(before)
