@@ -56,21 +56,25 @@ class Wide(nn.Module):
         return outputs
 
 
-def main(rows: str, times: str, out: str, keys: str = "{}") -> None:
-    stamps = Path(out) / "stamps"
-    stamps.mkdir()
-    began = time.time()
-    result = dp_ray.run(
-        model={"target": "benchmarks.large:Wide", "args": {"stamps": str(stamps)}},
-        dataset={"target": "benchmarks.large:Rows", "args": {"path": rows, "times": int(times)}},
+def predict(rows: str, times: int, out: Path, keys: dict[str, Any]) -> dp_ray.Result:
+    """Predict on two workers, with more keys of the job."""
+    (out / "stamps").mkdir()
+    return dp_ray.run(
+        model={"target": "benchmarks.large:Wide", "args": {"stamps": str(out / "stamps")}},
+        dataset={"target": "benchmarks.large:Rows", "args": {"path": rows, "times": times}},
         batch_size=BATCH_SIZE,
         workers=2,
-        storage=out,
+        storage=str(out),
         quiet=True,
-        **json.loads(keys),
+        **keys,
     )
+
+
+def main(rows: str, times: str, out: str, keys: str = "{}") -> None:
+    began = time.time()
+    result = predict(rows, int(times), Path(out), json.loads(keys))
     ended = time.time()
-    last = max(float(np.fromfile(stamp, np.float64)[0]) for stamp in stamps.iterdir())
+    last = max(float(np.fromfile(stamp, np.float64)[0]) for stamp in Path(out, "stamps").iterdir())
     print(json.dumps({"rows": result.rows, "whole": ended - began, "after": ended - last}))
 
 

@@ -65,6 +65,7 @@ class Worker:
 
     def __init__(self, run: Storage, begun: Ledger, split: Split, order: Order, world: tuple[int, int]) -> None:
         self.has_ended = False
+        self.is_dead = False
         self._run = run
         self._begun = begun
         self._split = split
@@ -184,8 +185,12 @@ def mortal(data: st.DataObject, where: str) -> Storage:
 
 def turn(worker: Worker, act: str) -> None:
     """What a worker does next; dead ones do nothing, and superseded ones are refused."""
-    with suppress(Died, StorageError):
-        getattr(worker, act)()
+    with suppress(StorageError):
+        try:
+            if not worker.is_dead:
+                getattr(worker, act)()
+        except Died:
+            worker.is_dead = True
 
 
 def to_the_end(workers: list[Worker]) -> None:
