@@ -65,7 +65,6 @@ class Worker:
 
     def __init__(self, run: Storage, begun: Ledger, split: Split, order: Order, world: tuple[int, int]) -> None:
         self.has_ended = False
-        self.is_dead = False
         self._run = run
         self._begun = begun
         self._split = split
@@ -79,6 +78,10 @@ class Worker:
         self._writer = PartWriter(
             run.child(PARTS), work.shards, lambda row_bytes: cut, attempt=begun.attempt, num_workers=size
         )
+
+    @property
+    def is_killed(self) -> bool:
+        return isinstance(self._run, Mortal) and self._run.life[0] < 0
 
     def step(self) -> None:
         found = next(self._steps, None)
@@ -185,12 +188,12 @@ def mortal(data: st.DataObject, where: str) -> Storage:
 
 def turn(worker: Worker, act: str) -> None:
     """What a worker does next; dead ones do nothing, and superseded ones are refused."""
-    with suppress(StorageError):
-        try:
-            if not worker.is_dead:
-                getattr(worker, act)()
-        except Died:
-            worker.is_dead = True
+    try:
+        if not worker.is_killed:
+            getattr(worker, act)()
+    except BaseException as error:
+        if not worker.is_killed and not isinstance(error, StorageError):
+            raise  # of one that is killed, pyarrow may have made another error
 
 
 def to_the_end(workers: list[Worker]) -> None:

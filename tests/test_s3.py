@@ -192,14 +192,13 @@ def test_the_secret_is_neither_shown_nor_kept(server: Server, capfd: pytest.Capt
     assert result.weights and dp_ray.load(server.url("secret/run")).weights
 
 
-def test_two_workers_write_their_parts(server: Server) -> None:
+def test_two_workers_merge_their_parts(server: Server) -> None:
     values = predicting(server, "group", workers=2, shards=2)
     del values["quiet"]
     run_group(Job.make(values, "run"), server.url("group/run"))
-    parts = server.objects("group/run/parts")
-    assert len(parts) == 2
-    storage = Storage(server.url("group/run/parts"))
-    assert sum(pq.read_metadata(storage.open(name)).num_rows for name in parts) == 101
+    assert server.objects("group/run/parts") == {}
+    (name,) = server.objects("group/run/outputs")
+    assert pq.read_metadata(Storage(server.url("group/run/outputs")).open(name)).num_rows == 101
     assert (server.uploads("group"), server.copies()) == ([], [])
 
 
