@@ -61,12 +61,17 @@ class Blocks(Dataset[Item], Generic[Source]):
             raise IndexError(f"sample {indices} of {len(self)}")
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         items: list[Item] = [{}] * len(wanted)
-        for number in np.unique(numbers):
+        # Block after block as they are first asked for: those of a new window follow those of the last one.
+        for number in dict.fromkeys(numbers.tolist()):
             places = np.flatnonzero(numbers == number)
-            read = self._cache.get(int(number), self._load)
+            read = self._cache.get(number, self._load)
             for place, item in zip(places, self._items(read, wanted[places] - self._starts[number]), strict=True):
                 items[place] = item
         return items
+
+    def hold_blocks(self, number: int) -> None:
+        """Keep at least so many blocks in memory: those that were read last, whatever their size."""
+        self._cache.least = number
 
     @property
     def block_rows(self) -> Rows:
@@ -99,24 +104,25 @@ class Blocks(Dataset[Item], Generic[Source]):
 
 
 class Cache:
-    """What was read last, up to a number of bytes; a copy for another process is empty."""
+    """What was read last, up to a number of bytes but at least `least` of it; a copy for another process is empty."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, least: int = 1) -> None:
+        self.least = least
         self._most_bytes = most_bytes
         self._held: OrderedDict[int, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
 
     def get(self, number: int, load: Callable[[int], tuple[Any, int]]) -> Any:
-        """What `load` gives for the number, from memory if it is there; the newest one always stays."""
+        """What `load` gives for the number, from memory if it is there."""
         if number in self._held:
             self._held.move_to_end(number)
             return self._held[number][0]
         value, size = load(number)
         self._held[number] = value, size
         self._bytes += size
-        while self._bytes > self._most_bytes and len(self._held) > 1:
+        while self._bytes > self._most_bytes and len(self._held) > self.least:
             self._bytes -= self._held.popitem(last=False)[1][1]
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Cache, (self._most_bytes,)
+        return Cache, (self._most_bytes, self.least)

@@ -13,7 +13,6 @@ from dp_ray.errors import DataError, Error
 from dp_ray.job import Job
 from dp_ray.job_parts import Loader
 from dp_ray.job_target import Target
-from dp_ray.plan.order import Order
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
@@ -21,6 +20,7 @@ from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
 from dp_ray.replica.read_requests import IndexLists, Indices, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
+from dp_ray.replica.sample_order import hold_blocks, order_of
 from dp_ray.replica.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
 from dp_ray.tensors.nested import flatten, map_leaves, sizes
@@ -165,6 +165,7 @@ def load_shards(
     Raises DataError if reading a sample raises; the message names the sample and the dataset by `name`.
     Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
     """
+    hold_blocks(job, dataset, work)
     make = _whole_batches if job.scatter == "batch" else _shards
     return on_device(make(job, Samples(dataset, job.seed, name, item_keys(job)), work, device, pick), device)
 
@@ -199,7 +200,7 @@ def _loader(
     job: Job, samples: Samples, pieces: Callable[[], Iterator[Shard]], device: torch.device
 ) -> DataLoader[Any]:
     loader: Loader = job.loader
-    order = Order(len(samples), job.seed, 0, job.is_shuffled)
+    order = order_of(job, samples.dataset)
     return DataLoader(
         samples,
         batch_sampler=IndexLists(order, pieces),  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS, CheckpointWriter, TrainState, 
 from dp_ray.rundir.history_file import HISTORY
 from dp_ray.rundir.ledger import check_newest
 from dp_ray.storage import Storage
-from dp_ray.task.cut import cut_of
+from dp_ray.task.cut import Cut
 from dp_ray.task.notices import Send
 from dp_ray.task.pace import Pace
 
@@ -25,6 +25,7 @@ class Checkpointer:
         job: Job,
         trainer: Trainer,
         split: Split,
+        cut: Cut,
         train_state: TrainState,
         run: Storage,
         attempt: str,
@@ -36,6 +37,7 @@ class Checkpointer:
         self._attempt = attempt
         self._trainer = trainer
         self._split = split
+        self._cut = cut
         self._train_state = train_state
         for folder in (HISTORY, CHECKPOINTS):
             run.child(folder).create()
@@ -75,7 +77,7 @@ class Checkpointer:
             self._save()
 
     def _save(self) -> None:
-        about = describe(self._job, self._trainer, self._split, self._train_state)
+        about = describe(self._job, self._trainer, self._split, self._cut, self._train_state)
         state = self._trainer.state_dict()
         write_history = self._history.take()
 
@@ -118,11 +120,11 @@ class Checkpointer:
         return True
 
 
-def describe(job: Job, trainer: Trainer, split: Split, train_state: TrainState) -> dict[str, Any]:
+def describe(job: Job, trainer: Trainer, split: Split, cut: Cut, train_state: TrainState) -> dict[str, Any]:
     """A checkpoint's description: the job's fingerprint, the cut, parameters, steps and running values."""
     return {
         "fingerprint": job.fingerprint(),
-        "cut": cut_of(job, split),
+        "cut": cut,
         "parameters": trainer.parameter_names,
         "steps": split.total_steps,
         "running": train_state.to_json(),

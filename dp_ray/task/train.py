@@ -1,5 +1,6 @@
 """The task `train`: one worker's part, from its dataset to the final weights, without Ray; `send` takes reports."""
 
+import functools
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 
@@ -24,6 +25,7 @@ from dp_ray.rundir.ledger import begin_attempt, check_newest
 from dp_ray.rundir.weights import BEST, WEIGHTS, write_best
 from dp_ray.storage import Storage
 from dp_ray.task.checkpointer import Checkpointer
+from dp_ray.task.cut import cut_of
 from dp_ray.task.evaluator import Evaluator
 from dp_ray.task.notices import Note, Send
 from dp_ray.task.resume import restore
@@ -51,11 +53,13 @@ def train(
     called = compiled(model, job)
     with closing(Trainer(job, model, called, step, measures, world)) as trainer:
         attempt = begin_attempt(run).attempt
-        train_state = restore(job, trainer, split, run, send)
+        cut = cut_of(job, split, dataset)
+        train_state = restore(job, trainer, split, cut, run, send)
         synchronise(model)
         evaluation = Evaluation(job, step, measures, states, world.device)
         evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver)
-        checkpointer = Checkpointer(job, trainer, split, train_state, run, attempt, send) if world.rank == 0 else None
+        keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send)
+        checkpointer = keep() if world.rank == 0 else None
         loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control)
         work = Work(split, world.world_size, world.rank, start=train_state.step)
         batches = load_shards(job, dataset, work, world.device)
