@@ -45,9 +45,8 @@ def test_what_is_imported_already_or_is_not_there_is_left_alone(tmp_path: Path) 
 
 
 def test_a_workers_process_imports_no_library_that_only_ray_data_uses() -> None:
-    loaded = loaded_by(
-        "import dp_ray.cluster.ray_internals.train_worker, dp_ray.cluster.worker, sys\nassert 'ray.data' not in sys.modules"
-    )
+    code = "import dp_ray.cluster.ray_internals.train_worker, dp_ray.cluster.worker, sys\n"
+    loaded = loaded_by(code + "assert 'ray.data' not in sys.modules")
     assert "torch" in loaded
     assert "pandas" not in loaded
 
