@@ -56,3 +56,7 @@ def test_code_of_the_user_in_a_worker_finds_the_libraries_themselves() -> None:
     code += "assert pandas.DataFrame is ray.air.result.pd.DataFrame\n"
     code += "assert ray.data.Dataset.__module__ == 'ray.data.dataset'"
     assert "pandas" in loaded_by(code)
+
+
+def test_a_driver_imports_tensorboard_only_for_a_training() -> None:
+    assert "tensorboardX" not in loaded_by("import dp_ray.driver")
