@@ -17,7 +17,10 @@ from dp_ray.secrets import hide, hide_in
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The columns that every history has; each metric adds one of its own name.
-COLUMNS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "epoch_loss")
+COLUMNS = (
+    *("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"),
+    "epoch_loss",
+)
 
 
 class Job(JobKeys):

@@ -1,6 +1,7 @@
 """The datasets of dp_ray.data: what their items hold, against what wrote the files or another reader."""
 
 import csv
+import errno
 import json
 import os
 import pickle
@@ -150,7 +151,7 @@ def test_a_read_that_fails_is_tried_again_and_told_when_it_fails_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset, table = parquet(tmp_path), Parquet._table
-    failures = [OSError("503"), OSError("connection reset")]
+    failures = [OSError(errno.EIO, "503"), OSError(errno.ECONNRESET, "connection reset")]
     waits: list[float] = []
 
     def shaky(self: Parquet, block: Any) -> pa.Table:
@@ -162,9 +163,46 @@ def test_a_read_that_fails_is_tried_again_and_told_when_it_fails_for_good(
     monkeypatch.setattr("dp_ray.data.files.time.sleep", waits.append)
     assert dataset[4]["id"] == 4
     assert waits == [0.5, 1.0]
-    failures += [OSError("503")] * 5
-    with pytest.raises(DataError, match=r"part-0.parquet, row group 0: cannot be read, after 5 attempts: 503"):
+    failures += [OSError(errno.EIO, "503")] * 5
+    with pytest.raises(DataError, match=r"part-0.parquet, row group 0: cannot be read, after 5 attempts: .* 503"):
         dataset[0]
+
+
+def test_local_damage_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dp_ray.data.files.time.sleep", lambda _: pytest.fail("it was tried again"))
+    dataset = parquet(tmp_path)
+    (tmp_path / "part-0.parquet").write_bytes((tmp_path / "part-0.parquet").read_bytes()[:-9] + b"\0" * 9)
+    (tmp_path / "part-1.parquet").write_bytes(b"\xff" * 4000)
+    for index, says in [(0, "part-0.parquet, row group 0: "), (10, "part-1.parquet, row group 0: ")]:
+        with pytest.raises(DataError, match=f"{says}is damaged"):
+            dataset[index]
+    path = tmp_path / "part-2.parquet"
+    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[column.dictionary_page_offset : column.dictionary_page_offset + 30] = b"\xff" * 30
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"part-2.parquet, row group 0: is damaged"):
+        dataset[11]
+    json_lines(tmp_path)
+    lines = JsonLines(tmp_path / "0.jsonl")
+    (tmp_path / "0.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"0.jsonl, bytes 0 to \d+: is damaged: got 2 bytes at 0"):
+        lines[0]
+
+
+def test_a_footer_is_read_once_for_all_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, opened = parquet(tmp_path), pq.ParquetFile
+    footers: list[bool] = []
+
+    def counted(*args: Any, **keys: Any) -> pq.ParquetFile:
+        footers.append(keys.get("metadata") is None)
+        return opened(*args, **keys)
+
+    monkeypatch.setattr(pq, "ParquetFile", counted)
+    assert [item["id"] for item in dataset] == list(range(ROWS))
+    assert len(footers) == 7 + 3, "each row group, and the footer of each file"
+    assert sum(footers) == 3
+    assert len(pickle.dumps(dataset)) < 10_000, "footers are not sent along"
 
 
 def test_a_missing_value_is_an_error_that_names_its_column(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +16,7 @@ CACHE_BYTES = 256 << 20
 Item = dict[str, Any]
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Source = TypeVar("Source")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -109,16 +110,16 @@ class Cache:
     def __init__(self, most_bytes: int, least: int = 1) -> None:
         self.least = least
         self._most_bytes = most_bytes
-        self._held: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        self._held: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
 
-    def get(self, number: int, load: Callable[[int], tuple[Any, int]]) -> Any:
-        """What `load` gives for the number, from memory if it is there."""
-        if number in self._held:
-            self._held.move_to_end(number)
-            return self._held[number][0]
-        value, size = load(number)
-        self._held[number] = value, size
+    def get(self, key: Key, load: Callable[[Key], tuple[Any, int]]) -> Any:
+        """What `load` gives for the key, from memory if it is there."""
+        if key in self._held:
+            self._held.move_to_end(key)
+            return self._held[key][0]
+        value, size = load(key)
+        self._held[key] = value, size
         self._bytes += size
         while self._bytes > self._most_bytes and len(self._held) > self.least:
             self._bytes -= self._held.popitem(last=False)[1][1]

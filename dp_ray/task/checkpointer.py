@@ -6,6 +6,7 @@ from typing import Any
 from dp_ray.job import Job
 from dp_ray.job_plan import checkpoints_of
 from dp_ray.plan.split import Split
+from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.results.history import History
 from dp_ray.rundir.checkpoint import CHECKPOINTS, CheckpointWriter, TrainState, pack, steps_of
@@ -30,6 +31,7 @@ class Checkpointer:
         run: Storage,
         attempt: str,
         send: Send,
+        times: StepTimes,
     ) -> None:
         self.before_commit: Callable[[], None] = lambda: None
         self._job = job
@@ -43,9 +45,8 @@ class Checkpointer:
             run.child(folder).create()
             run.child(folder).remove_unfinished()
         names = ["loss", *trainer.measure_names]
-        self._history = History(
-            run.child(HISTORY), split, names, ["epoch_loss", *job.eval_names], train_state.step, send
-        )
+        extra = ["epoch_loss", *job.eval_names]
+        self._history = History(run.child(HISTORY), split, names, extra, train_state.step, send, times.new_data_wait)
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._first = train_state.step
         kept = steps_of(run.child(CHECKPOINTS))
