@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, stretches
+from dp_ray.data.values import values_of
 from dp_ray.errors import DataError, JobError
 from tests.support.tables import ROWS, TYPES, columns, jpeg, json_lines, parquet, sample, shard
 
@@ -241,6 +242,20 @@ def double(value: Any) -> Any:
 
 def looks_up(value: Any) -> Any:
     return {}[value]
+
+
+@given(st.lists(st.none() | st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1), st.data())
+def test_lists_of_a_part_of_an_array_are_those_of_arrow(rows: list[list[int] | None], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(rows) - 1))
+    kinds = (pa.list_(pa.int16()), pa.large_list(pa.float32()), pa.list_(pa.int64(), 3))
+    for array in (pa.array(rows, kind).slice(start) for kind in kinds):
+        give = values_of("x", pa.chunked_array([array]))
+        for row, wanted in enumerate(array.to_pylist()):
+            if wanted is not None:
+                found = give(row)
+                assert found.tolist() == wanted
+                found[0] = 100  # it is the caller's own
+                assert give(row).tolist() == wanted
 
 
 def test_columns_are_decoded_by_functions_or_their_names(tmp_path: Path) -> None:

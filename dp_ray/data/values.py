@@ -82,11 +82,22 @@ def _shaped(array: pa.Array, shape: list[int]) -> Values:
 
 def _lists(array: pa.Array) -> Values:
     inner = array.type.value_type
-    if not (
-        _is_list(inner) or pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
-    ):
+    is_flat = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
+    if not (is_flat or _is_list(inner)):
         return lambda row: array[row].as_py()
-    return lambda row: _tensor(array[row].values)
+    if not is_flat or array.values.null_count:
+        return lambda row: _tensor(array[row].values)
+    numbers, starts = array.values.to_numpy(zero_copy_only=False), _starts(array)
+    return lambda row: torch.from_numpy(numbers[starts[row] : starts[row + 1]].copy())
+
+
+def _starts(array: pa.Array) -> list[int]:
+    """Where each list begins among the values of all, and the end of the last."""
+    if pa.types.is_fixed_size_list(array.type):
+        size = array.type.list_size
+        return [row * size for row in range(array.offset, array.offset + len(array) + 1)]
+    found: list[int] = array.offsets.to_pylist()
+    return found
 
 
 def _tensor(values: pa.Array) -> Any:
