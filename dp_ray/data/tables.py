@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Cache, Item, Rows, Source
 from dp_ray.data.decode import Decode, decode_of, decoded
 from dp_ray.data.files import File, Paths, find_files, in_threads, retried
-from dp_ray.data.values import Values, values_of
+from dp_ray.data.values import Values, dicts, values_of
 from dp_ray.errors import DataError
 from dp_ray.text import did_you_mean, listed
 
@@ -42,7 +42,8 @@ class Table(Blocks[Source]):
         return {name: values_of(name, table.column(name)) for name in table.column_names}, table.nbytes
 
     def _items(self, read: dict[str, Values], rows: Rows) -> list[Item]:
-        return [decoded({name: give(row) for name, give in read.items()}, self._decode) for row in rows.tolist()]
+        items = dicts({name: give(rows) for name, give in read.items()}, len(rows))
+        return [decoded(item, self._decode) for item in items] if self._decode else items
 
 
 class ColumnFiles(Table[int]):
