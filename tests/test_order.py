@@ -178,6 +178,7 @@ def drawn(n: int) -> Ints:
     return np.stack([Order(n, epoch=epoch).indices(0, n) for epoch in range(NUM_EPOCHS)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_all_permutations_are_equally_likely_over_epochs(n: int) -> None:
     assert abs(uniformity(np.bincount(ranks(drawn(n)), minlength=math.factorial(n)))) < SIGMAS
