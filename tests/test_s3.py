@@ -24,7 +24,7 @@ from tests.support.s3 import IN_URL, SECRET, Server, serving
 
 OUTPUT_FILES = ("outputs/00000-of-00001.parquet", "outputs/manifest.json")
 
-pytestmark = pytest.mark.usefixtures("in_project")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_project")]
 MEGABYTE = 1 << 20
 
 

@@ -16,6 +16,7 @@ from dp_ray.replica.inputs import PredictInputs
 from dp_ray.replica.model import compiled
 from dp_ray.replica.predict import predict
 from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.world import World
 from dp_ray.results.manifest import OUTPUTS, forget_lost
 from dp_ray.results.outputs import PartWriter
@@ -25,7 +26,7 @@ from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
 from dp_ray.storage import Storage
 from dp_ray.task.merging import AgreedCut, Merger
-from dp_ray.task.notices import Note, Send
+from dp_ray.task.notices import Note, Send, WorkerTimes
 from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.step_control import StepControl
 
@@ -62,10 +63,12 @@ def predict_outputs(
             ) as writer,
         ):
             keeper = OutputKeeper(recorder, probe, writer, merger, control)
-            batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note))
+            times = StepTimes()
+            batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note), times=times)
             predict(model, job, world.device, work, batches, keeper.on_shard, keeper.on_step, keeper.goes_on)
             control.through()
         is_whole = not keeper.stops and merger.finish(control)
+    send(WorkerTimes(world.rank, times.to_json()))
     if not is_whole:
         control.leave()
     control.end()
