@@ -56,7 +56,8 @@ class Job(JobKeys):
                 f"workers: {self.max_workers} workers cannot share {self.num_shards} shards; "
                 f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
             )
-        checks = (self._missing, self._of_items, self._of_devices, self._of_training, self._of_metrics)
+        of_data = (self._missing, self._of_items, self._of_errors)
+        checks = (*of_data, self._of_devices, self._of_training, self._of_metrics)
         for problem in (found for check in checks for found in check()):
             raise ValueError(problem)
         return self
@@ -77,6 +78,18 @@ class Job(JobKeys):
             yield f"target: needs inputs to be a list of keys, like [image]; got inputs: {self.inputs}"
         if by_keys and self.target is None and self.task != "predict" and self.step is None:
             yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
+
+    def _of_errors(self) -> Iterator[str]:
+        """What setting samples aside contradicts."""
+        if self.on_error is None:
+            return
+        if self.sync_batchnorm:
+            yield "on_error: sync_batchnorm would wait for a shard without samples; leave one of them out"
+        given, limit = self.on_error.timeout, self.timeouts.step
+        if given is not None and limit is not None and given >= limit:
+            yield f"on_error.timeout: must be below timeouts.step ({limit:g}), which includes it; got {given:g}"
+        if "rows" in self.metrics and self.eval is not None:
+            yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
 
     def _of_devices(self) -> Iterator[str]:
         """Keys of devices that contradict each other."""
@@ -239,6 +252,9 @@ class Job(JobKeys):
         del kept["order"]  # which is_shuffled tells
         if self.target is None:
             del kept["target"]  # as in versions that had no such key
+        del kept["on_error"]  # a run may be resumed with another limit, or with the first one
+        if self.on_error is not None and self.on_error.finite:
+            kept["finite"] = True
         try:
             return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
         except (TypeError, ValueError, RecursionError) as error:

@@ -14,6 +14,7 @@ from dp_ray.job_parts import (
     Elastic,
     Eval,
     Loader,
+    OnError,
     Optimizer,
     Scheduler,
     ShuffleBlocks,
@@ -77,6 +78,7 @@ _ALLOWED = {
     "find_unused_parameters": "'auto', true or false",
     "devices": "null or a list of devices, like [cpu] or ['cuda:0', 'cuda:1']",
     "device_map": "null or 'auto'",
+    "on_error": "null or a mapping, like {quarantine: 100, timeout: 30, finite: true}",
     "eval": "null or a mapping, like {dataset: 'jobs.digits:Digits'}",
 }
 
@@ -88,6 +90,7 @@ _OWNERS: dict[str, type[BaseModel]] = {
     "checkpoint": Checkpoint,
     "checkpoint.best": Best,
     "eval": Eval,
+    "on_error": OnError,
     "timeouts": Timeouts,
     "optimizer": Optimizer,
     "scheduler": Scheduler,

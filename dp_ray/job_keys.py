@@ -14,6 +14,7 @@ from dp_ray.job_parts import (
     Elastic,
     Eval,
     Loader,
+    OnError,
     Optimizer,
     Scheduler,
     Timeouts,
@@ -162,6 +163,11 @@ class JobKeys(WorkerKeys, WorkKeys):
         "tensors hold them in dimension 0.",
     )
     loader: Loader = Field(default=Loader(), description="The torch DataLoader of each worker.")
+    on_error: OnError | None = Field(
+        default=None,
+        description="Set samples aside that raise, hang or cannot be collated, like `{quarantine: 100}`, and go on "
+        "without them. null: such a sample ends the job.",
+    )
 
     loss: Targeted | None = Field(
         default=None,

@@ -97,6 +97,22 @@ class Checkpoint(Strict):
     )
 
 
+class OnError(Strict):
+    """What becomes of bad samples: they are set aside, up to a limit."""
+
+    quarantine: PositiveInt = Field(
+        description="The most samples that are set aside. One more ends the job. A sample counts once a run."
+    )
+    timeout: PositiveFloat | None = Field(
+        default=None,
+        description="Seconds after which reading a sample counts as hung. null: no limit. With a limit and "
+        "`loader.processes: 0` one process reads for each worker.",
+    )
+    finite: bool = Field(
+        default=False, description="Whether a sample with a NaN or an infinity in its floating numbers is bad."
+    )
+
+
 class Timeouts(Strict):
     """How long a step may take, and how long to wait for nodes that were lost."""
 

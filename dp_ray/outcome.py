@@ -18,6 +18,7 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history_file import best_of, summary
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
+from dp_ray.rundir.quarantine_files import count_quarantined, has_set_aside, merge_quarantine
 from dp_ray.rundir.unfinished import kept_steps
 from dp_ray.rundir.weights import WEIGHTS
 from dp_ray.storage import Storage
@@ -30,6 +31,8 @@ def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor
     """Save the result of an unfinished run and, if it had workers, how its driver ended."""
     with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to raise
         result.save(run)
+        if has_set_aside(run):
+            merge_quarantine(run)
         if monitor is not None and monitor.attempts:
             monitor.incidents.interrupted(_driver_end(result, monitor, kept_steps(run, result.task, split))).save(run)
         run.remove_unfinished(recursive=True)
@@ -53,6 +56,7 @@ def summary_of(result: Result, is_resumed: bool) -> str:
     told = "".join(f", {name} {value}" for name, value in measured(result.metrics).items())
     rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
     where = result.outputs_path or result.weights_path
+    rows += f" ({result.quarantined} set aside)" * (result.quarantined > 0)
     seconds = f"{result.seconds:.1f} s" + " since it was resumed" * is_resumed
     return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
 
@@ -100,6 +104,7 @@ def result_of(
         restarts=len(incidents.interruptions),
         interruptions=incidents.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
+        quarantined=count_quarantined(storage),
         seconds=round(time.monotonic() - started, 3),
         outputs_path=outputs_path(storage) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,

@@ -26,6 +26,7 @@ from dp_ray.monitor.message_of import message_of
 from dp_ray.monitor.messages import Ending, Failed, Finished, WorkerExit, WorkerReady
 from dp_ray.replica.world import CPU, World
 from dp_ray.rundir.claim import check_shared
+from dp_ray.rundir.quarantine_files import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.edited import imported_files
 from dp_ray.system.environment import environment
@@ -179,5 +180,5 @@ def reported_errors(
 def _ending_of(error: BaseException) -> Ending:
     if isinstance(error, WorkerError):
         return Ending.LOST_PEER
-    passes = isinstance(error, Exception) and not isinstance(error, JobError)
+    passes = isinstance(error, Exception) and not isinstance(error, JobError | QuarantineFull)
     return Ending.RAISED if passes else Ending.MISTAKEN

@@ -3,11 +3,10 @@
 import functools
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from dp_ray.errors import DataError, Error
 from dp_ray.job import Job
@@ -16,44 +15,28 @@ from dp_ray.job_target import Target
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
+from dp_ray.replica.collating import Batch, LoaderError, collate_of, collated, loader_error
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
-from dp_ray.replica.read_requests import IndexLists, Indices, ReadRequest
+from dp_ray.replica.read_limit import arm_loader
+from dp_ray.replica.read_requests import IndexLists, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.sample_order import hold_blocks, order_of
+from dp_ray.replica.screening import Screen
 from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads
-from dp_ray.replica.targets import bound, build_dataset, dataset_seed, resolve
+from dp_ray.replica.targets import build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
 from dp_ray.tensors.nested import flatten, map_leaves, sizes
 from dp_ray.tensors.raw import moved
 from dp_ray.tensors.scatter import num_rows, scatter
 from dp_ray.text import listed
-from dp_ray.tracebacks import frames_of
 
 CPU = torch.device("cpu")
 
-Batch = tuple[Indices, Any]
 Pick: TypeAlias = Callable[[Any], Any]
 
 
-class LoaderError(NamedTuple):
-    """An error of a loader process, as sent to the worker, with the user's frames.
-
-    If the error were raised, torch would put the whole traceback into its message.
-    """
-
-    error: Error
-    frames: str
-
-
-def _loader_error(error: Error) -> LoaderError:
-    """In a loader process, the error to send; in the worker itself, raise it."""
-    if get_worker_info() is None:
-        raise error
-    return LoaderError(error, frames_of(error))
-
-
-def _next_batch(loaded: Iterator[Batch]) -> Batch:
+def next_batch(loaded: Iterator[Batch]) -> Batch:
     """The next batch; raises the error that a loader process sent in its place."""
     try:
         batch = next(loaded)
@@ -76,7 +59,7 @@ class Samples(Dataset[Any]):
     Samples are read a shard at a time until one draws a random number. That shard is then read again, and from
     there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
     A dataset with generators of its own is seeded for each sample from the start. Of each sample, `keys` picks what
-    the job takes.
+    the job takes. A `screen` puts a BadSample in the place of each that cannot be read.
     """
 
     def __init__(
@@ -86,9 +69,13 @@ class Samples(Dataset[Any]):
         name: str = "the dataset",
         keys: ItemKeys | None = None,
         times: StepTimes | None = None,
+        screen: Screen | None = None,
     ) -> None:
         self.dataset = dataset
         self.times = times or StepTimes()
+        self.screen = screen
+        if screen is not None:
+            screen.source = self._unscreened
         self._keys = keys
         self.name = name
         self.seed = seed
@@ -101,10 +88,12 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
         """The request and its samples; in a loader process, an error is returned in place of the samples."""
+        if self.screen is not None:
+            self.screen.begin(wanted)
         try:
             return self._read_request(wanted)
         except Error as error:
-            return wanted, _loader_error(error)
+            return wanted, loader_error(error)
 
     def _read_request(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
         if not self._draws:
@@ -122,6 +111,11 @@ class Samples(Dataset[Any]):
         return self._read([index])
 
     def _read(self, indices: list[int]) -> Any:
+        if self.screen is None:
+            return self._unscreened(indices)
+        return self.screen.read(indices, at_once=hasattr(self.dataset, "__getitems__"))
+
+    def _unscreened(self, indices: list[int]) -> Any:
         items = self._whole(indices)
         return items if self._keys is None else [self._picked(*one) for one in zip(indices, items, strict=True)]
 
@@ -185,11 +179,11 @@ def load_shards(
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
     """Read and collate each shard by itself: only the worker's own rows are read."""
-    loaded = _loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device)
+    loaded = make_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device)
     for _, shards in work:
         for shard in shards:
-            indices, batch = _next_batch(loaded)
-            picked = _checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
+            indices, batch = next_batch(loaded)
+            picked = checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
             yield indices, picked
 
 
@@ -197,34 +191,49 @@ def _whole_batches(
     job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
     """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
-    loaded = _loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device)
+    loaded = make_loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device)
     for step, shards in work:
         if not shards:
             continue
-        indices, batch = _next_batch(loaded)
+        indices, batch = next_batch(loaded)
         whole = work.split.whole(step)
-        picked = _checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
+        picked = checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
         pieces = scatter(picked, job.num_shards, job.batch_dim)
         for shard in shards:
             yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
 
 
-def _loader(job: Job, samples: Samples, pieces: Callable[[], Iterator[Shard]], device: torch.device) -> TimedLoader:
-    loader: Loader = job.loader
+def make_loader(
+    job: Job,
+    samples: Samples,
+    pieces: Callable[[], Iterator[Shard]],
+    device: torch.device,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> TimedLoader:
+    """The batches of the torch DataLoader of these pieces, by default with the job's collate."""
+    loader, processes, screen = job.loader, num_processes(job), samples.screen
     order = order_of(job, samples.dataset)
-    collate = functools.partial(_collate, collate=collate_of(job), seed=None if job.collate is None else job.seed)
+    seed = None if job.collate is None else job.seed
+    collates = functools.partial(collated, collate=collate or collate_of(job), seed=seed, screen=screen)
     made: DataLoader[Any] = DataLoader(
         TimedReads(samples),
         batch_sampler=IndexLists(order, pieces),  # type: ignore[arg-type]
-        collate_fn=TimedCollate(collate),
-        num_workers=loader.processes,
-        prefetch_factor=loader.prefetch if loader.processes else None,
+        collate_fn=TimedCollate(collates),
+        num_workers=processes,
+        timeout=screen.limit.poll_seconds if screen is not None and screen.limit is not None else 0,
+        prefetch_factor=loader.prefetch if processes else None,
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
-        persistent_workers=loader.persistent and loader.processes > 0,
-        multiprocessing_context=_context(loader, samples.dataset) if loader.processes else None,
-        worker_init_fn=_leave_ctrl_c_to_the_trainer,
+        persistent_workers=loader.persistent and processes > 0,
+        multiprocessing_context=_context(loader, samples.dataset) if processes else None,
+        worker_init_fn=_begin_process,
     )
     return TimedLoader(made, samples.times)
+
+
+def num_processes(job: Job) -> int:
+    """How many processes load data for each worker; only in one of them can the read of a sample be ended."""
+    has_limit = job.on_error is not None and job.on_error.timeout is not None
+    return job.loader.processes or int(has_limit)
 
 
 def _context(loader: Loader, dataset: Any) -> str | None:
@@ -232,55 +241,22 @@ def _context(loader: Loader, dataset: Any) -> str | None:
     return loader.context or getattr(dataset, "loader_context", None)
 
 
-def _leave_ctrl_c_to_the_trainer(_: int) -> None:
+def _begin_process(process: int) -> None:
     """Ignore SIGINT in a loader process: a terminal's Ctrl-C reaches it too, but the current step still needs it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    arm_loader(process)
 
 
-def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed: int | None) -> Batch:
-    """Collate the samples that were read; random numbers that the user's collate draws are keyed by the shard."""
-    wanted, items = read
-    indices = np.asarray(wanted.indices, np.int64)
-    if isinstance(items, LoaderError):
-        return indices, items
-    if seed is not None:
-        seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
-    try:
-        with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
-            return indices, collate(items)
-    except Error as error:
-        return indices, _loader_error(error)
-
-
-def collate_of(job: Job) -> Callable[[list[Any]], Any]:
-    """The user's collate, or torch's with the rows along `batch_dim`."""
-    if job.collate is None:
-        return functools.partial(_default_collate, batch_dim=job.batch_dim)
-    collate: Callable[[list[Any]], Any] = bound("collate", job.collate)
-    return collate
-
-
-def _default_collate(items: list[Any], batch_dim: int) -> Any:
-    """torch's collate, with the rows moved from dimension 0 to `batch_dim`; labels of one dimension stay the same."""
-    batch = default_collate(items)
-    if batch_dim == 0:
-        return batch
-
-    def along(leaf: Any) -> Any:
-        return leaf.movedim(0, batch_dim) if leaf.ndim > batch_dim else leaf
-
-    return map_leaves(along, batch)
-
-
-def _checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:
+def checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:
     """The batch, or what `pick` returns for it, after a check that the inputs have one row for each sample."""
     picked = batch if pick is None else pick(batch)
     if job.step is None:  # only the user's step knows which parts of its batch hold rows
-        _check_rows(job, model_inputs(job, batch) if pick is None else picked, rows, what)
+        check_rows(job, model_inputs(job, batch) if pick is None else picked, rows, what)
     return picked
 
 
-def _check_rows(job: Job, inputs: Any, rows: int, what: str) -> None:
+def check_rows(job: Job, inputs: Any, rows: int, what: str) -> None:
+    """Raise DataError unless each leaf of the inputs has this many rows."""
     got = num_rows(inputs, job.batch_dim)
     if got is not None and got != rows:
         raise DataError(

@@ -12,6 +12,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.user_code import it_got, raising
@@ -26,12 +27,13 @@ def predict(
     on_shard: Callable[[Shard, Indices, Any], None],
     on_step: Callable[[int], None],
     goes_on: Callable[[int], bool] = lambda step: True,
+    real: Real = as_planned,
 ) -> None:
     """Run the model over each shard of `work`, in eval and inference mode.
 
     `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
     its indices and outputs. `on_step` gets each finished step, even if this worker has no rows in it. The loop
-    ends before the first step for which `goes_on` is false.
+    ends before the first step for which `goes_on` is false. `real` gives a shard without the samples set aside.
     Raises ModelError, naming step and shard, if the model raises.
     """
     seeds = ForwardSeeds(job.seed, model, device)
@@ -42,8 +44,9 @@ def predict(
             for shard in shards:
                 with advised(job, place(shard), shard.rows):
                     indices, inputs = next(batches)
-                    seeds.begin(shard)
-                    on_shard(shard, indices, _forward(model, inputs, job.call, shard))
+                    if (shard := real(shard)).rows:
+                        seeds.begin(shard)
+                        on_shard(shard, indices, _forward(model, inputs, job.call, shard))
                 buffers.restore()
             on_step(step)
 

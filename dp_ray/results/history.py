@@ -94,7 +94,9 @@ class History:
         measured: dict[str, float],
         totals: list[float],
         norm: float,
+        missing: float,
     ) -> dict[str, Any]:
+        rows -= int(missing)
         means = {
             name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else float("nan")
             for at, name in enumerate(self._names)
@@ -112,12 +114,15 @@ class History:
         }
 
 
-def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float]]:
-    """The totals and the gradient norm of each update, read from the device all at once."""
+def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float, float]]:
+    """The totals, the gradient norm and the missing rows of each update, read from the device all at once."""
     if not updates:
         return []
-    rows = [torch.cat([one.totals, one.gradient_norm.to(one.totals).reshape(1)]) for one in updates]
-    return [(totals, norm) for *totals, norm in torch.stack(rows).tolist()]
+    rows = [
+        torch.cat([one.totals, one.gradient_norm.to(one.totals).reshape(1), one.missing.reshape(1)])
+        for one in updates
+    ]
+    return [(totals, norm, missing) for *totals, norm, missing in torch.stack(rows).tolist()]
 
 
 def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:

@@ -11,10 +11,10 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
 from dp_ray.job_plan import split_of
 from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
+from dp_ray.replica.quarantine import load_good
 from dp_ray.replica.step import build_step
 from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Trainer
@@ -30,6 +30,7 @@ from dp_ray.task.cut import cut_of
 from dp_ray.task.evaluator import Evaluator
 from dp_ray.task.notices import Note, Send, WorkerTimes
 from dp_ray.task.resume import restore
+from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset
 from dp_ray.task.shard_reports import reporting
 from dp_ray.task.step_control import StepControl
@@ -58,13 +59,17 @@ def train(
         train_state = restore(job, trainer, split, cut, run, send)
         synchronise(model)
         evaluation = Evaluation(job, step, measures, states, world.device)
-        evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver)
+        forget_from(run, lambda step, _: step < train_state.step)
+        quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, attempt))
+        if quarantine is not None:
+            trainer.real = quarantine.real
+        evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver, send, attempt)
         times = StepTimes()
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
         checkpointer = keep() if world.rank == 0 else None
         loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control)
         work = Work(split, world.world_size, world.rank, start=train_state.step)
-        batches = load_shards(job, dataset, work, world.device, times=times)
+        batches = load_good(job, dataset, work, world.device, quarantine, times=times)
         with (
             closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
