@@ -117,6 +117,7 @@ def outputs_of(samples: list[int]) -> torch.Tensor:
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dataset", "workers", "processes"), [("Broken", 2, 0), ("InBulk", 1, 2)])
 def test_reads_that_hang_are_ended_and_set_aside(tmp_path: Path, dataset: str, workers: int, processes: int) -> None:
     """One sleeps, and one ignores the alarm, so that its process must be ended."""
@@ -265,6 +266,7 @@ def test_with_all_samples_bad_a_prediction_ends_with_an_error(tmp_path: Path) ->
         predicted(tmp_path, bad={"raises": list(range(23))}, on_error={"quarantine": 30})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_bad_samples_at_random_places_with_kills_change_nothing_else(tmp_path: Path, seed: int) -> None:
     random = Random(seed)
