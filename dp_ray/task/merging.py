@@ -27,7 +27,7 @@ from dp_ray.task.step_control import StepControl
 
 SAMPLE_INDEX_BYTES = 8
 LOOK_SECONDS = 0.5  # between two looks for new parts, while the loop runs
-END_SECONDS = 0.05  # the same, once it has ended; at least as long as a look takes
+END_SECONDS = 0.02  # the same, once it has ended; at least as long as a look takes
 CHECK_SECONDS = 5.0  # between two checks whether this attempt is superseded
 
 
