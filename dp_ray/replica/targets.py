@@ -13,7 +13,7 @@ from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.plan.seeds import derive_seed
-from dp_ray.text import did_you_mean
+from dp_ray.text import did_you_mean, listed
 
 
 def build(key: str, target: Any) -> Any:
@@ -55,7 +55,15 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
         raise DataError(f"{key}: its length raised {type(error).__name__}: {error}") from error
     if rows == 0:
         raise DataError(f"{key}: {type(dataset).__qualname__} is empty, there is nothing to run")
+    if isinstance(dataset, dict) and all(isinstance(name, str) for name in dataset):
+        raise JobError(f"{key}: {_several(dataset)}")
     return dataset
+
+
+def _several(datasets: dict[str, Any]) -> str:
+    names, kind = listed(list(datasets)), type(datasets).__qualname__
+    says = f"must be indexed by numbers; {kind} has {names}; give one of them"
+    return says + f": for load_from_disk, the folder FOLDER/{next(iter(datasets))}" * (kind == "DatasetDict")
 
 
 def dataset_seed(job: Job, key: str) -> int:
