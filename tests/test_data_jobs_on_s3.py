@@ -17,42 +17,12 @@ import torch
 from dp_ray.data import Parquet, files
 from dp_ray.data.blocks import Block
 from dp_ray.errors import DataError
-from dp_ray.job import Job
-from dp_ray.plan.order import Order
-from dp_ray.results.outputs import Merged, merge
-from dp_ray.rundir import ledger
-from dp_ray.storage import Storage
-from tests.support.group import ProcessExit, run_group, weights_of
+from tests.support.feeds import MEMORY, ROWS, loader, predicted, rows, trained
+from tests.support.group import ProcessExit
 from tests.support.tables import shard
 
 if TYPE_CHECKING:  # processes import this module, and boto3 is slow to import
     from tests.support.s3 import Server
-
-ROWS = 46
-KEYS: dict[str, Any] = {
-    "model": {"target": "torch.nn:Linear", "args": {"in_features": 3, "out_features": 2}},
-    "loss": "torch.nn:CrossEntropyLoss",
-    "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.1}},
-    "batch_size": 9,
-    "shards": 3,
-    "bitwise": True,
-    "epochs": 2,
-    "shuffle": True,
-}
-PREDICT = {"task": "predict", "order": "shuffled"}
-MEMORY: dict[str, Any] = {"dataset": "tests.test_data_jobs_on_s3:InMemory"}
-
-
-def rows() -> tuple[torch.Tensor, torch.Tensor]:
-    numbers = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(8))
-    return numbers, numbers.argmax(1) % 2
-
-
-class InMemory(torch.utils.data.TensorDataset):
-    """The rows in memory, in pairs."""
-
-    def __init__(self) -> None:
-        super().__init__(*rows())
 
 
 def parquet(folder: Path) -> None:
@@ -86,32 +56,6 @@ def source(server: "Server", write: Callable[[Path], None], to: str, folder: Pat
     kind, picks = ("Parquet", ("x", "y")) if write is parquet else ("WebDataset", ("x.npy", "cls"))
     dataset = {"target": f"dp_ray.data:{kind}", "args": {"paths": server.url(to)}}
     return {"dataset": dataset, "inputs": [picks[0]], "target": picks[1]}
-
-
-def job_of(given: dict[str, Any], **keys: Any) -> Job:
-    return Job.make({**KEYS, **given, **keys}, "job").for_task()
-
-
-def trained(folder: Path, given: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    run_group(job_of(given, task="train", **keys), folder)
-    return {name: one.tolist() for name, one in weights_of(folder).items()}
-
-
-def predicted(folder: Path, given: dict[str, Any], **keys: Any) -> str:
-    """The hash of the outputs."""
-    job, run = job_of(given, **PREDICT, **keys), Storage(str(folder))
-    run_group(job, folder)
-    return merged(job, run)
-
-
-def merged(job: Job, run: Storage) -> str:
-    merge(run.child(ledger.PARTS), run, Order(ROWS, job.seed, 0, True), ROWS, ledger.committed(run))
-    return Merged(run).sha256()
-
-
-def loader(processes: int) -> dict[str, Any]:
-    """Processes that are forked from one that has torch imported."""
-    return {"processes": processes, "context": "forkserver" if processes else None}
 
 
 class Wanted(NamedTuple):

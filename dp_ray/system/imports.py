@@ -1,6 +1,8 @@
-"""Imports large modules without the garbage collector, which takes a fifth of the time and finds nothing there."""
+"""How modules are imported: without the garbage collector, which finds nothing there, and from the current folder."""
 
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,3 +31,17 @@ def end_imports() -> None:
     """Collect again; what was imported is not looked through any more."""
     gc.freeze()
     gc.enable()
+
+
+@contextmanager
+def importing_from_here() -> Iterator[None]:
+    """Within the block, modules are found in the current folder too, also in an installed script or a worker."""
+    here = os.getcwd()
+    known = here in sys.path or "" in sys.path
+    if not known:
+        sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if not known:
+            sys.path.remove(here)

@@ -17,6 +17,7 @@ import torchmetrics  # noqa: F401
 import dp_ray.cli
 import dp_ray.driver
 import dp_ray.in_process  # noqa: F401
+import tests.support.feeds
 import tests.support.group
 import tests.support.tables
 import tests.support.training  # noqa: F401
