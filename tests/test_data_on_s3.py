@@ -15,6 +15,8 @@ from tests.support.models import Rows
 from tests.support.s3 import SECRET, Server
 from tests.support.tables import ROWS, columns, parquet, sample, shard
 
+pytestmark = pytest.mark.slow
+
 KEYS: dict[str, Any] = {"batch_size": 5, "workers": 0, "shards": 3, "quiet": True, "inputs": ["vector"]}
 KEYS |= {"model": {"target": "torch.nn:Linear", "args": {"in_features": 2, "out_features": 2}}}
 

@@ -209,6 +209,7 @@ def ranks(permutations: Ints) -> Ints:
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_all_permutations_are_equally_likely_over_epochs(n: int) -> None:
     assert abs(uniformity(np.bincount(ranks(drawn(n)), minlength=math.factorial(n)))) < SIGMAS

@@ -372,6 +372,7 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None:
     """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""

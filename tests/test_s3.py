@@ -21,7 +21,7 @@ from tests.support.cluster import Cluster
 from tests.support.group import run_group
 from tests.support.s3 import IN_URL, SECRET, Server
 
-pytestmark = pytest.mark.usefixtures("in_project")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_project")]
 MEGABYTE = 1 << 20
 
 

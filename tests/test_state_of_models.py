@@ -133,6 +133,7 @@ def test_what_cannot_be_kept_or_trained_is_said_at_once(
     assert control.steps == steps
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_wants_a_closure_is_refused_before_anything_starts() -> None:
     with pytest.raises(JobError, match=r"optimizer: LBFGS computes the loss several times"):
         check_targets(job_of("mlp", optimizer={"target": "torch.optim:LBFGS"}))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dp_ray.errors import DataError, JobError
-from dp_ray.system.imports import importing_from_here
+from dp_ray.system.import_path import importing_from_here
 from dp_ray.text import did_you_mean, listed
 
 Decoder: TypeAlias = Callable[[Any], Any]

@@ -12,7 +12,7 @@ from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.plan.seeds import derive_seed
-from dp_ray.system.imports import importing_from_here
+from dp_ray.system.import_path import importing_from_here
 from dp_ray.text import did_you_mean, listed
 
 
