@@ -4,13 +4,15 @@ import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item, Rows, Source
 from dp_ray.data.decode import Decode, decode_of, decoded
 from dp_ray.data.files import File, Paths, find_files, in_threads, retried
-from dp_ray.data.values import Values, values_of
+from dp_ray.data.table_block import Column, TableBlock
 from dp_ray.errors import DataError
 from dp_ray.text import did_you_mean, listed
 
@@ -34,12 +36,31 @@ class Table(Blocks[Source]):
         """The rows of a block, with the columns that are read."""
         raise NotImplementedError
 
-    def _read(self, block: Block[Source]) -> tuple[dict[str, Values], int]:
-        table = retried(lambda: self._table(block), str(block))
-        return {name: values_of(name, table.column(name)) for name in table.column_names}, table.nbytes
+    def read_columns(self, indices: Sequence[int], names: Sequence[str] | None) -> dict[str, torch.Tensor] | None:
+        """What torch's default collate makes of the samples at these indices, without items; None if that differs.
 
-    def _items(self, read: dict[str, Values], rows: Rows) -> list[Item]:
-        return [decoded({name: give(row) for name, give in read.items()}, self._decode) for row in rows.tolist()]
+        `names` are the columns that are wanted, by default all. Raises what `__getitems__` raises.
+        """
+        if self._decode:
+            return None
+        found: dict[str, Column] = {}
+        for places, block, rows in self._by_block(indices):
+            for name in block.names if names is None else names:
+                column = block.column(name)
+                if column is None:
+                    return None
+                whole = found.setdefault(name, np.empty((len(indices), *column.shape[1:]), column.dtype))
+                if (whole.shape[1:], whole.dtype) != (column.shape[1:], column.dtype):
+                    return None
+                whole[places] = column[rows]
+        return {name: torch.from_numpy(whole) for name, whole in found.items()}
+
+    def _read(self, block: Block[Source]) -> tuple[TableBlock, int]:
+        found = TableBlock(retried(lambda: self._table(block), str(block)))
+        return found, found.size
+
+    def _items(self, read: TableBlock, rows: Rows) -> list[Item]:
+        return [decoded(read.item(row), self._decode) for row in rows.tolist()]
 
 
 class ColumnFiles(Table[int]):

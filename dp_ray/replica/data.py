@@ -23,6 +23,7 @@ from dp_ray.replica.read_requests import IndexLists, Indices, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
+from dp_ray.replica.whole_columns import Cut, WholeColumns, whole_columns
 from dp_ray.tensors.nested import flatten, map_leaves, sizes
 from dp_ray.tensors.raw import moved
 from dp_ray.tensors.scatter import num_rows, scatter
@@ -75,11 +76,19 @@ class Samples(Dataset[Any]):
     Samples are read a shard at a time until one draws a random number. That shard is then read again, and from
     there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
     A dataset with generators of its own is seeded for each sample from the start. Of each sample, `keys` picks what
-    the job takes.
+    the job takes. Where `columns` cut a batch as it is, no sample is read by itself.
     """
 
-    def __init__(self, dataset: Any, seed: int, name: str = "the dataset", keys: ItemKeys | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        name: str = "the dataset",
+        keys: ItemKeys | None = None,
+        columns: WholeColumns | None = None,
+    ) -> None:
         self.dataset = dataset
+        self._columns = columns
         self._keys = keys
         self.name = name
         self.seed = seed
@@ -98,6 +107,8 @@ class Samples(Dataset[Any]):
             return wanted, _loader_error(error)
 
     def _read_request(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
+        if self._columns is not None and (cut := self._columns.cut(wanted.indices)) is not None:
+            return wanted, cut
         if not self._draws:
             self._quiet.begin()
             items = self._read(wanted.indices)
@@ -166,7 +177,9 @@ def load_shards(
     Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
     """
     make = _whole_batches if job.scatter == "batch" else _shards
-    return on_device(make(job, Samples(dataset, job.seed, name, item_keys(job)), work, device, pick), device)
+    keys = item_keys(job)
+    samples = Samples(dataset, job.seed, name, keys, whole_columns(job, dataset, keys))
+    return on_device(make(job, samples, work, device, pick), device)
 
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
@@ -229,8 +242,8 @@ def _collate(read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed:
     """Collate the samples that were read; random numbers that the user's collate draws are keyed by the shard."""
     wanted, items = read
     indices = np.asarray(wanted.indices, np.int64)
-    if isinstance(items, LoaderError):
-        return indices, items
+    if isinstance(items, LoaderError | Cut):
+        return indices, items if isinstance(items, LoaderError) else items.batch
     if seed is not None:
         seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
     try:

@@ -23,6 +23,12 @@ class ItemKeys(NamedTuple):
     target: Keys | None
     as_tensors: bool = False
 
+    @property
+    def names(self) -> list[str]:
+        """All of the keys."""
+        given = [self.inputs, self.target or []]
+        return [name for keys in given for name in ([keys] if isinstance(keys, str) else keys)]
+
     def pick(self, item: Any) -> Any:
         """The inputs, or the pair (inputs, target). Raises DataError if the item is no mapping or lacks a key."""
         if not isinstance(item, Mapping):
