@@ -18,7 +18,7 @@ from dp_ray.job_file import job_from
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.outcome import result_of, save_unfinished, summary_of
+from dp_ray.outcome import result_of, save_unfinished, summary_of, wait_of
 from dp_ray.plan.order import Order
 from dp_ray.plan.plan import Plan
 from dp_ray.planning import dataset_rows, make_plan, taken_over
@@ -253,5 +253,7 @@ class Execution:
         for name in (ledger.LEDGER, INCIDENTS):
             self._storage.delete(name)
         self._storage.remove_unfinished(recursive=True)
+        if waited := wait_of(result):
+            self._console.say(waited)
         self._console.say(summary_of(result, self._claimed.is_resumed))
         return result

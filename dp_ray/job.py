@@ -11,12 +11,16 @@ from pydantic import ValidationError, model_validator
 from dp_ray.errors import JobError
 from dp_ray.job_errors import explain
 from dp_ray.job_keys import JobKeys
+from dp_ray.job_parts import ShuffleBlocks
 from dp_ray.job_target import Target, describe_target, with_args
 from dp_ray.secrets import hide, hide_in
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The columns that every history has; each metric adds one of its own name.
-COLUMNS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "epoch_loss")
+COLUMNS = (
+    *("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"),
+    "epoch_loss",
+)
 
 
 class Job(JobKeys):
@@ -142,7 +146,12 @@ class Job(JobKeys):
     @property
     def is_shuffled(self) -> bool:
         """Whether the samples are taken in a random order: `shuffle` says so in a training, else `order`."""
-        return self.shuffle if self.task == "train" else self.order == "shuffled"
+        return self.shuffle is not False if self.task == "train" else self.order == "shuffled"
+
+    @property
+    def block_shuffle(self) -> ShuffleBlocks | None:
+        """How a training shuffles by blocks; None if it does not."""
+        return self.shuffle if self.task == "train" and isinstance(self.shuffle, ShuffleBlocks) else None
 
     @property
     def dataset_key(self) -> str:
@@ -226,7 +235,7 @@ class Job(JobKeys):
         """A hash of every key that can change a step's result."""
         left_out = self.CANNOT_CHANGE_THE_RESULT | set(() if with_lengths else self.LENGTHS)
         kept = {key: value for key, value in self.describe().items() if key not in left_out}
-        kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self.is_shuffled}
+        kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self._shuffled}
         del kept["order"]  # which is_shuffled tells
         if self.target is None:
             del kept["target"]  # as in versions that had no such key
@@ -234,6 +243,10 @@ class Job(JobKeys):
             return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
         except (TypeError, ValueError, RecursionError) as error:
             raise JobError(f"args: must be plain YAML values with keys of one kind: {error}") from None
+
+    @property
+    def _shuffled(self) -> bool | dict[str, Any]:
+        return self.is_shuffled if self.block_shuffle is None else self.block_shuffle.model_dump()
 
     def has_fingerprint(self, given: str | None) -> bool:
         """Whether a run or checkpoint with this fingerprint is of this job.

@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from dp_ray.job_parts import Checkpoint, Elastic, Eval, Loader, Optimizer, Scheduler, Timeouts, location
+from dp_ray.job_parts import (
+    BlocksKey,
+    Checkpoint,
+    Elastic,
+    Eval,
+    Loader,
+    Optimizer,
+    Scheduler,
+    Timeouts,
+    location,
+)
 from dp_ray.job_target import Strict, Targeted, target_parser
 
 
@@ -99,8 +109,10 @@ class JobKeys(WorkerKeys, WorkKeys):
         default=0,
         description="Seed of the samples' order, of the model's initial weights and of all other random numbers.",
     )
-    shuffle: bool = Field(
-        default=False, description="train only: take the samples in another random order in each epoch."
+    shuffle: bool | BlocksKey = Field(
+        default=False,
+        description="train only: take the samples in another random order in each epoch. blocks: shuffle blocks, "
+        "like the row groups of files, and the samples in windows of them.",
     )
     order: Literal["dataset", "shuffled"] = Field(
         default="dataset",

@@ -110,6 +110,30 @@ class Timeouts(Strict):
     )
 
 
+def _blocks(value: Any) -> Any:
+    """The short form `shuffle: blocks` as a mapping."""
+    return {} if value == "blocks" else value
+
+
+class ShuffleBlocks(Strict):
+    """A shuffle of blocks of consecutive samples, and then of the samples in windows of blocks."""
+
+    window_blocks: PositiveInt = Field(
+        default=16,
+        description="How many blocks are shuffled into each other at a time. Each shard draws from its own share of "
+        "them.",
+    )
+    block_rows: PositiveInt | None = Field(
+        default=None,
+        description="Samples in a block. null: the blocks that the dataset's `block_rows` names, like row groups.",
+    )
+
+
+BlocksKey = Annotated[
+    ShuffleBlocks, BeforeValidator(_blocks, json_schema_input_type=Literal["blocks"] | ShuffleBlocks)
+]
+
+
 class Eval(Strict):
     """When and on which dataset a training evaluates its model, besides at its end."""
 

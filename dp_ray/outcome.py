@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from dp_ray.errors import StorageError
@@ -9,6 +10,7 @@ from dp_ray.job import Job
 from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.plan.split import Split
+from dp_ray.replica.step_times import share_of_wait
 from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.shown import measured, relative
@@ -20,6 +22,8 @@ from dp_ray.rundir.unfinished import kept_steps
 from dp_ray.rundir.weights import WEIGHTS
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import sha256_of
+
+LONG_SHARE, LONG_SECONDS = 0.25, 10.0
 
 
 def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor | None) -> None:
@@ -53,6 +57,14 @@ def summary_of(result: Result, is_resumed: bool) -> str:
     return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
 
 
+def wait_of(result: Result) -> str:
+    """A line on the wait for data, if it took a good part of a run that is no trial; else nothing."""
+    share, loops = result.data_wait_share, [worker.get("loop_seconds", 0.0) for worker in result.workers]
+    if share is None or share < LONG_SHARE or max(loops) < LONG_SECONDS:
+        return ""
+    return f"the workers waited for data in {share:.0%} of their time: more loader.processes may help"
+
+
 def result_of(
     job: Job,
     split: Split,
@@ -65,7 +77,7 @@ def result_of(
     """Build the result of a run from its directory and its monitor; `started` is a time.monotonic()."""
     attempts = monitor.attempts if monitor else []
     incidents = monitor.incidents if monitor else IncidentLog()
-    storage = claimed.storage
+    storage, times = claimed.storage, monitor.task_messages.times if monitor else {}
     merged = status == "done" and job.task == "predict"
     trained = status == "done" and job.task == "train"
     best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
@@ -83,7 +95,8 @@ def result_of(
         shards=job.num_shards,
         batch_dim=job.batch_dim,
         world_sizes=list(incidents.world_sizes),
-        workers=[_told(worker) for worker in attempts[-1].workers] if attempts else [],
+        workers=[_told(worker, times) for worker in attempts[-1].workers] if attempts else [],
+        data_wait_share=share_of_wait(list(times.values())),
         restarts=len(incidents.interruptions),
         interruptions=incidents.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
@@ -97,7 +110,7 @@ def result_of(
     )
 
 
-def _told(worker: WorkerReady) -> dict[str, Any]:
+def _told(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:
     world = worker.world
     return {
         "rank": world.rank,
@@ -107,4 +120,5 @@ def _told(worker: WorkerReady) -> dict[str, Any]:
         "device": str(world.device),
         "gpu_ids": list(worker.gpu_ids),
         "pid": worker.pid,
+        **times.get(world.rank, {}),
     }

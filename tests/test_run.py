@@ -65,6 +65,8 @@ def check_counts(result: dp_ray.Result, printed: str, workers: int, full: list[i
     assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
     assert result.outputs_sha256 == hashlib.sha256(result.outputs.numpy().tobytes()).hexdigest()
     assert result.world_sizes == [workers]
+    assert all(0 < one["data_wait_seconds"] < one["loop_seconds"] for one in result.workers)
+    assert result.data_wait_share
     shapes = result.shapes
     assert [(one.step, one.rows) for one in shapes] == [
         (step, rows) for step, shards in enumerate([full] * 3 + [last]) for rows in shards

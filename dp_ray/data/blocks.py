@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +16,7 @@ CACHE_BYTES = 256 << 20
 Item = dict[str, Any]
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Source = TypeVar("Source")
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,14 @@ class Blocks(Dataset[Item], Generic[Source]):
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"sample {indices} of {len(self)}")
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        for number in np.unique(numbers):
+        # Block after block as they are first asked for: those of a new window follow those of the last one.
+        for number in dict.fromkeys(numbers.tolist()):
             places = np.flatnonzero(numbers == number)
-            yield places, self._cache.get(int(number), self._load), wanted[places] - self._starts[number]
+            yield places, self._cache.get(number, self._load), wanted[places] - self._starts[number]
+
+    def hold_blocks(self, number: int) -> None:
+        """Keep at least so many blocks in memory: those that were read last, whatever their size."""
+        self._cache.least = number
 
     @property
     def block_rows(self) -> Rows:
@@ -103,24 +109,25 @@ class Blocks(Dataset[Item], Generic[Source]):
 
 
 class Cache:
-    """What was read last, up to a number of bytes; a copy for another process is empty."""
+    """What was read last, up to a number of bytes but at least `least` of it; a copy for another process is empty."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, least: int = 1) -> None:
+        self.least = least
         self._most_bytes = most_bytes
-        self._held: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        self._held: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
 
-    def get(self, number: int, load: Callable[[int], tuple[Any, int]]) -> Any:
-        """What `load` gives for the number, from memory if it is there; the newest one always stays."""
-        if number in self._held:
-            self._held.move_to_end(number)
-            return self._held[number][0]
-        value, size = load(number)
-        self._held[number] = value, size
+    def get(self, key: Key, load: Callable[[Key], tuple[Any, int]]) -> Any:
+        """What `load` gives for the key, from memory if it is there."""
+        if key in self._held:
+            self._held.move_to_end(key)
+            return self._held[key][0]
+        value, size = load(key)
+        self._held[key] = value, size
         self._bytes += size
-        while self._bytes > self._most_bytes and len(self._held) > 1:
+        while self._bytes > self._most_bytes and len(self._held) > self.least:
             self._bytes -= self._held.popitem(last=False)[1][1]
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Cache, (self._most_bytes,)
+        return Cache, (self._most_bytes, self.least)

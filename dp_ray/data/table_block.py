@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dp_ray.data.values import stacked, values_of
+from dp_ray.data.values import Rows, dicts, stacked, values_of
 
 Column = np.ndarray[Any, Any]
 
@@ -25,9 +25,9 @@ class TableBlock:
         """The names of its columns."""
         return list(self._values)
 
-    def item(self, row: int) -> dict[str, Any]:
-        """The values of a row, by column."""
-        return {name: give(row) for name, give in self._values.items()}
+    def items(self, rows: Rows) -> list[dict[str, Any]]:
+        """The values of some rows, by column."""
+        return dicts({name: give(rows) for name, give in self._values.items()}, len(rows))
 
     def column(self, name: str) -> Column | None:
         """The values of a column, of all rows; None if a batch cannot be cut from them, or a value is missing."""

@@ -13,7 +13,6 @@ from dp_ray.errors import DataError, Error
 from dp_ray.job import Job
 from dp_ray.job_parts import Loader
 from dp_ray.job_target import Target
-from dp_ray.plan.order import Order
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
@@ -21,6 +20,8 @@ from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
 from dp_ray.replica.read_requests import IndexLists, Indices, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
+from dp_ray.replica.sample_order import hold_blocks, order_of
+from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads
 from dp_ray.replica.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
 from dp_ray.replica.whole_columns import Cut, WholeColumns, whole_columns
@@ -86,8 +87,10 @@ class Samples(Dataset[Any]):
         name: str = "the dataset",
         keys: ItemKeys | None = None,
         columns: WholeColumns | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         self.dataset = dataset
+        self.times = times or StepTimes()
         self._columns = columns
         self._keys = keys
         self.name = name
@@ -168,23 +171,26 @@ def load_shards(
     device: torch.device,
     pick: Pick | None = None,
     name: str = "the dataset",
+    times: StepTimes | None = None,
 ) -> Iterator[Batch]:
     """Yield the sample indices and the batch, on `device`, of each shard of `work`, in its order.
 
-    The batch is the collated one, or what `pick` returns for it.
+    The batch is the collated one, or what `pick` returns for it. `times` measures the wait for batches, and the
+    loader's work.
 
     Raises DataError if reading a sample raises; the message names the sample and the dataset by `name`.
     Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
     """
+    hold_blocks(job, dataset, work)
     make = _whole_batches if job.scatter == "batch" else _shards
-    keys = item_keys(job)
-    samples = Samples(dataset, job.seed, name, keys, whole_columns(job, dataset, keys))
-    return on_device(make(job, samples, work, device, pick), device)
+    times, keys = times or StepTimes(), item_keys(job)
+    samples = Samples(dataset, job.seed, name, keys, whole_columns(job, dataset, keys), times)
+    return times.waiting(on_device(make(job, samples, work, device, pick), device))
 
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
     """Read and collate each shard by itself: only the worker's own rows are read."""
-    loaded = iter(_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device))
+    loaded = _loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device)
     for _, shards in work:
         for shard in shards:
             indices, batch = _next_batch(loaded)
@@ -196,7 +202,7 @@ def _whole_batches(
     job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
     """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
-    loaded = iter(_loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device))
+    loaded = _loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device)
     for step, shards in work:
         if not shards:
             continue
@@ -208,17 +214,14 @@ def _whole_batches(
             yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
 
 
-def _loader(
-    job: Job, samples: Samples, pieces: Callable[[], Iterator[Shard]], device: torch.device
-) -> DataLoader[Any]:
+def _loader(job: Job, samples: Samples, pieces: Callable[[], Iterator[Shard]], device: torch.device) -> TimedLoader:
     loader: Loader = job.loader
-    order = Order(len(samples), job.seed, 0, job.is_shuffled)
-    return DataLoader(
-        samples,
+    order = order_of(job, samples.dataset)
+    collate = functools.partial(_collate, collate=collate_of(job), seed=None if job.collate is None else job.seed)
+    made: DataLoader[Any] = DataLoader(
+        TimedReads(samples),
         batch_sampler=IndexLists(order, pieces),  # type: ignore[arg-type]
-        collate_fn=functools.partial(
-            _collate, collate=collate_of(job), seed=None if job.collate is None else job.seed
-        ),
+        collate_fn=TimedCollate(collate),
         num_workers=loader.processes,
         prefetch_factor=loader.prefetch if loader.processes else None,
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
@@ -226,6 +229,7 @@ def _loader(
         multiprocessing_context=_context(loader, samples.dataset) if loader.processes else None,
         worker_init_fn=_leave_ctrl_c_to_the_trainer,
     )
+    return TimedLoader(made, samples.times)
 
 
 def _context(loader: Loader, dataset: Any) -> str | None:

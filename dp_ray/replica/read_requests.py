@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dp_ray.plan.block_order import BlockOrder
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
 
@@ -26,7 +27,7 @@ class ReadRequest(NamedTuple):
 class Positions:
     """The sample indices at consecutive positions of an order, computed a block at a time."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order | BlockOrder) -> None:
         self.order = order
         self.start = 0
         self.block = np.empty(0, np.int64)
@@ -45,7 +46,7 @@ class IndexLists:
     `pieces` gives the shards or the global batches. It is a function because the loader may start more than once.
     """
 
-    def __init__(self, order: Order, pieces: Callable[[], Iterator[Shard]]) -> None:
+    def __init__(self, order: Order | BlockOrder, pieces: Callable[[], Iterator[Shard]]) -> None:
         self.order = order
         self.pieces = pieces
 

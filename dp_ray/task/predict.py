@@ -15,6 +15,7 @@ from dp_ray.replica.inputs import PredictInputs
 from dp_ray.replica.model import compiled
 from dp_ray.replica.predict import predict
 from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.world import World
 from dp_ray.results.outputs import PartWriter
 from dp_ray.results.shape_recorder import Recorder
@@ -22,7 +23,7 @@ from dp_ray.results.shapes import Probe
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import PARTS, begin_attempt
 from dp_ray.storage import Storage
-from dp_ray.task.notices import Note, Send
+from dp_ray.task.notices import Note, Send, WorkerTimes
 from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.step_control import StepControl
 
@@ -48,9 +49,11 @@ def predict_outputs(
         PartWriter(run.child(PARTS), work.shards, job.batch_dim, recorder.keep, attempt, note) as writer,
     ):
         keeper = OutputKeeper(recorder, probe, writer, control)
-        batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note))
+        times = StepTimes()
+        batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note), times=times)
         predict(model, job, world.device, work, batches, keeper.on_shard, keeper.on_step, keeper.goes_on)
         control.through()
+    send(WorkerTimes(world.rank, times.to_json()))
     if keeper.stops:
         control.leave()
     control.end()
