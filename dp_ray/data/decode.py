@@ -35,6 +35,11 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
         return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
 
 
+def float_image(value: Any) -> torch.Tensor:
+    """The same as float32 from 0 to 1, as models of images take it."""
+    return image(value).float() / 255
+
+
 def array(value: bytes) -> torch.Tensor:
     """The array in the bytes of a NumPy file (.npy), without objects."""
     return torch.from_numpy(np.load(io.BytesIO(value), allow_pickle=False))
