@@ -1,4 +1,4 @@
-"""Runs a job: claims its run directory, starts its workers, follows them, and merges their files."""
+"""Runs a job: claims its run directory, starts its workers, follows them, and proves that their files are whole."""
 
 import contextlib
 import dataclasses
@@ -19,10 +19,9 @@ from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outcome import result_of, save_unfinished, summary_of, wait_of
-from dp_ray.plan.order import Order
 from dp_ray.plan.plan import Plan
 from dp_ray.planning import dataset_rows, make_plan, taken_over
-from dp_ray.results.outputs import merge
+from dp_ray.results.proof import prove_outputs
 from dp_ray.results.result import Result
 from dp_ray.results.shown import relative
 from dp_ray.rundir import ledger
@@ -30,7 +29,7 @@ from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, with_fu
 from dp_ray.rundir.history_file import HISTORY, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import Lease, held, wait_until_free
-from dp_ray.rundir.ledger import PARTS
+from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.rundir.weights import LINKS, first_step
 from dp_ray.system.environment import environment
@@ -228,13 +227,11 @@ class Execution:
                 self._on_ray(prepared, self._claimed, monitor, self._console)
 
     def _merge(self) -> None:
-        """Merge the workers' parts or pieces of history, and verify that they are complete."""
-        job, split, run = self._job, self._split, self._storage
-        if job.task == "predict":
-            self._console.say("merging the outputs")
-            order = Order(split.rows, job.seed, 0, job.is_shuffled)
-            merge(run.child(PARTS), run, order, split.rows_kept, ledger.committed(run))
-        elif job.task == "train":
+        """Prove that the outputs are whole, or merge the pieces of the history."""
+        split, run = self._split, self._storage
+        if self._job.task == "predict":
+            prove_outputs(run, split.rows_kept)
+        elif self._job.task == "train":
             merge_history(run.child(HISTORY), run, split.total_steps, first_step(run))
 
     def _result(self, status: str, error: BaseException | None = None) -> Result:
@@ -248,7 +245,7 @@ class Execution:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
         result = self._result("done")
         result.save(self._storage)
-        for folder in (PARTS, HISTORY, LINKS):
+        for folder in (PARTS, FILES, HISTORY, LINKS):
             self._storage.child(folder).remove()
         for name in (ledger.LEDGER, INCIDENTS):
             self._storage.delete(name)

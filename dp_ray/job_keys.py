@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from dp_ray.job_outputs import Outputs
 from dp_ray.job_parts import (
     BlocksKey,
     Checkpoint,
@@ -230,6 +231,7 @@ class JobKeys(WorkerKeys, WorkKeys):
         "the children of a torch.nn.Sequential.",
     )
 
+    outputs: Outputs = Field(default=Outputs(), description="predict only: how the outputs are written.")
     retries: NonNegativeInt = Field(
         default=3,
         description="How many times all workers are started again, after a loss, a hang or an error that may pass, "

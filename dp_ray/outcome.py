@@ -11,7 +11,7 @@ from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.plan.split import Split
 from dp_ray.replica.step_times import share_of_wait
-from dp_ray.results.outputs import MERGED, Merged
+from dp_ray.results.manifest import outputs_path, outputs_sha256
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.shown import measured, relative
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
@@ -101,8 +101,8 @@ def result_of(
         interruptions=incidents.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
         seconds=round(time.monotonic() - started, 3),
-        outputs_path=str(storage.child(MERGED)) if merged else None,
-        outputs_sha256=Merged(storage).sha256() if merged else None,
+        outputs_path=outputs_path(storage) if merged else None,
+        outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=str(storage.child(WEIGHTS)) if trained else None,
         weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
         best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,

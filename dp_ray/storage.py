@@ -109,6 +109,12 @@ class Storage:
         with self._named(f"cannot look for {name}"):
             return self.fs.get_file_info(self.file(name)).mtime  # type: ignore[no-any-return]
 
+    def size(self, name: str) -> int | None:
+        """The bytes of a file; None if it does not exist."""
+        with self._named(f"cannot look for {name}"):
+            found = self.fs.get_file_info(self.file(name))
+            return int(found.size) if found.is_file else None
+
     @property
     def is_atomic(self) -> bool:
         """Whether a file of this store appears whole or not at all, without a rename."""
@@ -206,12 +212,16 @@ def _nothing() -> None:
 
 
 class UnfinishedFile:
-    """A file being written: a stream whose StorageErrors name the file. It joins the folder only by `commit`."""
+    """A file being written: a stream whose StorageErrors name the file. It joins the folder only by `commit`.
+
+    A name may lead into a folder below: until the commit, nothing of the file is there.
+    """
 
     def __init__(self, storage: Storage, name: str) -> None:
         self.storage = storage
         self.name = name
-        self._path = storage.file(name if storage.is_atomic else f"{TEMPORARY}{uuid.uuid4().hex}-{name}")
+        temporary = f"{TEMPORARY}{uuid.uuid4().hex}-{name.rpartition('/')[2]}"
+        self._path = storage.file(name if storage.is_atomic else temporary)
         with self._named():
             self._stream = storage.fs.open_output_stream(self._path)
         if storage.is_atomic:

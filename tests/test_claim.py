@@ -8,7 +8,7 @@ import pytest
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
-from dp_ray.results.outputs import MERGED
+from dp_ray.results.manifest import MERGED, OUTPUTS
 from dp_ray.rundir import contents
 from dp_ray.rundir.checkpoint import CHECKPOINTS
 from dp_ray.rundir.claim import base_storage, check_shared, claim, with_shards_of_run
@@ -118,7 +118,7 @@ def test_no_advice_names_overwrite_without_what_it_deletes(tmp_path: Path) -> No
 
 def test_the_files_that_overwrite_deletes_are_those_that_runs_keep() -> None:
     assert {CHECKPOINTS, PARTS} == contents.COUNTED.keys()
-    assert {HISTORY, METRICS, WEIGHTS, MERGED} == contents.NAMED.keys()
+    assert {HISTORY, METRICS, WEIGHTS, OUTPUTS, MERGED} == contents.NAMED.keys()
 
 
 def resumed(tmp_path: Path, began: dict[str, Any], **here: Any) -> Job:

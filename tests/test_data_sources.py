@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import threading
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,32 @@ def test_a_block_is_read_once_for_samples_that_lie_together(tmp_path: Path, monk
     dataset.__getitems__([9, 0, 8, 1, 2, 3])
     assert reads == [f"{tmp_path}/part-0.parquet, row group {number}" for number in (2, 0)]
     assert dataset.block_rows.tolist() == [4, 4, 2, 1, 4, 4, 4]
+
+
+def test_blocks_that_are_held_are_read_several_at_a_time_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet(tmp_path)
+    dataset, table = Parquet(tmp_path, cache_bytes=1), Parquet._table
+    reads: list[str] = []
+    together = threading.Barrier(3, timeout=20)
+
+    def met(self: Parquet, block: Any) -> pa.Table:
+        reads.append(str(block))
+        if len(reads) <= 3:
+            together.wait()
+        return table(self, block)
+
+    monkeypatch.setattr(Parquet, "_table", met)
+    dataset.hold_blocks(3)
+    indices = [8, 0, 4, 9, 1, 5, 12, 13, 10, 22, 12]
+    for _ in range(2):
+        assert [item["id"] for item in dataset.__getitems__(indices[:6])] == indices[:6]
+    assert [item["id"] for item in dataset.__getitems__(indices)] == indices
+    assert len(reads) == len(set(reads)) == 6
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert [item["id"] for item in copy.__getitems__(indices * 2)] == indices * 2
+    assert len(reads) == 12
 
 
 def test_a_copy_for_another_process_reads_the_same(tmp_path: Path) -> None:

@@ -1,18 +1,25 @@
 """A run that broke is resumed: only what is missing is read, and the end is that of one undisturbed run."""
 
 import contextlib
+import os
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboardX.proto.event_pb2 import Event
 
 import dp_ray
+from dp_ray import driver
 from dp_ray.errors import DataError, JobError, StorageError
 from dp_ray.results import outputs
+from dp_ray.results.proof import prove_outputs
+from dp_ray.task import merging
+from dp_ray.task.merging import Merger
 from tests.support import models
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -61,24 +68,76 @@ def test_a_broken_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_parts_are_gone_once_they_are_merged(tmp_path: Path) -> None:
     result = dp_ray.run(**keys(tmp_path))
     left = sorted(path.name for path in Path(result.run_dir).iterdir())
-    assert left == ["outputs.parquet", "result.json", "run.json", "shapes.parquet"]
+    assert left == ["outputs", "result.json", "run.json", "shapes.parquet"]
 
 
 def test_a_part_that_vanished_is_found_out_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof before the merge is an error, not a hole; the next run fills it."""
-    from dp_ray import driver
+    """It is an error, not a hole; the next run fills it."""
+    finish = Merger.finish
 
-    def lose_a_part(parts: Any, *rest: Any) -> None:
-        parts.fs.delete_file(parts.file(parts.names()[0]))
-        outputs.merge(parts, *rest[:3])
+    def lose_a_part(merger: Merger, control: Any) -> bool:
+        (tmp_path / "run" / "parts").joinpath(min(os.listdir(tmp_path / "run" / "parts"))).unlink()
+        return finish(merger, control)
 
     monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
-    monkeypatch.setattr(driver, "merge", lose_a_part)
-    with pytest.raises(StorageError, match=r"position 0 (is missing|holds)"):
-        dp_ray.run(**keys(tmp_path))
-    monkeypatch.setattr(driver, "merge", outputs.merge)
+    with monkeypatch.context() as patch:
+        patch.setattr(merging, "LOOK_SECONDS", 100.0)  # nothing is merged before the loop has ended
+        patch.setattr(Merger, "finish", lose_a_part)
+        with pytest.raises(StorageError, match="position 0 is missing"):
+            dp_ray.run(**keys(tmp_path))
     result = dp_ray.run(**keys(tmp_path))
     assert result.outputs_sha256 == dp_ray.run(**keys(tmp_path, name="undisturbed")).outputs_sha256
+
+
+@pytest.mark.parametrize("cut", [None, -1])
+def test_a_file_that_vanished_or_was_cut_is_found_out_and_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int | None
+) -> None:
+    def lose_a_file(run: Any, *rest: Any) -> None:
+        path = Path(run.file("outputs/00001-of-00003.parquet"))
+        if cut is None:
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:cut])
+        prove_outputs(run, *rest)
+
+    several = {"outputs": {"file_bytes": 700}}
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "prove_outputs", lose_a_file)
+        with pytest.raises(StorageError, match=r"00001-of-00003\.parquet: (is gone|has \d+ bytes, where)"):
+            dp_ray.run(**keys(tmp_path, **several))
+    (tmp_path / "read").unlink()
+    result = dp_ray.run(**keys(tmp_path, **several))
+    read = {int(line) for line in (tmp_path / "read").read_text().split()}
+    assert read == set(range(35, 70)), "the steps of this file alone are run again"
+    assert result.outputs_sha256 == dp_ray.run(**keys(tmp_path, name="undisturbed")).outputs_sha256
+
+
+def test_the_outputs_so_far_are_read_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "LOOK_SECONDS", 0.01)
+    dataset = Reads(str(tmp_path))
+    result = dp_ray.run(**keys(tmp_path, dataset=dataset, outputs={"file_bytes": 700}))
+    whole = dp_ray.run(**keys(tmp_path, name="whole", dataset=models.Rows(101))).outputs
+    assert (dataset.found.task, dataset.found.status) == ("predict", "running")
+    assert torch.equal(dataset.so_far, whole[:35]) and dataset.samples == list(range(35))
+    assert torch.equal(result.outputs_so_far, whole) and torch.equal(result.outputs, whole)
+
+
+class Reads(models.Rows):
+    """Before the last sample is read, the first file of the run is waited for, and the outputs so far are read."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(101)
+        self.run = Path(folder) / "run"
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 60:
+            while not list((self.run / "files").glob("file-0-*")):
+                time.sleep(0.01)
+            self.found = dp_ray.load(self.run)
+            self.so_far = self.found.outputs_so_far
+            self.samples = pd.read_parquet(self.run / "outputs")["sample_index"].tolist()
+        return super().__getitem__(index)
 
 
 def test_an_unknown_keyword_is_the_jobs_error(tmp_path: Path) -> None:

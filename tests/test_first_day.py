@@ -86,7 +86,7 @@ def test_the_first_day(folder: Path) -> None:
     for command in others:  # in this process, which has torch imported
         cli.cli(shlex.split(command)[1:], standalone_mode=False)
     assert [result_of(folder, "stopped")[key] for key in ("epochs", "total_steps")] == [11, 132]
-    outputs = pq.read_table(folder / "runs" / "train-predict" / "outputs.parquet")
+    outputs = pq.read_table(folder / "runs" / "train-predict" / "outputs" / "00000-of-00001.parquet")
     assert outputs.column("sample_index").to_pylist() == list(range(600))
     scored = result_of(folder, "train-evaluate")["metrics"]
     best = trained["best"]

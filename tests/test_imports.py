@@ -21,6 +21,7 @@ FLOORS = [
     "key_hints",
     "job_target",
     "job_parts",
+    "job_outputs",
     "job_keys",
     "job_errors",
     "job",

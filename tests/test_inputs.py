@@ -11,12 +11,13 @@ from torch.utils.data import TensorDataset
 from dp_ray.job import Job
 from dp_ray.plan.order import Order
 from dp_ray.replica.world import World
-from dp_ray.results.outputs import Merged, merge
+from dp_ray.results.merged import Merged
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Note
 from dp_ray.task.task import run_task
 from tests.support import models, training
+from tests.support.merging import merged
 
 FIRST, SECOND = models.Rows(20).data, models.Rows(20).data.flip(0)
 PAIRS = TensorDataset(FIRST, SECOND)
@@ -72,9 +73,7 @@ def predicted(folder: Path, model: Any, dataset: Any, **keys: Any) -> tuple[Merg
     run.child(PARTS).create()
     for rank in range(2):
         run_task(job, World(rank, 2), run, told.append)
-    rows = len(dataset)
-    merge(run.child(PARTS), run, Order(rows, job.seed, 0, job.is_shuffled), rows)
-    return Merged(run), [one.text for one in told if isinstance(one, Note)]
+    return merged(job, run, len(dataset)), [one.text for one in told if isinstance(one, Note)]
 
 
 LOSS = {"loss": "torch.nn:MSELoss"}

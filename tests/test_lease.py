@@ -172,5 +172,6 @@ def test_a_driver_that_is_late_writes_nothing_over_anothers(tmp_path: Path) -> N
     with pytest.raises(StorageError, match="was taken over by another driver"):
         dp_ray.run(**{**keys(tmp_path), "dataset": dataset})
     assert (tmp_path / "run" / "shapes.parquet").read_text() == "another's"
-    assert not {path.name for path in (tmp_path / "run").iterdir()} & {"result.json", "outputs.parquet"}
+    assert not {path.name for path in (tmp_path / "run").iterdir()} & {"result.json"}
+    assert list((tmp_path / "run" / "outputs").iterdir()) == []
     assert list((tmp_path / "run" / "parts").iterdir()) == []

@@ -9,13 +9,18 @@ import torch
 
 from dp_ray.errors import StorageError
 from dp_ray.job import Job
+from dp_ray.plan.file_cut import FileCut
 from dp_ray.plan.order import Order
+from dp_ray.plan.split import Split
 from dp_ray.plan.work import Range
 from dp_ray.replica.world import World
-from dp_ray.results.outputs import Merged, merge
+from dp_ray.results.merged import Merged
+from dp_ray.results.output_files import FileMerge
+from dp_ray.results.proof import prove_outputs
 from dp_ray.results.shape_recorder import Report
 from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
+from dp_ray.task import merging
 from dp_ray.task.step_control import StepControl, StopRequested
 from dp_ray.task.task import run_task
 from tests.support import models
@@ -35,6 +40,9 @@ class StopsAt(StepControl):
     def before(self, step: int) -> None:
         self.wants_stop = step == self.step
 
+    def through(self) -> None:
+        self.wants_stop = True
+
 
 def run_until(run: Storage, step: int) -> None:
     with pytest.raises(StopRequested):
@@ -53,18 +61,44 @@ def test_what_a_dead_attempt_commits_later_is_not_merged(tmp_path: Path) -> None
     run_until(run, 2)
     (first,) = run.child(ledger.PARTS).names()
     run_until(run, 4)
-    assert len(ledger.committed(run)) == 2
-    run_task(JOB, World(), run, lambda report: None)
+    assert len(ledger.committed(run)) == 3, "two parts, and into how many files the outputs are cut"
+    run_until(run, 5)
     # The first attempt was only cut off: it goes on, and commits steps that the others have run since.
     late = tmp_path / "parts" / first.replace("steps-0-2", "steps-2-6")
     shutil.copy(tmp_path / "parts" / first, late)
     assert len(run.child(ledger.PARTS).names()) == 4
     committed = ledger.committed(run)
-    assert len(committed) == 3 and late.name not in committed
-    merge(run.child(ledger.PARTS), run, Order(60, 0, 0, False), 60, committed)
-    assert torch.allclose(Merged(run).read(), expected(), atol=1e-6)
-    with pytest.raises(StorageError, match="position 0 is there twice"):
-        merge(run.child(ledger.PARTS), run, Order(60, 0, 0, False), 60)
+    assert len(committed) == 4 and late.name not in committed
+    run_task(JOB, World(), run, lambda report: None)
+    prove_outputs(run, 60)
+    assert torch.allclose(Merged.of(run).read(), expected(), atol=1e-6)
+
+
+def test_a_superseded_worker_gets_no_file_and_removes_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "LOOK_SECONDS", 100.0)  # nothing is merged before the loop has ended
+    run, split = Storage(str(tmp_path)), Split(60, 10, 2)
+    run_until(run, 5)
+    old = ledger.read(run)
+    late = FileMerge(run, old, FileCut(1, 6), 0, split, Order(60, shuffle=False))
+    assert not late.advance()
+    run_until(run, 6)  # the newer attempt commits the last step, and stops before it has merged the file
+    parts = run.child(ledger.PARTS).names()
+    stray = ledger.part_name(Range(5, 6, 0, 2), old.attempt)
+    (last,) = (name for name in parts if old.attempt not in name)
+    shutil.copy(tmp_path / "parts" / last, tmp_path / "parts" / stray)
+    with pytest.raises(StorageError, match="a newer attempt of the job has begun"):
+        late.advance()
+    late.close()
+    assert run.child("outputs").names() == [] and run.child(ledger.PARTS).names() == sorted([*parts, stray])
+    with pytest.raises(StorageError, match="a newer attempt of the job has begun"):
+        ledger.note_files(ledger.fenced(run, old.attempt), old.attempt, 7)
+    ledger.note_files(run, old.attempt, 7)  # it passed the check just before the newer attempt began
+    assert ledger.files_in(ledger.committed(run)) == 1
+    run_task(JOB, World(), run, lambda report: None)
+    prove_outputs(run, 60)
+    assert torch.allclose(Merged.of(run).read(), expected(), atol=1e-6)
 
 
 def test_a_later_attempt_runs_only_what_is_in_no_part_that_counts(tmp_path: Path) -> None:

@@ -14,20 +14,25 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_ray.errors import ModelError, StorageError
+from dp_ray.plan.file_cut import FileCut
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Done, Work
-from dp_ray.results import output_parts, outputs
-from dp_ray.results.outputs import MERGED, Merged, PartWriter, merge
-from dp_ray.rundir.ledger import done_ranges
+from dp_ray.results import merged, output_files, outputs
+from dp_ray.results.manifest import OUTPUTS, outputs_sha256
+from dp_ray.results.merged import Merged
+from dp_ray.results.output_files import OpenFile
+from dp_ray.results.outputs import PartWriter
+from dp_ray.rundir import ledger
+from dp_ray.rundir.ledger import PARTS, done_ranges
 from dp_ray.storage import Storage
+from tests.support.merging import begin, merge
 
 Forward = Callable[[torch.Tensor], Any]  # from sample indices to the outputs of these rows
 
@@ -44,16 +49,19 @@ def forward(samples: torch.Tensor) -> dict[str, Any]:
 
 
 def run_worker(
-    folder: Storage,
+    run: Storage,
     work: Work,
     order: Order,
     model: Forward = forward,
     lost_at: int | None = None,
     batch_dim: int = 0,
+    attempt: str = "",
 ) -> list[tuple[int, int]]:
     """Write a worker's parts; the (step, shard) it ran. Dies in step `lost_at`, its last shard not taken."""
     ran = []
-    with PartWriter(folder, work.shards, batch_dim) as writer:
+    files = ledger.files_in(ledger.committed(run)) or 1
+    cut = FileCut(files, work.split.total_steps)
+    with PartWriter(run.child(PARTS), work.shards, lambda row_bytes: cut, batch_dim, attempt=attempt) as writer:
         for step, shards in work:
             for shard in shards:
                 if step == lost_at and shard == shards[-1]:
@@ -67,19 +75,21 @@ def run_worker(
     return ran
 
 
-def run_workers(run: Storage, split: Split, order: Order, world_size: int = 1, model: Forward = forward) -> Storage:
-    """One attempt in which nobody dies; gives the folder of the output_parts."""
-    folder = run.child("parts")
-    folder.create()
+def run_workers(
+    run: Storage, split: Split, order: Order, world_size: int = 1, model: Forward = forward, files: int = 1
+) -> Storage:
+    """One attempt in which nobody dies; gives the folder of the parts."""
+    folder = begin(run, files)
     for rank in range(world_size):
-        run_worker(folder, Work(split, world_size, rank), order, model)
+        run_worker(run, Work(split, world_size, rank), order, model)
     return folder
 
 
 def positions(folder: Storage) -> list[int]:
     """The positions of all rows of all parts, as pyarrow finds them."""
-    tables = [pq.read_table(folder.file(name), filesystem=folder.fs, columns=["position"]) for name in folder.names()]
-    return [position for table in tables for position in table.column(0).to_pylist()]
+    streams = [folder.fs.open_input_file(folder.file(name)) for name in folder.names()]
+    tables = [pa.ipc.open_file(stream).read_all() for stream in streams]
+    return [position for table in tables for position in table["position"].to_pylist()]
 
 
 @contextmanager
@@ -87,19 +97,25 @@ def small_files(group: int, part: int, block: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outputs, "GROUP_BYTES", group)
         patch.setattr(outputs, "PART_BYTES", part)
-        patch.setattr(output_parts, "MERGE_BYTES", block)
+        patch.setattr(outputs, "MERGE_BYTES", block)
+        patch.setattr(output_files, "GROUP_BYTES", group)
         yield
 
 
-def digest_of(*leaves: torch.Tensor) -> str:
-    return hashlib.sha256(b"".join(leaf.numpy().tobytes() for leaf in leaves)).hexdigest()
+def digest_of(batch_size: int, *leaves: torch.Tensor | Sequence[torch.Tensor]) -> str:
+    """By its definition: over the digest of each step, and that over its leaves, one after another, row after row."""
+    digest = hashlib.sha256()
+    for first in range(0, len(leaves[0]), batch_size):
+        rows = [row.numpy().tobytes() for leaf in leaves for row in leaf[first : first + batch_size]]
+        digest.update(hashlib.sha256(b"".join(rows)).digest())
+    return digest.hexdigest()
 
 
 def assert_merged(run: Storage, split: Split, order: Order) -> None:
     """The merged file holds what one process would have given, asked in each of its ways."""
     samples = torch.from_numpy(order.indices(0, split.rows_kept))
     wide, doubled = WIDE[samples], samples * 2
-    merged = Merged(run)
+    merged = Merged.of(run)
     read = merged.read()
     assert torch.equal(read["wide"], wide) and torch.equal(read["inner"][0], doubled)
     assert read["inner"][1] == "constant"
@@ -107,7 +123,9 @@ def assert_merged(run: Storage, split: Split, order: Order) -> None:
     expected = zip(torch.split(wide, split.batch_size), torch.split(doubled, split.batch_size), strict=True)
     for batch, (some_wide, some_doubled) in zip(batches, expected, strict=True):
         assert torch.equal(batch["wide"], some_wide) and torch.equal(batch["inner"][0], some_doubled)
-    assert merged.sha256() == digest_of(wide, doubled)
+    assert torch.equal(merged.sample_index(), samples)
+    assert outputs_sha256(run) == digest_of(split.batch_size, wide, doubled)
+    assert run.child(PARTS).names() == [], "parts go once their file has its record"
 
 
 splits = st.builds(
@@ -124,9 +142,11 @@ def test_workers_parts_merge_to_one_process_outputs(
     split: Split, shuffle: bool, sizes: tuple[int, int, int], data: st.DataObject
 ) -> None:
     run, order = Storage("mock:///run"), Order(split.rows, 3, 0, shuffle)
+    files = data.draw(st.integers(1, split.steps))
     with small_files(*sizes):
-        folder = run_workers(run, split, order, data.draw(st.integers(1, split.shards)))
-        merge(folder, run, order, split.rows_kept)
+        run_workers(run, split, order, data.draw(st.integers(1, split.shards)), files=files)
+        merge(run, split, order)
+    assert len(Merged.of(run).names) == files
     assert_merged(run, split, order)
 
 
@@ -135,36 +155,36 @@ def test_workers_parts_merge_to_one_process_outputs(
 def test_attempts_that_lose_workers_lose_and_repeat_nothing(split: Split, shuffle: bool, data: st.DataObject) -> None:
     """Each attempt has another number of workers, of which any may die in any step; the last one has luck."""
     run, order = Storage("mock:///run"), Order(split.rows, 3, 0, shuffle)
-    folder = run.child("parts")
-    folder.create()
+    folder = begin(run, data.draw(st.integers(1, split.steps), label="files"))
     for _ in range(data.draw(st.integers(1, 4), label="attempts")):
-        attempt(data, folder, split, order)
+        attempt(data, run, split, order)
     done = Done(done_ranges(folder.names()))
     for rank in range(world_size := data.draw(st.integers(1, split.shards), label="last world size")):
-        run_worker(folder, Work(split, world_size, rank, done), order)
-    merge(folder, run, order, split.rows_kept)
+        run_worker(run, Work(split, world_size, rank, done), order)
+    merge(run, split, order)
     assert_merged(run, split, order)
 
 
-def attempt(data: st.DataObject, folder: Storage, split: Split, order: Order) -> None:
+def attempt(data: st.DataObject, run: Storage, split: Split, order: Order) -> None:
     """Some workers come through, some die: what these had not committed must not count, what they had must."""
-    world_size = data.draw(st.integers(1, split.shards), label="world size")
+    folder, world_size = run.child(PARTS), data.draw(st.integers(1, split.shards), label="world size")
     done = Done(done_ranges(folder.names()))
     for rank in range(world_size):
         lost_at = data.draw(st.none() | st.integers(0, split.steps - 1), label=f"rank {rank} dies in")
         with small_files(*data.draw(sizes, label="sizes")), suppress(Lost):
-            run_worker(folder, Work(split, world_size, rank, done), order, lost_at=lost_at)
+            run_worker(run, Work(split, world_size, rank, done), order, lost_at=lost_at)
     assert len(found := positions(folder)) == len(set(found))
 
 
 def test_steps_that_a_larger_part_holds_too_are_done(tmp_path: Path) -> None:
     """One worker of two commits three small parts and dies; one worker alone does all else, in one part."""
-    folder, split, order = Storage(str(tmp_path)), Split(20, 2, 2), Order(20)
+    run, split, order = Storage(str(tmp_path)), Split(20, 2, 2), Order(20)
+    folder = begin(run)
     with small_files(1, 1, 1), pytest.raises(Lost):
-        run_worker(folder, Work(split, 2, 0), order, lost_at=3)
-    run_worker(folder, Work(split, 1, 0, Done(done_ranges(folder.names()))), order)
+        run_worker(run, Work(split, 2, 0), order, lost_at=3)
+    run_worker(run, Work(split, 1, 0, Done(done_ranges(folder.names()))), order)
     assert sorted(positions(folder)) == list(range(20))
-    assert run_worker(folder, Work(split, 1, 0, Done(done_ranges(folder.names()))), order) == []
+    assert run_worker(run, Work(split, 1, 0, Done(done_ranges(folder.names()))), order) == []
 
 
 def test_a_part_says_which_steps_and_shards_it_holds(tmp_path: Path) -> None:
@@ -172,9 +192,9 @@ def test_a_part_says_which_steps_and_shards_it_holds(tmp_path: Path) -> None:
     with small_files(1, 1, 1):
         folder = run_workers(Storage(str(tmp_path)), split, order, 2)
     assert folder.names() == sorted(
-        f"steps-{step}-{step + 1}-shards-{shards}.parquet" for step in range(3) for shards in ("0-2", "2-4")
+        f"steps-{step}-{step + 1}-shards-{shards}.arrow" for step in range(3) for shards in ("0-2", "2-4")
     )
-    frame = pd.read_parquet(tmp_path / "parts" / "steps-1-2-shards-2-4.parquet")
+    frame = pa.ipc.open_file(tmp_path / "parts" / "steps-1-2-shards-2-4.arrow").read_all().to_pandas()
     assert frame["position"].tolist() == [16, 17, 18, 19]
     assert frame["inner.0"].tolist() == [32, 34, 36, 38]
 
@@ -188,13 +208,17 @@ def test_parts_are_committed_when_time_is_up(tmp_path: Path, monkeypatch: pytest
 def test_a_part_gets_its_name_after_what_must_come_before(tmp_path: Path) -> None:
     folder, split = Storage(str(tmp_path)), Split(4, 2, 1)
     seen: list[list[str]] = []
-    writer = PartWriter(folder, range(1), before_commit=lambda: seen.append(folder.names()))
+    writer = PartWriter(folder, range(1), one_file, before_commit=lambda: seen.append(folder.names()))
     with small_files(1, 1, 1), writer:
         for step, shards in Work(split):
             writer.on_shard(shards[0], np.arange(shards[0].start, shards[0].stop), torch.ones(2))
             writer.on_step(step)
-    assert seen == [[], ["steps-0-1-shards-0-1.parquet"]]
-    assert folder.names() == ["steps-0-1-shards-0-1.parquet", "steps-1-2-shards-0-1.parquet"]
+    assert seen == [[], ["steps-0-1-shards-0-1.arrow"]]
+    assert folder.names() == ["steps-0-1-shards-0-1.arrow", "steps-1-2-shards-0-1.arrow"]
+
+
+def one_file(row_bytes: float) -> FileCut:
+    return FileCut(1, 100)
 
 
 def refuse() -> None:
@@ -202,7 +226,7 @@ def refuse() -> None:
 
 
 def test_a_part_whose_commit_fails_leaves_nothing(tmp_path: Path) -> None:
-    writer = PartWriter(Storage(str(tmp_path)), range(1), before_commit=refuse)
+    writer = PartWriter(Storage(str(tmp_path)), range(1), one_file, before_commit=refuse)
     writer.on_shard(Split(4, 4, 1).shard(0, 0), np.arange(4), torch.ones(4))
     writer.on_step(0)
     with pytest.raises(Lost), writer:
@@ -211,21 +235,55 @@ def test_a_part_whose_commit_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_leaves_only_what_it_had_committed(tmp_path: Path) -> None:
-    folder = Storage(str(tmp_path))
+    run = Storage(str(tmp_path))
+    begin(run)
     with small_files(1, 500, 1), pytest.raises(Lost):
-        run_worker(folder, Work(Split(30, 5, 2)), Order(30), lost_at=5)
-    assert [path.name for path in tmp_path.iterdir()] == ["steps-0-3-shards-0-2.parquet"]
+        run_worker(run, Work(Split(30, 5, 2)), Order(30), lost_at=5)
+    assert [path.name for path in (tmp_path / PARTS).iterdir()] == ["steps-0-3-shards-0-2.arrow"]
+
+
+def test_no_part_is_in_two_files(tmp_path: Path) -> None:
+    folder = run_workers(Storage(str(tmp_path)), Split(80, 10, 2), Order(80), files=3)
+    assert folder.names() == [f"steps-{steps}-shards-0-2.arrow" for steps in ("0-2", "2-5", "5-8")]
+
+
+def test_a_worker_that_never_learns_of_the_cut_keeps_nothing(tmp_path: Path) -> None:
+    """Rank 0 was asked to stop before its first step; so is this worker."""
+    known = iter([None, FileCut(1, 3)])
+    split, folder = Split(30, 10, 1), Storage(str(tmp_path))
+    with PartWriter(folder, range(1), lambda row_bytes: next(known)) as writer:
+        for step, (shard,) in itertools.islice(Work(split), 2):
+            writer.on_shard(shard, np.arange(shard.start, shard.stop), torch.ones(10))
+            writer.on_step(step)
+            writer.commit()
+            assert folder.names() == ["steps-1-2-shards-0-1.arrow"] * step
 
 
 def test_a_full_disk_is_an_error_that_leaves_no_part(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    begin(run)
+    with small_disk(1000), pytest.raises(StorageError, match="cannot write"):
+        run_worker(run, Work(Split(100, 10, 1)), Order(100))
+    assert list((tmp_path / PARTS).iterdir()) == []
+
+
+@contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """No file may become larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
-        with pytest.raises(StorageError, match="cannot write"):
-            run_worker(Storage(str(tmp_path)), Work(Split(100, 10, 1)), Order(100))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_while_a_file_is_merged_loses_nothing(six: Storage) -> None:
+    with small_disk(1000), pytest.raises(StorageError, match="cannot write"):
+        merge_six(six)
+    assert len(six.child(PARTS).names()) == 6 and six.child(OUTPUTS).names() == []
+    merge_six(six)
+    assert_merged(six, Split(30, 10, 4), SHUFFLED)
 
 
 @pytest.fixture
@@ -248,20 +306,20 @@ def move(run: Storage, name: str, other: str | None) -> None:
         path.unlink()
 
 
-def merge_six(run: Storage, order: Order = SHUFFLED, rows: int = 30) -> None:
-    merge(run.child("parts"), run, order, rows)
+def merge_six(run: Storage, order: Order = SHUFFLED) -> None:
+    merge(run, Split(30, 10, 4), order)
 
 
 @pytest.mark.parametrize(
     ("name", "other", "says"),
     [
-        ("steps-0-1-shards-0-2.parquet", None, "position 0 is missing"),
-        ("steps-1-2-shards-2-4.parquet", None, "position 16 is missing"),
-        ("steps-2-3-shards-0-2.parquet", None, "position 20 is missing"),
-        ("steps-2-3-shards-2-4.parquet", None, "end at position 26 of 30"),
-        ("steps-0-1-shards-0-2.parquet", "steps-7-8-shards-0-2.parquet", "position 0 is there twice"),
-        ("steps-1-2-shards-2-4.parquet", "steps-0-1-shards-4-5.parquet", "position 16 is there twice"),
-        ("steps-2-3-shards-2-4.parquet", "steps-1-2-shards-0-2.parquet", "position 10 is missing"),
+        ("steps-0-1-shards-0-2.arrow", None, "position 0 is missing"),
+        ("steps-1-2-shards-2-4.arrow", None, "position 16 is missing"),
+        ("steps-2-3-shards-0-2.arrow", None, "position 20 is missing"),
+        ("steps-2-3-shards-2-4.arrow", None, "position 26 is missing"),
+        ("steps-0-1-shards-0-2.arrow", "steps-1-2-shards-4-5.arrow", "position 0 is there twice"),
+        ("steps-1-2-shards-2-4.arrow", "steps-0-1-shards-4-5.arrow", "position 16 is there twice"),
+        ("steps-2-3-shards-2-4.arrow", "steps-1-2-shards-0-2.arrow", "position 10 is missing"),
     ],
 )
 @pytest.mark.parametrize("block", [1, 1 << 22])
@@ -271,7 +329,7 @@ def test_parts_that_are_not_whole_are_an_error_that_names_the_position(
     move(six, name, other)
     with small_files(1, 1, block), pytest.raises(StorageError, match=says):
         merge_six(six)
-    assert [path.name for path in Path(six.path).iterdir()] == ["parts"]
+    assert six.child(OUTPUTS).names() == [] and six.child(PARTS).names() != []
 
 
 def test_parts_of_another_order_are_an_error_that_names_the_position(six: Storage) -> None:
@@ -285,11 +343,12 @@ def test_parts_of_another_order_are_an_error_that_names_the_position(six: Storag
 
 
 def test_a_part_with_a_wrong_sample_is_an_error_that_names_the_position(six: Storage) -> None:
-    name = six.child("parts").file("steps-1-2-shards-0-2.parquet")
-    table = pq.read_table(name)
+    name = six.child("parts").file("steps-1-2-shards-0-2.arrow")
+    table = pa.ipc.open_file(name).read_all()
     samples = table["sample_index"].to_pylist()
     wrong = pa.array([*samples[:2], samples[2] + 1000, *samples[3:]])
-    pq.write_table(table.set_column(1, table.schema.field(1), wrong), name)
+    with pa.ipc.new_file(name, table.schema) as file:
+        file.write_table(table.set_column(1, table.schema.field(1), wrong))
     with pytest.raises(StorageError, match=f"position 12 holds the outputs of sample {samples[2] + 1000}"):
         merge_six(six)
 
@@ -297,73 +356,79 @@ def test_a_part_with_a_wrong_sample_is_an_error_that_names_the_position(six: Sto
 @pytest.mark.parametrize(("order", "rows"), [(SHUFFLED, 20), (Order(25, shuffle=False), 25), (SHUFFLED, 29)])
 def test_more_rows_than_the_job_has_are_an_error(tmp_path: Path, order: Order, rows: int) -> None:
     run = Storage(str(tmp_path))
-    folder = run_workers(run, Split(30, 10, 4), Order(30, seed=1, shuffle=order.shuffle))
+    run_workers(run, Split(30, 10, 4), Order(30, seed=1, shuffle=order.shuffle))
     with pytest.raises(StorageError, match=f"outputs of position {rows}"):
-        merge(folder, run, order, rows)
+        merge(run, Split(rows, 10, 4), order)
 
 
 def test_no_parts_are_an_error(tmp_path: Path) -> None:
     run = Storage(str(tmp_path))
-    with pytest.raises(StorageError, match="no outputs to merge"):
-        merge(run, run, Order(1), 1)
+    begin(run)
+    with pytest.raises(StorageError, match="position 0 is missing"):
+        merge(run, Split(1, 1, 1), Order(1))
 
 
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.9])
 def test_a_part_cut_short_is_an_error_that_names_it(six: Storage, keep: float) -> None:
-    path = Path(six.child("parts").file("steps-1-2-shards-0-2.parquet"))
+    path = Path(six.child("parts").file("steps-1-2-shards-0-2.arrow"))
     whole = path.read_bytes()
     path.write_bytes(whole[: int(keep if keep > 1 else keep * len(whole))])
-    with pytest.raises(StorageError, match=r"steps-1-2-shards-0-2\.parquet: is damaged"):
+    with pytest.raises(StorageError, match=r"steps-1-2-shards-0-2\.arrow: is damaged"):
         merge_six(six)
 
 
 def test_a_merged_file_cut_short_is_an_error(six: Storage) -> None:
     merge_six(six)
-    path = Path(six.file(MERGED))
+    path = Path(six.file(Merged.of(six).names[0]))
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(StorageError, match=r"outputs\.parquet: is damaged"):
-        Merged(six).read()
+    with pytest.raises(StorageError, match=r"outputs/00000-of-00001\.parquet: is damaged"):
+        Merged.of(six).read()
 
 
 def test_other_files_among_the_parts_do_not_count(six: Storage) -> None:
-    for name in ("notes.txt", "steps-0-1-shards-0-2.parquet.bak", ".tmp-1-steps-0-9-shards-0-9.parquet"):
+    for name in ("notes.txt", "steps-0-1-shards-0-2.arrow.bak", ".tmp-1-steps-0-9-shards-0-9.arrow"):
         six.child("parts").write_text(name, "")
     assert len(done_ranges(six.child("parts").names())) == 6
     merge_six(six)
+    six.child(PARTS).remove()
     assert_merged(six, Split(30, 10, 4), SHUFFLED)
 
 
-def test_the_merged_file_is_not_there_while_it_is_made(six: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+def test_a_file_is_not_there_while_it_is_merged(six: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    write = OpenFile._write_group
 
-    def watched(*args: Any) -> Iterator[pa.Table]:
-        for block in output_parts.verify_complete(*args):
-            seen.append(six.exists(MERGED))
-            yield block
+    def watched(file: OpenFile) -> None:
+        seen.append([path.name for path in Path(six.child(OUTPUTS).path).iterdir()])
+        write(file)
 
-    monkeypatch.setattr(outputs, "verify_complete", watched)
+    monkeypatch.setattr(OpenFile, "_write_group", watched)
     with small_files(1, 1, 1):
         merge_six(six)
     assert len(seen) > 5 and not any(seen)
-    assert six.exists(MERGED)
+    assert six.child(OUTPUTS).names() == ["00000-of-00001.parquet", "manifest.json"]
 
 
-def test_the_merged_file_opens_in_pandas_polars_and_duckdb(six: Storage) -> None:
-    merge_six(six)
-    path = six.file(MERGED)
+@pytest.mark.parametrize("files", [1, 3])
+def test_the_files_open_in_pandas_polars_and_duckdb(tmp_path: Path, files: int) -> None:
+    run = Storage(str(tmp_path))
+    run_workers(run, Split(30, 10, 4), SHUFFLED, 2, files=files)
+    merge_six(run)
+    paths = sorted(map(str, (tmp_path / OUTPUTS).glob("*.parquet")))
+    assert len(paths) == files
     samples = SHUFFLED.indices(0, 30).tolist()
     names = ["sample_index", "wide", "inner.0"]
     wide = WIDE[samples].reshape(30, 6).tolist()
-    frame = pd.read_parquet(path)
+    frame = pd.read_parquet(paths)  # type: ignore[call-overload]
     assert list(frame) == names
     assert frame["sample_index"].tolist() == samples
     assert frame["inner.0"].tolist() == [2 * sample for sample in samples]
     assert [row.tolist() for row in frame["wide"]] == wide
-    table = pl.read_parquet(path)
+    table = pl.read_parquet(tmp_path / OUTPUTS / "*.parquet")
     assert table.columns == names
     assert table["sample_index"].to_list() == samples
     assert [list(row) for row in table["wide"].to_list()] == wide
-    rows = duckdb.execute(f"select sample_index, wide, \"inner.0\" from '{path}'").fetchall()
+    rows = duckdb.execute(f"select sample_index, wide, \"inner.0\" from '{tmp_path / OUTPUTS}/*.parquet'").fetchall()
     assert rows == [(sample, row, 2 * sample) for sample, row in zip(samples, wide, strict=True)]
 
 
@@ -380,8 +445,9 @@ def odd(samples: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_odd_outputs_open_in_pandas_polars_and_duckdb_too(tmp_path: Path) -> None:
     run, order = Storage(str(tmp_path)), Order(30, shuffle=False)
-    merge(run_workers(run, Split(30, 10, 2), order, 2, odd), run, order, 30)
-    path = run.file(MERGED)
+    run_workers(run, Split(30, 10, 2), order, 2, odd)
+    merge(run, Split(30, 10, 2), order)
+    path = run.file(Merged.of(run).names[0])
     ragged = [[number] * (1 + number // 10) for number in range(30)]
     frame = pd.read_parquet(path)
     assert [row["data"].tolist() for row in frame["ragged"]] == ragged
@@ -392,7 +458,7 @@ def test_odd_outputs_open_in_pandas_polars_and_duckdb_too(tmp_path: Path) -> Non
     assert [row["shape"] for row in table["ragged"].to_list()] == [[len(row)] for row in ragged]
     rows = duckdb.execute(f"select ragged.data, empty.data, short, pair from '{path}'").fetchall()
     assert rows == [(row, [], row[0] / 2, [float(row[0]), -float(row[0])]) for row in ragged]
-    read = Merged(run).read()
+    read = Merged.of(run).read()
     assert read["empty"].shape == (30, 0)
     assert torch.equal(read["short"], torch.arange(30).bfloat16() / 2)
     assert [row.tolist() for row in read["ragged"]] == ragged
@@ -403,7 +469,7 @@ def wide_in(widths: Callable[[int], int]) -> Forward:
     return lambda samples: samples[:, None].repeat(1, widths(int(samples[0])))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "files"), [(1, 1), (2, 1), (4, 1), (2, 3)])
 @pytest.mark.parametrize(
     "widths",
     [
@@ -413,17 +479,17 @@ def wide_in(widths: Callable[[int], int]) -> Forward:
         lambda first: 2 if first == 26 else 3,  # one shard of them all
     ],
 )
-def test_rows_of_other_shapes_merge(world_size: int, widths: Callable[[int], int]) -> None:
+def test_rows_of_other_shapes_merge(world_size: int, files: int, widths: Callable[[int], int]) -> None:
     run, split, order = Storage("mock:///run"), Split(30, 10, 4), Order(30, shuffle=False)
     firsts = [first for step in (0, 10, 20) for first in [step, step + 3, step + 6, step + 9]]
     pieces = [torch.arange(first, first + 3 if first % 10 < 9 else first + 1) for first in firsts]
     expected = [row for piece in pieces for row in wide_in(widths)(piece)]
     with small_files(1, 1 << 30, 1):
-        merge(run_workers(run, split, order, world_size, wide_in(widths)), run, order, 30)
-    merged = Merged(run)
-    assert_rows(merged.read(), expected)
-    assert merged.sha256() == digest_of(*expected)
-    for step, batch in enumerate(merged.batches(10)):
+        run_workers(run, split, order, world_size, wide_in(widths), files)
+        merge(run, split, order)
+    assert_rows(Merged.of(run).read(), expected)
+    assert outputs_sha256(run) == digest_of(10, expected)
+    for step, batch in enumerate(Merged.of(run).batches(10)):
         assert_rows(batch, expected[step * 10 : step * 10 + 10])
 
 
@@ -436,19 +502,18 @@ def assert_rows(got: Any, expected: Sequence[torch.Tensor]) -> None:
 def test_a_batch_of_like_rows_is_a_tensor_beside_others() -> None:
     run, order = Storage("mock:///run"), Order(30, shuffle=False)
     model = wide_in(lambda first: 1 + first // 10)
-    merge(run_workers(run, Split(30, 10, 4), order, 2, model), run, order, 30)
-    shapes = [tuple(batch.shape) for batch in Merged(run).batches(10)]
+    run_workers(run, Split(30, 10, 4), order, 2, model, files=3)
+    merge(run, Split(30, 10, 4), order)
+    shapes = [tuple(batch.shape) for batch in Merged.of(run).batches(10)]
     assert shapes == [(10, 1), (10, 2), (10, 3)]
-    assert [type(batch) for batch in Merged(run).batches(15)] == [list, list]
+    assert [type(batch) for batch in Merged.of(run).batches(15)] == [list, list]
 
 
 @pytest.mark.parametrize("lengths", [[10], [3, 3, 4], [1] * 10, [7, 1, 2], [4, 0, 6]])
 def test_batches_are_whole_however_the_file_gives_its_rows(lengths: list[int]) -> None:
     cuts = np.cumsum([0, *lengths]).tolist()
-    pieces = [
-        pa.record_batch({"x": pa.array(range(first, end), pa.int64())}) for first, end in itertools.pairwise(cuts)
-    ]
-    tables = outputs._slices(iter(pieces), 4)
+    pieces = [pa.table({"x": pa.array(range(first, end), pa.int64())}) for first, end in itertools.pairwise(cuts)]
+    tables = merged._slices(iter(pieces), 4)
     assert [table["x"].to_pylist() for table in tables] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
@@ -473,13 +538,12 @@ def test_outputs_of_another_kind_are_an_error(other: Forward) -> None:
 
 def test_outputs_of_another_kind_on_another_worker_are_an_error() -> None:
     run, order, split = Storage("mock:///run"), Order(20, shuffle=False), Split(20, 10, 2)
-    folder = run.child("parts")
-    folder.create()
-    run_worker(folder, Work(split, 2, 0), order, lambda samples: samples.float())
-    run_worker(folder, Work(split, 2, 1), order, lambda samples: samples.double())
+    begin(run)
+    run_worker(run, Work(split, 2, 0), order, lambda samples: samples.float())
+    run_worker(run, Work(split, 2, 1), order, lambda samples: samples.double())
     with pytest.raises(ModelError, match="float32 on one, float64 on another"):
-        merge(folder, run, order, 20)
-    assert run.names() == []
+        merge(run, split, order)
+    assert run.child(OUTPUTS).names() == []
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -494,37 +558,38 @@ def test_columns_whose_names_begin_alike_are_not_mixed_up(reverse: bool) -> None
         named["x"] = named["x"][:, None].repeat(1, 1 + int(samples[0]) // 10)
         return dict(sorted(named.items(), reverse=reverse))
 
-    merge(run_workers(run, Split(30, 10, 2), order, 2, model), run, order, 30)
-    read = Merged(run).read()
+    run_workers(run, Split(30, 10, 2), order, 2, model)
+    merge(run, Split(30, 10, 2), order)
+    read = Merged.of(run).read()
     expected = {name: torch.arange(30) + 1000 * place for name, place in places.items() if name != "x"}
     for name, values in expected.items():
         assert torch.equal(read[name], values), name
     ragged = [torch.full((1 + number // 10,), number) for number in range(30)]
     assert [row.tolist() for row in read["x"]] == [row.tolist() for row in ragged]
-    leaves = {**{name: [values] for name, values in expected.items()}, "x": ragged}
-    assert Merged(run).sha256() == digest_of(*[leaf for name in read for leaf in leaves[name]])
+    leaves: dict[str, Any] = {**expected, "x": ragged}
+    assert outputs_sha256(run) == digest_of(10, *[leaves[name] for name in read])
 
 
 def test_rows_in_dimension_one_and_numpy_outputs() -> None:
     run, order, split = Storage("mock:///run"), Order(30, seed=4), Split(30, 8, 3)
     states = torch.randn(5, 30, 2)
-    folder = run.child("parts")
-    folder.create()
+    begin(run)
 
     def model(samples: torch.Tensor) -> Any:
         return {"states": states[:, samples], "labels": samples.numpy() * 3}
 
     for rank in range(2):
-        run_worker(folder, Work(split, 2, rank), order, model, batch_dim=1)
-    merge(folder, run, order, 30)
+        run_worker(run, Work(split, 2, rank), order, model, batch_dim=1)
+    merge(run, split, order)
     samples = order.indices(0, 30)
-    read = Merged(run).read()
+    read = Merged.of(run).read()
     assert torch.equal(read["states"], states[:, samples])
     assert isinstance(read["labels"], np.ndarray) and read["labels"].tolist() == (samples * 3).tolist()
     expected = torch.split(states[:, samples], 8, dim=1)
-    for batch, some in zip(Merged(run).batches(8), expected, strict=True):
+    for batch, some in zip(Merged.of(run).batches(8), expected, strict=True):
         assert torch.equal(batch["states"], some)
-    assert Merged(run).sha256() == digest_of(states[:, samples].movedim(1, 0), torch.from_numpy(samples * 3))
+    leaves = states[:, samples].movedim(1, 0), torch.from_numpy(samples * 3)
+    assert outputs_sha256(run) == digest_of(8, *leaves)
 
 
 def test_the_hash_does_not_depend_on_the_parts() -> None:
@@ -533,13 +598,13 @@ def test_the_hash_does_not_depend_on_the_parts() -> None:
     numbers[::2] = torch.tensor(float("nan"), dtype=torch.float64).to(torch.bfloat16)
     numbers[::3] = 1.5
     digests = set()
-    for world_size, group in [(1, 1 << 23), (1, 1), (3, 1), (4, 5000)]:
+    for world_size, group, files in [(1, 1 << 23, 1), (1, 1, 6), (3, 1, 1), (4, 5000, 2)]:
         run, order = Storage("mock:///run"), Order(100, seed=2)
         with small_files(group, group, group):
-            folder = run_workers(run, Split(100, 17, 4), order, world_size, lambda samples: numbers[samples])
-            merge(folder, run, order, 100)
-        digests.add(Merged(run).sha256())
-    assert digests == {digest_of(numbers[order.indices(0, 100)].view(torch.int16))}
+            run_workers(run, Split(100, 17, 4), order, world_size, lambda samples: numbers[samples], files)
+            merge(run, Split(100, 17, 4), order)
+        digests.add(outputs_sha256(run))
+    assert digests == {digest_of(17, numbers[order.indices(0, 100)].view(torch.int16))}
 
 
 class Memory:
@@ -567,27 +632,29 @@ def test_merging_holds_a_few_blocks_at_a_time(
     run, split, order = Storage(str(tmp_path)), Split(200_000, 1000, 4), Order(200_000, seed=1)
     table, memory = torch.randn(200_000, 32), Memory()
 
-    def watched(*args: Any) -> Iterator[pa.Table]:
-        for block in output_parts.verify_complete(*args):
-            memory.look()
-            yield block
+    write = OpenFile._write_group
 
-    monkeypatch.setattr(outputs, "verify_complete", watched)
+    def watched(file: OpenFile) -> None:
+        memory.look()
+        write(file)
+
+    monkeypatch.setattr(OpenFile, "_write_group", watched)
     with small_files(1 << 18, 1 << 22, 1 << 17):
-        folder = run_workers(run, split, order, world_size, lambda samples: table[samples])
+        run_workers(run, split, order, world_size, lambda samples: table[samples])
         with memory:
-            merge(folder, run, order, 200_000)
-    assert torch.equal(Merged(run).read(), table[order.indices(0, 200_000)])
+            merge(run, split, order)
+    assert torch.equal(Merged.of(run).read(), table[order.indices(0, 200_000)])
     assert 1 << 17 < memory.peak < table.nbytes / 3
 
 
 def test_batches_are_read_as_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "GROUP_BYTES", 1 << 19)
+    monkeypatch.setattr(output_files, "GROUP_BYTES", 1 << 19)
     run, order = Storage(str(tmp_path)), Order(200_000, shuffle=False)
     table = torch.randn(200_000, 32)
-    merge(run_workers(run, Split(200_000, 4000, 1), order, 1, lambda samples: table[samples]), run, order, 200_000)
+    run_workers(run, Split(200_000, 4000, 1), order, 1, lambda samples: table[samples])
+    merge(run, Split(200_000, 4000, 1), order)
     with Memory() as memory:
-        for batch, expected in zip(Merged(run).batches(1000), torch.split(table, 1000), strict=True):
+        for batch, expected in zip(Merged.of(run).batches(1000), torch.split(table, 1000), strict=True):
             assert torch.equal(batch, expected)
             memory.look()
     assert 128_000 <= memory.peak < table.nbytes / 4

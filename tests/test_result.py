@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,30 +15,34 @@ import pytest
 import torch
 
 from dp_ray.errors import StorageError
+from dp_ray.plan.file_cut import FileCut
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.world import World
-from dp_ray.results.outputs import PartWriter, merge
+from dp_ray.results.outputs import PartWriter
 from dp_ray.results.result import Result, load
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shape_reports import Collector, ReportFile
 from dp_ray.results.shapes import Seen, ShardReport
 from dp_ray.results.table import Table
 from dp_ray.rundir.files import RESULT, SHAPES
+from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
+from tests.support.merging import begin, merge
 
 OUTPUTS = torch.arange(20.0).reshape(10, 2)
 SPLIT = Split(10, 6, 2)
 
 
 def make_outputs(run: Storage) -> None:
-    with PartWriter(run, range(2)) as writer:
+    begin(run)
+    with PartWriter(run.child(PARTS), range(2), lambda row_bytes: FileCut(1, 2)) as writer:
         for step, shards in Work(SPLIT):
             for shard in shards:
                 writer.on_shard(shard, np.arange(shard.start, shard.stop), OUTPUTS[shard.start : shard.stop])
             writer.on_step(step)
-    merge(run, run, Order(10, shuffle=False), 10)
+    merge(run, SPLIT, Order(10, shuffle=False))
 
 
 def make_shapes(run: Storage) -> None:
@@ -75,7 +80,7 @@ def result(tmp_path: Path) -> Result:
         restarts=1,
         metrics={"loss": 0.1},
         seconds=1.5,
-        outputs_path=f"{run}/outputs.parquet",
+        outputs_path=f"{run}/outputs",
         outputs_sha256="abc",
     )
     made.save(Storage(made.run_dir))
@@ -92,7 +97,7 @@ def test_the_file_is_plain_json_with_the_promised_keys(result: Result) -> None:
     said = json.loads((Path(result.run_dir) / RESULT).read_text())
     promised = "status task name run_dir rows steps epochs batch_size shards world_sizes restarts metrics seconds"
     assert set(f"{promised} outputs outputs_sha256 weights_sha256".split()) <= said.keys()
-    assert said["outputs"] == f"{result.run_dir}/outputs.parquet"
+    assert said["outputs"] == f"{result.run_dir}/outputs"
     assert said["weights_sha256"] is None
     assert said == result.to_json()
 
@@ -102,7 +107,7 @@ def test_a_run_directory_may_be_moved(result: Result, tmp_path: Path) -> None:
     Path(result.run_dir).rename(moved)
     found = load(moved)
     assert found.run_dir == str(moved)
-    assert found.outputs_path == f"{moved}/outputs.parquet"
+    assert found.outputs_path == f"{moved}/outputs"
     assert torch.equal(found.outputs, OUTPUTS)
 
 
@@ -151,9 +156,22 @@ def test_a_run_without_outputs_says_so(result: Result, read: Callable[[Result], 
 
 
 def test_outputs_that_are_gone_are_an_error_that_names_them(result: Result) -> None:
-    (Path(result.run_dir) / "outputs.parquet").unlink()
-    with pytest.raises(StorageError, match=r"outputs\.parquet"):
+    (Path(result.run_dir) / "outputs" / "00000-of-00001.parquet").unlink()
+    with pytest.raises(StorageError, match=r"00000-of-00001\.parquet"):
         _ = load(result.run_dir).outputs
+
+
+def test_the_one_file_of_an_earlier_version_is_read(result: Result) -> None:
+    folder = Path(result.run_dir)
+    (folder / "outputs" / "00000-of-00001.parquet").rename(folder / "outputs.parquet")
+    shutil.rmtree(folder / "outputs")
+    path = folder / RESULT
+    path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": f"{folder}/outputs.parquet"}))
+    found = load(folder)
+    assert found.outputs_path == f"{folder}/outputs.parquet"
+    assert torch.equal(found.outputs, OUTPUTS) and torch.equal(found.outputs_so_far, OUTPUTS)
+    assert found.sample_index.tolist() == list(range(10))
+    assert [batch.tolist() for batch in found.batches()] == [batch.tolist() for batch in torch.split(OUTPUTS, 6)]
 
 
 def expected_reports() -> list[ShardReport]:
@@ -194,7 +212,7 @@ def test_a_result_shows_itself_as_a_small_table(result: Result) -> None:
         "steps           2",
         "metrics         loss 0.1",
         "seconds         1.5",
-        f"outputs         {where / 'outputs.parquet'}",
+        f"outputs         {where / 'outputs'}",
         f"run_dir         {where}",
     ]
     shown = dataclasses.replace(result, status="failed", error="ModelError: a < b", metrics={"a": 1.0, "b": math.nan})

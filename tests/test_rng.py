@@ -17,6 +17,7 @@ from dp_ray.replica.world import World
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.task.task import run_task
+from tests.support.merging import merged
 
 CPU = torch.device("cpu")
 
@@ -106,9 +107,6 @@ class Noise(nn.Module):
 
 
 def test_a_models_noise_is_the_shards_and_the_callers_generators_are_given_back(tmp_path: Path) -> None:
-    from dp_ray.plan.order import Order
-    from dp_ray.results.outputs import Merged, merge
-
     found = []
     torch.manual_seed(5)
     before = torch.rand(3), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
@@ -119,8 +117,7 @@ def test_a_models_noise_is_the_shards_and_the_callers_generators_are_given_back(
         run.child(PARTS).create()
         for rank in range(workers):
             run_task(job, World(rank, workers), run, lambda _: None)
-        merge(run.child(PARTS), run, Order(20, 0, 0, False), 20)
-        found.append(Merged(run).read())
+        found.append(merged(job, run, 20).read())
     assert torch.equal(found[0], found[1])
     assert len(found[0].unique()) == 4 + 4 + 4, "each shard of each step has its own"
     after = torch.rand(3), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]

@@ -63,7 +63,8 @@ def check_counts(result: dp_ray.Result, printed: str, workers: int, full: list[i
         expected += [f"Outside: input size torch.Size([{rows}, 5]) output_size torch.Size([{rows}, 2])"]
     assert printed.splitlines() == expected
     assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
-    assert result.outputs_sha256 == hashlib.sha256(result.outputs.numpy().tobytes()).hexdigest()
+    steps = [hashlib.sha256(batch.numpy().tobytes()).digest() for batch in result.batches()]
+    assert result.outputs_sha256 == hashlib.sha256(b"".join(steps)).hexdigest()
     assert result.world_sizes == [workers]
     assert all(0 < one["data_wait_seconds"] < one["loop_seconds"] for one in result.workers)
     assert result.data_wait_share

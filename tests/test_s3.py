@@ -21,6 +21,8 @@ from tests.support.cluster import Cluster
 from tests.support.group import run_group
 from tests.support.s3 import IN_URL, SECRET, Server
 
+OUTPUT_FILES = ("outputs/00000-of-00001.parquet", "outputs/manifest.json")
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_project")]
 MEGABYTE = 1 << 20
 
@@ -117,7 +119,7 @@ def test_a_predict_run(server: Server, tmp_path: Path, monkeypatch: pytest.Monke
     local = dp_ray.run(**predicting(server, "predict", storage=str(tmp_path)))
     assert result.outputs_sha256 == local.outputs_sha256
     assert torch.equal(result.outputs, local.outputs)
-    assert set(server.objects("predict/run")) == {"outputs.parquet", "result.json", "run.json", "shapes.parquet"}
+    assert set(server.objects("predict/run")) == {*OUTPUT_FILES, "result.json", "run.json", "shapes.parquet"}
     assert (server.uploads("predict"), server.copies()) == ([], [])
     assert torch.equal(dp_ray.load(server.url("predict/run")).outputs, local.outputs)
     with pytest.raises(dp_ray.Error, match="holds this run, finished"):
@@ -201,7 +203,7 @@ def test_a_run_through_ray(
     result = session.run(**predicting(server, "ray", workers=2))
     local = dp_ray.run(**predicting(server, "ray", storage=str(tmp_path)))
     assert result.outputs_sha256 == local.outputs_sha256
-    assert set(server.objects("ray/run")) == {"outputs.parquet", "result.json", "run.json", "shapes.parquet"}
+    assert set(server.objects("ray/run")) == {*OUTPUT_FILES, "result.json", "run.json", "shapes.parquet"}
     assert (server.uploads("ray"), server.copies()) == ([], [])
     logs = [path for path in (cluster.folder / "session_latest" / "logs").rglob("*") if path.is_file()]
     told = "".join(path.read_text(errors="replace") for path in logs) + "".join(capfd.readouterr())

@@ -10,6 +10,7 @@ from dp_ray.job import Job
 from dp_ray.replica.world import World
 from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
+from dp_ray.task import merging
 from dp_ray.task.step_control import StepControl, StopRequested
 from dp_ray.task.task import run_task
 from tests.support.group import run_group, weights_of
@@ -69,7 +70,10 @@ def test_a_training_that_is_asked_to_save_does_so_once_and_goes_on(tmp_path: Pat
     assert kept(tmp_path) == [10, 30]
 
 
-def test_a_prediction_that_is_asked_to_save_commits_what_it_has(tmp_path: Path) -> None:
+def test_a_prediction_that_is_asked_to_save_commits_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "LOOK_SECONDS", 100.0)  # nothing is merged before the loop has ended
     run = Storage(str(tmp_path))
     run.child(ledger.PARTS).create()
     keys = {
@@ -78,11 +82,15 @@ def test_a_prediction_that_is_asked_to_save_commits_what_it_has(tmp_path: Path) 
         "batch_size": 10,
         "workers": 1,
     }
-    run_task(Job.make(keys, "job"), World(), run, lambda what: None, Asks(save=4))
-    assert [tuple(done) for done in sorted(ledger.done_ranges(ledger.committed(run)))] == [
-        (0, 4, 0, 1),
-        (4, 10, 0, 1),
-    ]
+    kept = []
+
+    class AsksAndLooks(Asks):
+        def through(self) -> None:
+            kept.extend(ledger.done_ranges(ledger.committed(run)))
+
+    run_task(Job.make(keys, "job"), World(), run, lambda what: None, AsksAndLooks(save=4))
+    assert [tuple(done) for done in kept] == [(0, 4, 0, 1), (4, 10, 0, 1)]
+    assert [tuple(done) for done in ledger.done_ranges(ledger.committed(run))] == [(0, 10, 0, 1)]
 
 
 def test_an_evaluation_within_a_training_tells_that_it_is_at_work(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job import Job
-from dp_ray.job_plan import split_of
 from dp_ray.plan.order import Order
 from dp_ray.replica.world import World
-from dp_ray.results.outputs import Merged, merge
+from dp_ray.results.merged import Merged
+from dp_ray.results.proof import prove_outputs
 from dp_ray.results.shape_recorder import Report
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
@@ -26,6 +26,7 @@ from dp_ray.task.task import run_task
 from tests.support import models
 from tests.support.cluster import free_port
 from tests.support.group import run_group
+from tests.support.merging import merged
 
 
 def job_of(model: Any, dataset: Any, **keys: Any) -> Job:
@@ -39,9 +40,7 @@ def run_alone(job: Job, folder: Path) -> tuple[Merged, list[Report]]:
     told: list[Any] = []
     for rank in range(job.max_workers):
         run_task(job, World(rank, job.max_workers), run, told.append)
-    split = split_of(job, len(job.dataset))
-    merge(run.child(PARTS), run, Order(split.rows, job.seed, 0, job.is_shuffled), split.rows_kept)
-    return Merged(run), [one for one in told if isinstance(one, Report)]
+    return merged(job, run, len(job.dataset)), [one for one in told if isinstance(one, Report)]
 
 
 def plain_loop(job: Job, order: list[int], collate: Callable[[list[Any]], Any], dim: int = 0) -> list[Any]:
@@ -213,8 +212,8 @@ def test_several_processes_run_rank_0s_weights_and_no_empty_shard_is_waited_for(
     )
     run_group(job, tmp_path)
     run = Storage(str(tmp_path))
-    merge(run.child(PARTS), run, Order(32, 0, 0, False), 32)
-    outputs = Merged(run).read()
+    prove_outputs(run, 32)
+    outputs = Merged.of(run).read()
     data = torch.cat([models.Rows(32).data, torch.ones(32, 1)], 1)
     solution = torch.linalg.lstsq(data, outputs).solution
     assert torch.allclose(data @ solution, outputs, atol=1e-5), "the rows did not go through one and the same layer"
@@ -290,10 +289,10 @@ def test_predict_takes_devices_of_two_types_on_several_workers(tmp_path: Path) -
     )
     run_group(job, tmp_path)
     run = Storage(str(tmp_path))
-    merge(run.child(PARTS), run, Order(100, 0, 0, False), 100)
+    prove_outputs(run, 100)
     torch.manual_seed(0)
     layer = models.OnTwoTypes([torch.device("cpu")]).layer
-    assert torch.allclose(Merged(run).read(), layer(models.Rows().data), atol=1e-6)
+    assert torch.allclose(Merged.of(run).read(), layer(models.Rows().data), atol=1e-6)
 
 
 def test_a_torchscript_module_predicts_what_its_module_does(tmp_path: Path) -> None:
@@ -303,6 +302,6 @@ def test_a_torchscript_module_predicts_what_its_module_does(tmp_path: Path) -> N
         job = job_of({"target": f"tests.support.training:{name}"}, **keys)
         run_group(job, tmp_path / name)
         run = Storage(str(tmp_path / name))
-        merge(run.child(PARTS), run, Order(101, 0, 0, False), 101)
-        outputs.append(Merged(run).read())
+        prove_outputs(run, 101)
+        outputs.append(Merged.of(run).read())
     assert torch.equal(*outputs)

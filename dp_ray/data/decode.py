@@ -29,7 +29,7 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
         raise DataError(f"images need Pillow: pip install 'dp-ray[images]': {error}") from None
     encoded = value["bytes"] if isinstance(value, Mapping) else value
     with Image.open(io.BytesIO(encoded)) as opened:
-        rgb = opened.convert("RGB")
+        rgb = opened if opened.mode == "RGB" else opened.convert("RGB")  # which copies it
         if size is not None:
             rgb = rgb.resize(size[::-1], Image.Resampling.BILINEAR)
         return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()

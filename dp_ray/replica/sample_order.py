@@ -55,6 +55,7 @@ def describe_blocks(job: Job, dataset: Any) -> str | None:
 
 def hold_blocks(job: Job, dataset: Any, work: Work) -> None:
     """Have a dataset of dp_ray.data keep in memory the blocks of a window that the worker reads."""
-    if job.block_shuffle is not None and hasattr(dataset, "hold_blocks"):
-        shards = job.num_shards if job.scatter == "batch" else len(work.shards)
-        dataset.hold_blocks(blocks_held(job.block_shuffle.window_blocks, shards, job.num_shards))
+    if not hasattr(dataset, "hold_blocks"):
+        return
+    how, shards = job.block_shuffle, job.num_shards if job.scatter == "batch" else len(work.shards)
+    dataset.hold_blocks(1 if how is None else blocks_held(how.window_blocks, shards, job.num_shards))

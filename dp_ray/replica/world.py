@@ -53,6 +53,11 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
 
 
+def has_peers() -> bool:
+    """Whether other workers run beside this one, in its process group."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def is_rank_0() -> bool:
     """Whether this is rank 0 of the process group; True without a process group."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -55,6 +55,11 @@ class Column:
         return self.shape is None or 0 in self.shape
 
     @property
+    def is_stored_raw(self) -> bool:
+        """Whether Arrow holds the very bytes of a row's tensor: not widened, no bits in place of bools, no struct."""
+        return not self.is_struct and self.torch_dtype not in {torch.bool, *WIDENED}
+
+    @property
     def arrow_type(self) -> pa.DataType:
         """The column's type: plain for one number a row, else a tensor, or a struct (see `is_struct`)."""
         value = pa.from_numpy_dtype(_to_numpy(torch.empty(0, dtype=self.torch_dtype)).dtype)

@@ -1,6 +1,9 @@
-"""Reads part files in the order of their positions, and verifies that they hold each position once."""
+"""Reads parts of the outputs in the order of their positions.
 
-from collections.abc import Iterator
+A part is an Arrow file: it is written and read several times as fast as Parquet, and lives until it is merged.
+"""
+
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -8,42 +11,58 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
-from dp_ray.plan.order import Order
 from dp_ray.results.columns import SAMPLE_INDEX, Layout, from_arrow, to_arrow
 from dp_ray.storage import Storage
 
 POSITION = "position"
 AGAIN = "run the job again, which makes what is missing; if the error comes back, use another name (--name, name=)"
-MERGE_BYTES = 4 << 20  # read at once of each part during a merge
-MERGE_BYTES_IN_ALL = 256 << 20
 READ_BYTES = 256 << 10
+LONG_RUN = 64  # rows
 
 
 @contextmanager
 def reading(storage: Storage, name: str) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file to read it one row group at a time; raises StorageError if it is damaged."""
+    with _undamaged(storage, name), storage.open(name) as stream:
+        # By default pyarrow holds all that it will read of the file in memory at once.
+        yield pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES)
+
+
+@contextmanager
+def reading_part(parts: Storage, name: str) -> Iterator[pa.RecordBatchFileReader]:
+    """Open a part to read it one batch at a time; raises StorageError if it is damaged."""
+    with _undamaged(parts, name), parts.open(name) as stream:
+        yield pa.ipc.open_file(stream)
+
+
+@contextmanager
+def _undamaged(storage: Storage, name: str) -> Iterator[None]:
     try:
-        with storage.open(name) as stream:
-            # By default pyarrow holds all that it will read of the file in memory at once.
-            yield pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES)
+        yield
     except (pa.ArrowInvalid, OSError) as error:
         raise StorageError(f"{storage.child(name)}: is damaged: {error}") from None
 
 
 class PartReader:
-    """Reads one part from its first row to its last, a block at a time; opened only while it is needed."""
+    """Reads one part from its first row to its last, a batch at a time; its file is opened only while it is needed.
 
-    def __init__(self, parts: Storage, name: str, num_parts: int) -> None:
+    No row of it is before position `first`.
+    """
+
+    def __init__(self, parts: Storage, name: str, first: int) -> None:
+        self.first = first
         self._parts = parts
         self._name = name
-        with reading(parts, name) as file:
-            self.layout = Layout.from_metadata(file.schema_arrow.metadata)
-            group = file.metadata.row_group(0)
-        self.first: int = group.column(0).statistics.min
-        row_bytes = max(1, group.total_byte_size // group.num_rows)
-        self._block_rows = max(1, min(MERGE_BYTES, MERGE_BYTES_IN_ALL // num_parts) // row_bytes)
+        with reading_part(parts, name) as file:
+            self.layout = Layout.from_metadata(file.schema.metadata)
         self._blocks: Iterator[pa.Table] | None = None
         self.block: pa.Table | None = None
+
+    @property
+    def next(self) -> int:
+        """The first position in the current block."""
+        assert self.block is not None
+        return self.block.column(POSITION)[0].as_py()  # type: ignore[no-any-return]
 
     @property
     def last(self) -> int:
@@ -65,75 +84,85 @@ class PartReader:
         taken, self.block = self.block.slice(0, count), self.block.slice(count)
         return taken
 
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._blocks is not None:
+            self._blocks.close()  # type: ignore[attr-defined]
+
     def _laid_out(self, layout: Layout) -> Iterator[pa.Table]:
-        with reading(self._parts, self._name) as file:
-            for batch in file.iter_batches(batch_size=self._block_rows):
-                yield _lay_out(pa.Table.from_batches([batch]), self.layout, layout)
+        with reading_part(self._parts, self._name) as file:
+            for number in range(file.num_record_batches):
+                rows = pa.Table.from_batches([file.get_batch(number)])
+                yield lay_out(rows, self.layout, layout)
 
 
-def _lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
+def lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
     """The same rows with the columns of the wanted layout, which may turn fixed shapes into variable ones."""
-    columns = [table.column(POSITION), table.column(SAMPLE_INDEX)]
+    if had == wanted:
+        return table
+    given = [name for name in (POSITION, SAMPLE_INDEX) if name in table.column_names]
+    columns = [table.column(name) for name in given]
     for before, after in zip(had.columns, wanted.columns, strict=True):
         column = table.column(before.name).combine_chunks()
         if before.shape != after.shape:
             leaves = from_arrow(before, column)
             column = to_arrow(after, [row.unsqueeze(0) for row in leaves])
         columns.append(column)
-    return pa.table(columns, schema=wanted.schema.insert(0, pa.field(POSITION, pa.int64())))
+    return pa.table(columns, schema=part_schema(wanted) if POSITION in given else wanted.schema)
 
 
-def in_order(readers: list[PartReader], layout: Layout) -> Iterator[pa.Table]:
-    """Merge parts, each ordered by position, into blocks of rows ordered by position."""
-    waiting = sorted(readers, key=lambda reader: reader.first, reverse=True)
-    active: list[PartReader] = []
-    while waiting or active:
-        if not active:
-            active += _opened(waiting.pop(), layout)
-        boundary = min(reader.last for reader in active)
-        while waiting and waiting[-1].first <= boundary:
-            active += _opened(waiting.pop(), layout)
-            boundary = min(reader.last for reader in active)
-        taken = pa.concat_tables([reader.take(boundary) for reader in active])
-        yield _sorted(taken)
-        active = [reader for reader in active if len(reader.block) or reader.read(layout)]  # type: ignore[arg-type]
+def part_schema(layout: Layout) -> pa.Schema:
+    """The schema of a part: the position of each row, then what the merged file has."""
+    return layout.schema.insert(0, pa.field(POSITION, pa.int64()))
 
 
-def _opened(reader: PartReader, layout: Layout) -> list[PartReader]:
-    return [reader] if reader.read(layout) else []
+class RowsInOrder:
+    """The rows of several parts, each ordered by position, as blocks ordered by position; parts may join later."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._waiting: list[PartReader] = []
+        self._open: list[PartReader] = []
+
+    def add(self, readers: Iterable[PartReader]) -> None:
+        """Add parts, all of whose rows come after those that were taken."""
+        self._waiting = sorted([*self._waiting, *readers], key=lambda reader: reader.first, reverse=True)
+
+    def until(self, end: int) -> Iterator[pa.Table]:
+        """The rows before position `end` that were not taken yet; all parts with such rows must have joined."""
+        while (boundary := self._boundary(end)) is not None:
+            yield _sorted(pa.concat_tables([reader.take(boundary) for reader in self._open]))
+            self._open = [reader for reader in self._open if len(reader.block) or reader.read(self._layout)]  # type: ignore[arg-type]
+
+    def left(self) -> int | None:
+        """The position of the first row that was not taken; None if all were."""
+        self._open += [reader for reader in self._waiting if reader.read(self._layout)]
+        self._waiting = []
+        return min((reader.next for reader in self._open), default=None)
+
+    def close(self) -> None:
+        """Close the parts' files."""
+        for reader in (*self._open, *self._waiting):
+            reader.close()
+
+    def _boundary(self, end: int) -> int | None:
+        """The last position before `end` up to which the blocks hold all rows; None if there are no such rows."""
+        while True:
+            boundary = min([end - 1, *(reader.last for reader in self._open)])
+            if not self._waiting or self._waiting[-1].first > boundary:
+                return boundary if any(reader.next <= boundary for reader in self._open) else None
+            reader = self._waiting.pop()
+            self._open += [reader] if reader.read(self._layout) else []
 
 
 def _sorted(table: pa.Table) -> pa.Table:
+    """The rows by their positions. They are not copied if they come in long runs, as large shards do."""
     positions = table.column(POSITION).to_numpy()
     if (positions[1:] > positions[:-1]).all():
         return table
-    return table.take(pa.array(np.argsort(positions, kind="stable")))
-
-
-def verify_complete(blocks: Iterator[pa.Table], order: Order, rows: int) -> Iterator[pa.Table]:
-    """Pass the blocks on without their positions, and verify them on the way.
-
-    Raises StorageError, which names the position, unless they hold each of the first `rows` positions once, with the
-    order's sample.
-    """
-    at = 0
-    for block in blocks:
-        positions = block.column(POSITION).to_numpy()
-        wrong = np.flatnonzero(positions != np.arange(at, at + len(block)))
-        if len(wrong):
-            expected, got = at + int(wrong[0]), int(positions[wrong[0]])
-            what = "is missing" if got > expected else "is there twice"
-            raise StorageError(f"the outputs of position {min(expected, got)} {what}; {AGAIN}")
-        if at + len(block) > rows:
-            raise StorageError(f"there are outputs of position {rows}, but the job has {rows} rows; {AGAIN}")
-        samples = block.column(SAMPLE_INDEX).to_numpy()
-        wrong = np.flatnonzero(samples != order.indices(at, at + len(block)))
-        if len(wrong):
-            raise StorageError(
-                f"position {at + int(wrong[0])} holds the outputs of sample {int(samples[wrong[0]])}, "
-                f"where the order has sample {order[at + int(wrong[0])]}; {AGAIN}"
-            )
-        at += len(block)
-        yield block.drop_columns([POSITION])
-    if at != rows:
-        raise StorageError(f"the outputs end at position {at} of {rows}; {AGAIN}")
+    starts = np.array([0, *(np.flatnonzero(np.diff(positions) != 1) + 1)])
+    if len(table) < LONG_RUN * len(starts):
+        return table.take(pa.array(np.argsort(positions, kind="stable")))
+    lengths = np.diff([*starts, len(table)])
+    runs = np.argsort(positions[starts], kind="stable")
+    return pa.concat_tables([table.slice(starts[run], lengths[run]) for run in runs])

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from dp_ray.errors import StorageError
+from dp_ray.results.manifest import names_so_far, outputs_path
+from dp_ray.results.merged import Merged
 from dp_ray.results.output_parts import reading
-from dp_ray.results.outputs import MERGED, Merged
 from dp_ray.results.shape_reports import read_reports
 from dp_ray.results.shapes import ShardReport, shape_lines
 from dp_ray.results.shown import as_html, key_lines, shown
 from dp_ray.results.table import Table
 from dp_ray.rundir.files import RESULT, RUN, SHAPES, write_json
 from dp_ray.rundir.history_file import read_history
+from dp_ray.rundir.unfinished import unfinished
 from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import read_tensors
@@ -38,7 +40,7 @@ class Result:
     to the merged outputs. `world_sizes` holds the number of workers of each attempt, in order. `interruptions` lists
     what ended the attempts (see `rundir.incidents`); `restarts` is their number. `workers` says where each worker of
     the last attempt ran, and where the time of its loop went. `data_wait_share` is the share of these times in which
-    they waited for data. `outputs_path` is the merged Parquet file.
+    they waited for data. `outputs_path` is the folder of the outputs' Parquet files.
     `run_dir` hides the secret of a URL. `location` includes it, serves to read the files, and is never written.
     `metrics` are those at the end of a training, or those of an evaluation. `best` describes the best checkpoint, if
     the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights.
@@ -78,6 +80,15 @@ class Result:
         tensor a row. All rows are read into memory; for outputs that do not fit, use `batches`.
         """
         return self._merged().read()
+
+    @property
+    def outputs_so_far(self) -> Any:
+        """The outputs of the files that are whole by now, from the first on: of a run that goes on, too.
+
+        They are nested as `outputs`; None if there is no such file yet.
+        """
+        names = names_so_far(self.storage())
+        return Merged(self.storage(), tuple(names)).read() if names else None
 
     @cached_property
     def sample_index(self) -> torch.Tensor:
@@ -152,7 +163,7 @@ class Result:
             told = f"the run has no merged outputs (task {self.task}, status {self.status})"
             advice = f"; to predict with its weights: dp-ray predict {self.run_dir}" * (self.task == "train")
             raise StorageError(f"{self.run_dir}: {told}{advice}")
-        return Merged(self.storage())
+        return Merged.of(self.storage())
 
 
 def with_best_weights(best: dict[str, Any] | None, run: Storage) -> dict[str, Any] | None:
@@ -161,19 +172,21 @@ def with_best_weights(best: dict[str, Any] | None, run: Storage) -> dict[str, An
 
 
 def load(run_dir: str | Path) -> Result:
-    """Load the result from a run directory, a folder or a URL.
+    """Load the result from a run directory, a folder or a URL; of a prediction that goes on, what is known by now.
 
     Raises StorageError if it holds no `result.json`, or a damaged one.
     """
     storage = Storage(str(run_dir))
     if not storage.exists(RESULT):
+        if (found := _unfinished_prediction(storage)) is not None:
+            return found
         why = "not a run directory"
         if storage.exists(RUN):
             why = f"the run has not finished (dp-ray report {run_dir} says how far it is)"
         raise StorageError(f"{run_dir}: holds no {RESULT}: {why}")
     try:
         values = json.loads(storage.read_text(RESULT))
-        values["outputs_path"] = str(storage.child(MERGED)) if values.pop("outputs") else None
+        values["outputs_path"] = outputs_path(storage) if values.pop("outputs") else None
         values["weights_path"] = str(storage.child(WEIGHTS)) if values.pop("weights", None) else None
         values["best"] = with_best_weights(values.get("best"), storage)
         told = values.get("metrics", {})
@@ -183,3 +196,18 @@ def load(run_dir: str | Path) -> Result:
         return Result(**{**kept, "run_dir": str(storage), "location": storage.location})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{run_dir}/{RESULT}: is damaged: {error}") from None
+
+
+def _unfinished_prediction(run: Storage) -> Result | None:
+    """What is known of a prediction without a result: its outputs so far can be read."""
+    found = unfinished(run.location)
+    if found is None or found.task != "predict":
+        return None
+    return Result(
+        run_dir=str(run),
+        location=run.location,
+        name=found.name,
+        task=found.task,
+        status=found.status,
+        steps=found.steps,
+    )

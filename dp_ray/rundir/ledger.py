@@ -1,12 +1,17 @@
-"""The ledger: which parts count. These are the newest attempt's own, and those committed before it began.
+"""The ledger: which files of an attempt count. These are the newest attempt's own, and those there before it began.
 
 Rank 0 writes the ledger when an attempt begins. A worker of a superseded attempt may still be alive: cut off from the
-cluster, but not from the storage. The parts that it commits from then on are in no ledger and are never merged.
+cluster, but not from the storage. What it commits from then on is in no ledger and never counts.
+
+Of a prediction, these files count or not: the parts of the outputs in `parts/`; and in `files/` how many files the
+outputs are cut into, a record of each of these that is whole, and which workers have run their last step. The name of
+each holds its attempt, and all that the ledger needs to know of it.
 """
 
 import json
 import re
 import uuid
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dp_ray.errors import StorageError
@@ -17,26 +22,57 @@ from dp_ray.storage import Storage
 
 LEDGER = "attempt.json"
 PARTS = "parts"
-PART_NAME = re.compile(r"steps-(\d+)-(\d+)-shards-(\d+)-(\d+)(?:-([0-9a-f]{32}))?\.parquet")
+FILES = "files"
+_OF = r"(?:-(?P<attempt>[0-9a-f]{32}))?"
+_RANGE = r"steps-(?P<step>\d+)-(?P<end>\d+)-shards-(?P<shard>\d+)-(?P<end_shard>\d+)"
+PART_NAME = re.compile(rf"{_RANGE}{_OF}\.arrow")
+RECORD_NAME = re.compile(rf"file-(?P<number>\d+)-{_RANGE}{_OF}\.json")
+CUT_NAME = re.compile(rf"cut-(?P<files>\d+){_OF}")
+ENDED_NAME = re.compile(rf"ended-(?P<rank>\d+){_OF}")
+COUNTED = (PART_NAME, RECORD_NAME, CUT_NAME, ENDED_NAME)
 
 
 class Ledger(NamedTuple):
-    """The newest attempt, and the parts of earlier ones that count."""
+    """The newest attempt, and the files of earlier ones that count."""
 
     attempt: str
     parts: list[str]
 
+    def counts(self, name: str) -> bool:
+        """Whether a file of this name counts."""
+        found = next(filter(None, (pattern.fullmatch(name) for pattern in COUNTED)), None)
+        return found is not None and ((found["attempt"] or "") == self.attempt or name in self.parts)
+
+    def found(self, folder: Storage) -> list[str]:
+        """The names of the files in a folder that count."""
+        return [name for name in folder.names() if self.counts(name)]
+
 
 def part_name(done: Range, attempt: str) -> str:
     """The file name of an attempt's part with these steps and shards."""
-    first, end, first_shard, end_shard = done
-    name = f"steps-{first}-{end}-shards-{first_shard}-{end_shard}"
-    return f"{name}-{attempt}.parquet" if attempt else f"{name}.parquet"
+    return f"{_of(_range(done), attempt)}.arrow"
+
+
+def record_name(number: int, done: Range, attempt: str) -> str:
+    """The file name of an attempt's record of a file of the outputs with these steps and shards."""
+    return f"{_of(f'file-{number}-{_range(done)}', attempt)}.json"
+
+
+def _range(done: Range) -> str:
+    return f"steps-{done.first_step}-{done.end_step}-shards-{done.first_shard}-{done.end_shard}"
+
+
+def _of(name: str, attempt: str) -> str:
+    return f"{name}-{attempt}" if attempt else name
 
 
 def begin(run: Storage, attempt: str) -> Ledger:
-    """Write the ledger of a new attempt, with the parts that count so far."""
-    ledger = Ledger(attempt, committed(run))
+    """Write the ledger of a new attempt, with the files that count so far.
+
+    Parts without a cut are none of this version's; their steps run again.
+    """
+    names = [name for name in committed(run) if not ENDED_NAME.fullmatch(name)]
+    ledger = Ledger(attempt, names if files_in(names) else [])
     run.write_text(LEDGER, json.dumps(ledger._asdict()) + "\n")
     return ledger
 
@@ -53,16 +89,48 @@ def read(run: Storage) -> Ledger:
 
 
 def committed(run: Storage) -> list[str]:
-    """The names of the parts that count and are in the run directory now."""
+    """The names of the files that count and are in the run directory now."""
     ledger = read(run)
-    found = (PART_NAME.fullmatch(name) for name in run.child(PARTS).names())
-    return [match[0] for match in found if match and ((match[5] or "") == ledger.attempt or match[0] in ledger.parts)]
+    # Parts first: a cut is noted before the first of them, and a record before any of them is removed.
+    return [name for folder in (PARTS, FILES) for name in ledger.found(run.child(folder))]
 
 
-def done_ranges(names: list[str]) -> list[Range]:
-    """The steps and shards that the parts with these names hold."""
-    found = (PART_NAME.fullmatch(name) for name in names)
-    return [Range(*map(int, match.groups()[:4])) for match in found if match]
+def done_ranges(names: Iterable[str]) -> list[Range]:
+    """The steps and shards that the parts, and the files with a record, of these names hold."""
+    found = (PART_NAME.fullmatch(name) or RECORD_NAME.fullmatch(name) for name in names)
+    return [range_of(match) for match in found if match]
+
+
+def range_of(match: re.Match[str]) -> Range:
+    """The steps and shards that a name tells."""
+    return Range(*(int(match[group]) for group in ("step", "end", "shard", "end_shard")))
+
+
+def records_in(names: Iterable[str]) -> dict[int, str]:
+    """The records among these names, by the number of their file."""
+    found = (RECORD_NAME.fullmatch(name) for name in names)
+    return {int(match["number"]): match[0] for match in found if match}
+
+
+def files_in(names: Iterable[str]) -> int | None:
+    """Into how many files the outputs are cut, as one of these names tells; None if none does."""
+    found = (CUT_NAME.fullmatch(name) for name in names)
+    return next((int(match["files"]) for match in found if match), None)
+
+
+def note_files(run: Storage, attempt: str, files: int) -> None:
+    """Note into how many files the outputs are cut, before the first part is committed."""
+    run.child(FILES).write_text(_of(f"cut-{files}", attempt), "")
+
+
+def note_ended(run: Storage, attempt: str, rank: int) -> None:
+    """Note that a worker commits no more parts."""
+    run.child(FILES).write_text(_of(f"ended-{rank}", attempt), "")
+
+
+def num_ended(names: Iterable[str]) -> int:
+    """How many workers commit no more parts."""
+    return sum(ENDED_NAME.fullmatch(name) is not None for name in names)
 
 
 def check_newest(run: Storage, attempt: str) -> None:
@@ -70,6 +138,17 @@ def check_newest(run: Storage, attempt: str) -> None:
     newest = read(run).attempt
     if newest != attempt:
         raise StorageError(f"{run}: a newer attempt of the job has begun, and this worker's is superseded")
+
+
+def fenced(run: Storage, attempt: str) -> Storage:
+    """The run directory, in which no file gets its name once a newer attempt has begun."""
+    before = run.before_commit
+
+    def check() -> None:
+        before()
+        check_newest(run, attempt)
+
+    return run.guarded(check)
 
 
 def begin_attempt(run: Storage) -> Ledger:

@@ -13,9 +13,8 @@ from torch import nn
 import dp_ray
 from benchmarks.nets import Images, resnet
 from dp_ray.errors import ModelError
-from dp_ray.plan.order import Order
-from dp_ray.results.outputs import Merged, merge
-from dp_ray.rundir.ledger import PARTS
+from dp_ray.results.merged import Merged
+from dp_ray.results.proof import prove_outputs
 from dp_ray.storage import Storage
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support import training
@@ -110,8 +109,8 @@ def test_a_prediction_is_a_plain_loops(
     keys = {**RESNET, "task": "predict", "optimizer": None, "shuffle": False, "batch_size": 13, "shards": 3}
     run_group(job_on(device, **keys, precision=precision, loader=loader, workers=3), tmp_path)
     run = Storage(str(tmp_path))
-    merge(run.child(PARTS), run, Order(48, 0, 0, False), 48)
-    merged = Merged(run).read()
+    prove_outputs(run, 48)
+    merged = Merged.of(run).read()
     model = initial(lambda: resnet(**RESNET["model"]["args"])).to(device).eval()
     dataset = Images(**RESNET["dataset"]["args"])
     batch = torch.stack([dataset[index][0] for index in range(48)]).to(device)

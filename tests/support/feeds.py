@@ -6,11 +6,10 @@ from typing import Any
 import torch
 
 from dp_ray.job import Job
-from dp_ray.plan.order import Order
-from dp_ray.results.outputs import Merged, merge
-from dp_ray.rundir import ledger
+from dp_ray.results.manifest import outputs_sha256
 from dp_ray.storage import Storage
 from tests.support.group import run_group, weights_of
+from tests.support.merging import merged
 
 ROWS = 46
 KEYS: dict[str, Any] = {
@@ -52,12 +51,8 @@ def predicted(folder: Path, given: dict[str, Any], **keys: Any) -> str:
     """The hash of the outputs."""
     job, run = job_of({**PREDICT, **given}, **keys), Storage(str(folder))
     run_group(job, folder)
-    return merged(job, run)
-
-
-def merged(job: Job, run: Storage) -> str:
-    merge(run.child(ledger.PARTS), run, Order(ROWS, job.seed, 0, job.is_shuffled), ROWS, ledger.committed(run))
-    return Merged(run).sha256()
+    merged(job, run, ROWS)
+    return outputs_sha256(run)
 
 
 def loader(processes: int) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Reads the outputs of a run from their files, as if these were one."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from dp_ray.results.columns import SAMPLE_INDEX, Column, Layout, from_arrow, rebuild
+from dp_ray.results.manifest import file_names
+from dp_ray.results.output_parts import lay_out, reading
+from dp_ray.storage import Storage
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The outputs in some files, in order; each method reads the files again, so nothing stays in memory.
+
+    A leaf that is of one shape in each file, but not in all, is one whose rows differ.
+    """
+
+    run: Storage
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, run: Storage) -> "Merged":
+        """All outputs of a finished run."""
+        return cls(run, tuple(file_names(run)))
+
+    def layout(self) -> Layout:
+        """The nesting and the columns of the outputs."""
+        return functools.reduce(Layout.join, (self._layout_of(name) for name in self.names))
+
+    def read(self) -> Any:
+        """All outputs, in order, in the model's own nesting."""
+        layout = self.layout()
+        return rebuild(layout, [_whole(column, list(self._leaf(column))) for column in layout.columns])
+
+    def batches(self, batch_size: int) -> Iterator[Any]:
+        """The outputs of each global batch, in order, in the model's own nesting."""
+        layout = self.layout()
+        for rows in _slices(self._tables(layout, batch_size), batch_size):
+            leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
+            yield rebuild(layout, [_stacked(leaf) for leaf in leaves])
+
+    def sample_index(self) -> torch.Tensor:
+        """The sample index of each row: int64 [rows]."""
+        found = []
+        for name in self.names:
+            with reading(self.run, name) as file:
+                found.append(torch.from_numpy(file.read(columns=[SAMPLE_INDEX]).column(0).to_numpy().copy()))
+        return torch.cat(found)
+
+    def _layout_of(self, name: str) -> Layout:
+        with reading(self.run, name) as file:
+            return Layout.from_metadata(file.schema_arrow.metadata)
+
+    def _tables(self, layout: Layout, rows: int) -> Iterator[pa.Table]:
+        for name in self.names:
+            had = self._layout_of(name)
+            with reading(self.run, name) as file:
+                for batch in file.iter_batches(batch_size=rows):
+                    yield lay_out(pa.Table.from_batches([batch]), had, layout)
+
+    def _leaf(self, wanted: Column) -> Iterator[torch.Tensor | list[torch.Tensor]]:
+        """A leaf's rows, a row group at a time."""
+        for name in self.names:
+            column = next(one for one in self._layout_of(name).columns if one.name == wanted.name)
+            with reading(self.run, name) as file:
+                for number in range(file.num_row_groups):
+                    rows = file.read_row_group(number, columns=[column.name])
+                    yield from (from_arrow(column, chunk) for chunk in rows.column(column.name).chunks)
+
+
+def _whole(column: Column, pieces: list[Any]) -> torch.Tensor | list[torch.Tensor]:
+    if column.shape is None:
+        return [row for piece in pieces for row in piece]
+    return torch.cat(pieces) if pieces else torch.empty(0, *column.shape, dtype=column.torch_dtype)
+
+
+def _stacked(leaf: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """Stack rows of one shape into a tensor, even if the rows of other batches have another shape."""
+    if isinstance(leaf, list) and len({row.shape for row in leaf}) == 1:
+        return torch.stack(leaf)
+    return leaf
+
+
+def _slices(tables: Iterator[pa.Table], rows: int) -> Iterator[pa.Table]:
+    """The same rows in tables of `rows` rows; the last one may be shorter."""
+    held: pa.Table | None = None
+    for table in tables:
+        held = table if held is None else pa.concat_tables([held, table])
+        while len(held) >= rows:
+            yield held.slice(0, rows)
+            held = held.slice(rows)
+    if held is not None and len(held):
+        yield held

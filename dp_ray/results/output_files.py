@@ -1,0 +1,255 @@
+"""Merges parts into one file of the outputs, step after step, as its parts are committed."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.errors import StorageError
+from dp_ray.plan.file_cut import FileCut
+from dp_ray.plan.order import Order
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Done, Range
+from dp_ray.results.columns import SAMPLE_INDEX, Layout
+from dp_ray.results.manifest import OUTPUTS, FileRecord, write_record
+from dp_ray.results.output_parts import AGAIN, POSITION, PartReader, RowsInOrder
+from dp_ray.results.proof import RowProof
+from dp_ray.results.step_digests import StepDigests
+from dp_ray.rundir.ledger import PART_NAME, PARTS, Ledger, check_newest, done_ranges, fenced, range_of, record_name
+from dp_ray.storage import Storage, UnfinishedFile
+
+GROUP_BYTES = 8 << 20
+
+
+class FileMerge:
+    """The merging of one file. If it is ended before the file has its name, it is begun anew from the parts.
+
+    `between` is called between two blocks of rows, and may raise an error to end the merging. `missing` are positions
+    that have no outputs.
+    """
+
+    def __init__(
+        self,
+        run: Storage,
+        ledger: Ledger,
+        cut: FileCut,
+        number: int,
+        split: Split,
+        order: Order,
+        between: Callable[[], None] = lambda: None,
+        missing: Collection[int] = (),
+    ) -> None:
+        self._between = between
+        self._run = fenced(run, ledger.attempt)
+        self._parts = self._run.child(PARTS)
+        self._ledger = ledger
+        self._cut = cut
+        self._number = number
+        self._steps = cut.steps_of(number)
+        self._split = split
+        self._order = order
+        self._missing = missing
+        self._names: list[str] = []
+        self._through = self._steps.start
+        self._open: OpenFile | None = None
+
+    @property
+    def first_step(self) -> int:
+        """The first step of the file."""
+        return self._steps.start
+
+    def advance(self) -> bool:
+        """Merge the steps all of whose parts are there by now; True once the file has its name.
+
+        Raises StorageError if the parts do not hold each position once, or if this attempt is superseded.
+        """
+        found = self._ledger.found(self._parts)
+        new = [name for name in found if name not in self._names and _first_step(name) in self._steps]
+        self._names += new
+        self._move_on()
+        if new:
+            self._join(new)
+        if self._open is not None:
+            self._open.write_until(self._position(self._through), self._through, self._between)
+        if self._through < self._steps.stop:
+            return False
+        self._commit()
+        return True
+
+    def refuse(self) -> None:
+        """Raise StorageError for a file whose parts are not all there, though no worker will write any more."""
+        done = Done(done_ranges(self._names))
+        lost = next(shard for shard in self._split.worker(1, 0, self._through) if shard not in done)
+        raise StorageError(f"the outputs of position {lost.start} is missing; {AGAIN}")
+
+    def close(self) -> None:
+        """Discard the file unless it has its name."""
+        if self._open is not None:
+            self._open.discard()
+            self._open = None
+
+    def _move_on(self) -> None:
+        """Find the first step of which parts are missing."""
+        done = Done(done_ranges(self._names))
+        while self._through < self._steps.stop and all(
+            shard in done for shard in self._split.worker(1, 0, self._through)
+        ):
+            self._through += 1
+
+    def _join(self, names: list[str]) -> None:
+        """Add parts to the open file. If its layout cannot hold their rows, it is begun anew in one that can."""
+        new = self._readers(names)
+        layouts = [*([self._open.layout] if self._open else []), *(reader.layout for reader in new)]
+        layout = functools.reduce(Layout.join, layouts)
+        if self._open is None or self._open.layout != layout:
+            self.close()
+            self._open, new = self._begin(layout), self._readers(self._names)
+        self._open.rows.add(new)
+
+    def _readers(self, names: list[str]) -> list[PartReader]:
+        return [PartReader(self._parts, name, self._position(_first_step(name))) for name in names]
+
+    def _begin(self, layout: Layout) -> "OpenFile":
+        first, end = self._position(self._steps.start), self._position(self._steps.stop)
+        proof = RowProof(self._order, first, end, self._missing)
+        digests = StepDigests(layout, self._split.batch_size, self._steps.start)
+        return OpenFile(self._run, self._cut.name(self._number), layout, proof, digests)
+
+    def _position(self, step: int) -> int:
+        """The first position of a step, or the end of all of them."""
+        return min(self._split.rows_kept, step * self._split.batch_size)
+
+    def _commit(self) -> None:
+        """Give the file its name and its record; then its parts are not needed any more."""
+        assert self._open is not None, "a step without parts is not whole"
+        first, end = self._position(self._steps.start), self._position(self._steps.stop)
+        record = self._open.commit(first, end)
+        self._open = None
+        done = Range(self._steps.start, self._steps.stop, 0, self._split.shards)
+        write_record(self._run, record_name(self._number, done, self._ledger.attempt), record)
+        check_newest(self._run, self._ledger.attempt)
+        for name in self._names:
+            self._parts.delete(name)
+
+
+def _first_step(name: str) -> int:
+    """The first step of a part; -1 if this is not the name of one."""
+    match = PART_NAME.fullmatch(name)
+    return range_of(match).first_step if match else -1
+
+
+class OpenFile:
+    """A file of the outputs that is being written, and the rows that go into it."""
+
+    def __init__(self, run: Storage, name: str, layout: Layout, proof: RowProof, digests: StepDigests) -> None:
+        self.layout = layout
+        self.rows = RowsInOrder(layout)
+        self._name = name
+        self._proof = proof
+        self._digests = digests
+        self._stream = HashedFile(UnfinishedFile(run, f"{OUTPUTS}/{name}"))
+        self._writer = open_writer(self._stream, layout.schema)
+        self._held: list[pa.Table] = []
+        self._held_bytes = 0
+        self._num_rows = 0
+
+    def write_until(self, end: int, step: int, between: Callable[[], None]) -> None:
+        """Prove, hash and write the rows before position `end`, where `step` begins."""
+        for block in self.rows.until(end):
+            between()
+            self._proof.take(block)
+            self._digests.take(block)
+            self._held.append(block.drop_columns([POSITION]))
+            self._held_bytes += block.nbytes
+            if self._held_bytes >= GROUP_BYTES:
+                self._write_group()
+        self._digests.through(step)
+
+    def _write_group(self) -> None:
+        group = pa.concat_tables(self._held)
+        self._writer.write_table(group, row_group_size=max(1, len(group)))
+        self._num_rows += len(group)
+        self._held, self._held_bytes = [], 0
+
+    def commit(self, first: int, end: int) -> FileRecord:
+        """Finish the file, which holds the positions `first .. end - 1`, and give it its name."""
+        self._proof.end()
+        if (left := self.rows.left()) is not None:
+            self._proof.refuse(left)
+        if self._held:
+            self._write_group()
+        self._writer.close()
+        self.close()
+        self._stream.commit()
+        written = self._stream.tell()
+        steps = tuple(self._digests.done)
+        return FileRecord(self._name, self._num_rows, first, end, written, self._stream.sha256, steps)
+
+    def close(self) -> None:
+        """Close what is read."""
+        self.rows.close()
+        self._digests.close()
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        self.close()
+        with suppress(StorageError):
+            self._writer.close()
+        self._stream.discard()
+
+
+class HashedFile:
+    """An unfinished file that hashes the bytes written to it."""
+
+    closed = False
+
+    def __init__(self, file: UnfinishedFile) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the bytes so far."""
+        return self._digest.hexdigest()
+
+    def write(self, data: Any) -> None:
+        """Write bytes."""
+        self._digest.update(data)
+        self._bytes += len(memoryview(data).cast("B"))
+        self._file.write(data)
+
+    def tell(self) -> int:
+        """The number of bytes written."""
+        return self._bytes
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Do nothing, as `UnfinishedFile.close`."""
+
+    def commit(self) -> None:
+        """Give the file its name."""
+        self._file.commit()
+
+    def discard(self) -> None:
+        """Remove the file."""
+        self._file.discard()
+
+
+def open_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
+    """Open a Parquet writer without compression or dictionaries: outputs hardly compress and are read once."""
+    return pq.ParquetWriter(
+        stream,
+        schema,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=[SAMPLE_INDEX],
+        write_batch_size=1 << 16,
+    )

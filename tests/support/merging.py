@@ -1,0 +1,47 @@
+"""Merges the outputs of a run directory to their end, as a worker alone does, and proves them as the driver does."""
+
+from pathlib import Path
+
+from dp_ray.job import Job
+from dp_ray.job_plan import split_of
+from dp_ray.plan.file_cut import FileCut
+from dp_ray.plan.order import Order
+from dp_ray.plan.split import Split
+from dp_ray.results.manifest import OUTPUTS
+from dp_ray.results.merged import Merged
+from dp_ray.results.output_files import FileMerge
+from dp_ray.results.proof import prove_outputs
+from dp_ray.rundir import ledger
+from dp_ray.rundir.ledger import FILES, PARTS
+from dp_ray.storage import Storage
+
+
+def begin(run: Storage, files: int = 1) -> Storage:
+    """Make the folders of the outputs, cut into so many files; returns that of the parts."""
+    for folder in (PARTS, FILES, OUTPUTS):
+        run.child(folder).create()
+    if ledger.files_in(ledger.committed(run)) is None:
+        ledger.note_files(run, "", files)
+    return run.child(PARTS)
+
+
+def merge(run: Storage, split: Split, order: Order) -> Merged:
+    """Merge the files that are not whole yet from the parts that count; prove them, and write the manifest."""
+    names = ledger.committed(run)
+    cut = FileCut(ledger.files_in(names) or 1, split.total_steps)
+    for number in sorted(set(range(cut.files)) - ledger.records_in(names).keys()):
+        file = FileMerge(run, ledger.read(run), cut, number, split, order)
+        try:
+            if not file.advance():
+                file.refuse()
+        finally:
+            file.close()
+    prove_outputs(run, split.rows_kept)
+    return Merged.of(run)
+
+
+def merged(job: Job, run: Storage | Path, rows: int) -> Merged:
+    """The outputs of a prediction whose workers have run, one after another or beside each other."""
+    run = run if isinstance(run, Storage) else Storage(str(run))
+    split = split_of(job, rows)
+    return merge(run, split, Order(rows, job.seed, 0, job.is_shuffled))
