@@ -49,8 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """os.environ, without what pytest and, at its first DDP, torch write there."""
-    theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")
+    """os.environ, without what pytest, torch at its first DDP, and boto3 when it is imported write there."""
+    theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "CRC32C_")
     return {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
 
 
