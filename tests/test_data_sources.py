@@ -1,11 +1,13 @@
 """The datasets of dp_ray.data: what their items hold, against what wrote the files or another reader."""
 
 import csv
+import datetime
 import errno
 import json
 import os
 import pickle
 import threading
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, stretches
+from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, float_image, stretches
 from dp_ray.data.values import values_of
 from dp_ray.errors import DataError, JobError
 from tests.support.tables import ROWS, TYPES, columns, jpeg, json_lines, parquet, sample, shard
@@ -261,6 +263,26 @@ def test_nested_values_are_tensors_lists_and_dicts(tmp_path: Path) -> None:
     assert (item["words"], item["struct"], item["kind"]) == ([], {"x": 2.5, "name": "q"}, "two")
     assert (item["code"], item["code"].dtype) == (8, np.int16)
     assert torch.equal(item["image"], torch.arange(6, 12, dtype=torch.uint8).reshape(2, 3))
+
+
+def test_times_dictionaries_and_decimals_are_pythons_own(tmp_path: Path) -> None:
+    when = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+    words = ["b", "a", "b"]
+    schema = {"when": pa.timestamp("us", "UTC"), "day": pa.date32(), "price": pa.decimal128(6, 2)}
+    table = pa.table(
+        {"when": [when] * 3, "day": [when.date()] * 3, "price": [Decimal("1.25")] * 3}, pa.schema(schema)
+    )
+    table = table.append_column("word", pa.array(words).dictionary_encode())
+    pq.write_table(table, tmp_path / "a.parquet")
+    for number, item in enumerate(Parquet(tmp_path)):
+        assert (item["when"], item["day"], item["price"]) == (when, when.date(), Decimal("1.25"))
+        assert item["word"] == words[number]
+    with pytest.raises(TypeError, match="datetime"):
+        default_collate([item["when"] for item in Parquet(tmp_path)])
+
+
+def test_an_image_as_a_model_takes_it() -> None:
+    assert torch.equal(float_image(jpeg(51)), torch.full((3, 4, 6), 0.2))
 
 
 def double(value: Any) -> Any:

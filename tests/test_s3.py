@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,12 @@ from dp_ray.storage import Storage
 from tests.support import forked, models
 from tests.support.cluster import Cluster
 from tests.support.group import run_group
-from tests.support.s3 import IN_URL, SECRET, Server, serving
+from tests.support.s3 import IN_URL, SECRET, Server
 
 OUTPUT_FILES = ("outputs/00000-of-00001.parquet", "outputs/manifest.json")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_project")]
 MEGABYTE = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("s3") / "requests.log") as started:
-        yield started
 
 
 def predicting(server: Server, folder: str, **keys: Any) -> dict[str, Any]:

@@ -60,21 +60,26 @@ class Blocks(Dataset[Item], Generic[Source]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """The samples at these indices, in their order. Raises IndexError, and DataError if a file is damaged."""
+        items: list[Item] = [{}] * len(indices)
+        for places, read, rows in self._by_block(indices):
+            for place, item in zip(places, self._items(read, rows), strict=True):
+                items[place] = item
+        return items
+
+    def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[Rows, Any, Rows]]:
+        """For each block that holds samples at the indices: their places among these, what it holds, their rows."""
         wanted = np.asarray(indices, np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"sample {indices} of {len(self)}")
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        items: list[Item] = [{}] * len(wanted)
         # Block after block as they are first asked for: those of a new window follow those of the last one.
         asked = list(dict.fromkeys(numbers.tolist()))
         for first in range(0, len(asked), self._cache.least):
             several = asked[first : first + self._cache.least]
             for number, read in zip(several, self._cache.get_all(several, self._load), strict=True):
                 places = np.flatnonzero(numbers == number)
-                for place, item in zip(places, self._items(read, wanted[places] - self._starts[number]), strict=True):
-                    items[place] = item
-        return items
+                yield places, read, wanted[places] - self._starts[number]
 
     def hold_blocks(self, number: int) -> None:
         """Keep at least so many blocks in memory, those that were read last, whatever their size.

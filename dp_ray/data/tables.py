@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Cache, Item, Rows, Source
 from dp_ray.data.decode import Decode, decode_of, decoded
 from dp_ray.data.files import File, Paths, find_files, in_threads, retried
-from dp_ray.data.values import Values, dicts, values_of
+from dp_ray.data.table_block import Column, TableBlock
 from dp_ray.errors import DataError
 from dp_ray.text import did_you_mean, listed
 
@@ -37,12 +39,31 @@ class Table(Blocks[Source]):
         """The rows of a block, with the columns that are read."""
         raise NotImplementedError
 
-    def _read(self, block: Block[Source]) -> tuple[dict[str, Values], int]:
-        table = retried(lambda: self._table(block), str(block), block.file.is_local)
-        return {name: values_of(name, table.column(name)) for name in table.column_names}, table.nbytes
+    def read_columns(self, indices: Sequence[int], names: Sequence[str] | None) -> dict[str, torch.Tensor] | None:
+        """What torch's default collate makes of the samples at these indices, without items; None if that differs.
 
-    def _items(self, read: dict[str, Values], rows: Rows) -> list[Item]:
-        items = dicts({name: give(rows) for name, give in read.items()}, len(rows))
+        `names` are the columns that are wanted, by default all. Raises what `__getitems__` raises.
+        """
+        if self._decode:
+            return None
+        found: dict[str, Column] = {}
+        for places, block, rows in self._by_block(indices):
+            for name in block.names if names is None else names:
+                column = block.column(name)
+                if column is None:
+                    return None
+                whole = found.setdefault(name, np.empty((len(indices), *column.shape[1:]), column.dtype))
+                if (whole.shape[1:], whole.dtype) != (column.shape[1:], column.dtype):
+                    return None
+                whole[places] = column[rows]
+        return {name: torch.from_numpy(whole) for name, whole in found.items()}
+
+    def _read(self, block: Block[Source]) -> tuple[TableBlock, int]:
+        found = TableBlock(retried(lambda: self._table(block), str(block), block.file.is_local))
+        return found, found.size
+
+    def _items(self, read: TableBlock, rows: Rows) -> list[Item]:
+        items = read.items(rows)
         return [decoded(item, self._decode) for item in items] if self._decode else items
 
 

@@ -38,6 +38,21 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
     return checked
 
 
+def stacked(column: pa.ChunkedArray) -> np.ndarray[Any, Any] | None:
+    """The values of numbers, or of lists of numbers of one length, as an array of a row each; None for others."""
+    array = _one(column)
+    if array.null_count:
+        return None
+    if _is_number(array.type):
+        return np.asarray(array.to_numpy(zero_copy_only=False))
+    if not _is_list(array.type) or not _is_number(array.type.value_type) or not len(array):
+        return None
+    sizes, inner = array.value_lengths().to_numpy(zero_copy_only=False), array.flatten()
+    if inner.null_count or (sizes != sizes[0]).any():
+        return None
+    return np.asarray(inner.to_numpy(zero_copy_only=False)).reshape(len(array), int(sizes[0]))
+
+
 def _one(column: pa.ChunkedArray) -> pa.Array:
     if isinstance(column.type, pa.DictionaryType):
         column = column.cast(column.type.value_type)
@@ -51,7 +66,7 @@ def _values(kind: pa.DataType) -> Callable[[pa.Array], Values]:
         return functools.partial(_shaped, shape=kind.shape)
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+    if _is_number(kind):
         return _numbers
     if _is_list(kind):
         return _lists
@@ -96,7 +111,7 @@ def _shaped(array: pa.Array, shape: list[int]) -> Values:
 
 def _lists(array: pa.Array) -> Values:
     inner = array.type.value_type
-    is_flat = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
+    is_flat = _is_number(inner)
     if not (is_flat or _is_list(inner)):
         return _each(lambda value: value.as_py())(array)
     if not is_flat or array.values.null_count:
@@ -130,3 +145,7 @@ def _tensor(values: pa.Array) -> Any:
 
 def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))

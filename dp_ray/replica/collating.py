@@ -15,6 +15,7 @@ from dp_ray.replica.rng import seed_all
 from dp_ray.replica.screening import Screen
 from dp_ray.replica.targets import bound
 from dp_ray.replica.user_code import raising
+from dp_ray.replica.whole_columns import Cut
 from dp_ray.tensors.nested import map_leaves
 from dp_ray.text import listed
 from dp_ray.tracebacks import frames_of
@@ -45,8 +46,8 @@ def collated(
     """Collate the samples that were read; with a `screen`, its Screened ones."""
     wanted, items = read
     indices = np.asarray(wanted.indices, np.int64)
-    if isinstance(items, LoaderError):
-        return indices, items
+    if isinstance(items, LoaderError | Cut):
+        return indices, items if isinstance(items, LoaderError) else items.batch
     seeded = functools.partial(_collate_seeded, wanted, collate, seed)
     try:
         return indices, seeded(items) if screen is None else screen.collate(items, wanted.indices, seeded)

@@ -26,6 +26,7 @@ from dp_ray.replica.screening import Screen
 from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads
 from dp_ray.replica.targets import build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
+from dp_ray.replica.whole_columns import WholeColumns, whole_columns
 from dp_ray.tensors.nested import flatten, map_leaves, sizes
 from dp_ray.tensors.raw import moved
 from dp_ray.tensors.scatter import num_rows, scatter
@@ -59,7 +60,8 @@ class Samples(Dataset[Any]):
     Samples are read a shard at a time until one draws a random number. That shard is then read again, and from
     there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
     A dataset with generators of its own is seeded for each sample from the start. Of each sample, `keys` picks what
-    the job takes. A `screen` puts a BadSample in the place of each that cannot be read.
+    the job takes. Where `columns` cut a batch as it is, no sample is read by itself. A `screen` puts a BadSample in
+    the place of each sample that cannot be read.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Samples(Dataset[Any]):
         seed: int,
         name: str = "the dataset",
         keys: ItemKeys | None = None,
+        columns: WholeColumns | None = None,
         times: StepTimes | None = None,
         screen: Screen | None = None,
     ) -> None:
         self.dataset = dataset
         self.times = times or StepTimes()
+        self._columns = columns
         self.screen = screen
         if screen is not None:
             screen.source = self._unscreened
@@ -96,6 +100,8 @@ class Samples(Dataset[Any]):
             return wanted, loader_error(error)
 
     def _read_request(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
+        if self._columns is not None and (cut := self._columns.cut(wanted.indices)) is not None:
+            return wanted, cut
         if not self._draws:
             self._quiet.begin()
             items = self._read(wanted.indices)
@@ -172,8 +178,8 @@ def load_shards(
     """
     hold_blocks(job, dataset, work)
     make = _whole_batches if job.scatter == "batch" else _shards
-    times = times or StepTimes()
-    samples = Samples(dataset, job.seed, name, item_keys(job), times)
+    times, keys = times or StepTimes(), item_keys(job)
+    samples = Samples(dataset, job.seed, name, keys, whole_columns(job, dataset, keys), times)
     return times.waiting(on_device(make(job, samples, work, device, pick), device))
 
 

@@ -99,7 +99,7 @@ def load_good(
     hold_blocks(job, dataset, work)
     make = _whole_batches if job.scatter == "batch" else _shards
     times = times or StepTimes()
-    samples = Samples(dataset, job.seed, name, item_keys(job), times, quarantine.screen())
+    samples = Samples(dataset, job.seed, name, item_keys(job), times=times, screen=quarantine.screen())
     return times.waiting(on_device(make(job, samples, quarantine, work, device, pick), device))
 
 

@@ -135,6 +135,7 @@ def _received(pipe: Connection) -> tuple[str, Any]:
 def _serve(pipe: Connection) -> None:
     """Be a worker of one group after the other."""
     torch.set_num_threads(1)
+    FORKED.set_forkserver_preload(["dp_ray.data", "dp_ray.replica.data"])  # of a server for its loader's processes
     while True:
         try:
             given = pipe.recv()
