@@ -37,7 +37,7 @@ WORKERS = 2
 ROWS, WIDTH, GROUP, FILES = 400_000, 64, 5_000, 4
 BATCH_SIZE, WINDOW = 1024, 16
 IMAGES, IMAGE_BATCH = 3_000, 64
-REPEATS = 5
+REPEATS = 9
 CPU = torch.device("cpu")
 KEYS = {"task": "train", "model": "a:b", "dataset": "a:b", "loss": "a:b", "optimizer": "a:b", "workers": WORKERS}
 
