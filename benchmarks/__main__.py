@@ -6,7 +6,10 @@ from importlib import import_module
 
 from benchmarks.table import heading, line
 
-NAMES = ("run", "commands", "session", "predict", "train", "faults", "reports", "growth", "order", "start")
+NAMES = (
+    *("run", "commands", "session", "predict", "outputs", "train", "faults", "reports", "growth", "order"),
+    *("feeds", "start"),
+)
 
 
 def main(names: list[str]) -> None:

@@ -5,6 +5,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import ray
 import torch
 from ray.data import ActorPoolStrategy, DataContext
+from torch import nn
 
 from benchmarks.rows import BATCH_SIZE, WIDTH, Mlp, Work
 
@@ -21,8 +23,8 @@ BLOCKS = 20
 class Predictor:
     """The actor's body: the model is made once."""
 
-    def __init__(self, stamps: str | None) -> None:
-        self.model = Mlp(stamps).eval()
+    def __init__(self, stamps: str | None, make: Callable[[str | None], nn.Module]) -> None:
+        self.model = make(stamps).eval()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         with torch.inference_mode():
@@ -35,12 +37,14 @@ def put(rows: Path) -> list[Any]:
     return [ray.put(block) for block in np.array_split(data, BLOCKS)]
 
 
-def predict(blocks: list[Any], work: Work, stamps: Path | None, out: Path) -> None:
+def predict(
+    blocks: list[Any], work: Work, stamps: Path | None, out: Path, make: Callable[[str | None], nn.Module] = Mlp
+) -> None:
     DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.from_numpy_refs(blocks * work.times).map_batches(
         Predictor,
-        fn_constructor_args=(stamps and str(stamps),),
+        fn_constructor_args=(stamps and str(stamps), make),
         batch_size=work.batch_size // work.workers,
         batch_format="numpy",
         compute=ActorPoolStrategy(size=work.workers),

@@ -33,16 +33,17 @@ AT_MOST_OF_EARLIER = 0.55
 def measure() -> list[Row]:
     rows = [_beside_torch(what, arguments) for what, arguments in COMMANDS.items()]
     with scratch() as folder:
-        return [*rows, _whole_command(folder)] if _has_earlier(folder) else rows
+        return [*rows, _whole_command(folder)] if unpack(EARLIER, folder / "earlier") else rows
 
 
-def _has_earlier(folder: Path) -> bool:
-    """Put the earlier commit's files into a folder; False if this is no checkout, or one without the commit."""
-    archive = ["git", "archive", "--format=tar", f"--output={folder / 'earlier.tar'}", EARLIER]
+def unpack(commit: str, folder: Path) -> bool:
+    """Put an earlier commit's files into a folder; False if this is no checkout, or one without the commit."""
+    packed = folder.with_suffix(".tar")
+    archive = ["git", "archive", "--format=tar", f"--output={packed}", commit]
     if subprocess.run(archive, cwd=ROOT, capture_output=True).returncode:
         return False
-    with tarfile.open(folder / "earlier.tar") as packed:
-        packed.extractall(folder / "earlier", filter="data")
+    with tarfile.open(packed) as files:
+        files.extractall(folder, filter="data")
     return True
 
 

@@ -20,6 +20,7 @@ from dp_ray.replica.world import World
 
 REPEATS = 7
 MEGABYTES = 500
+NO_BAD_SAMPLES: dict[str, Any] = {"quarantine": 100, "finite": True}
 AS_FAST, BITWISE, ACCUMULATING = at_least(0.98), at_least(0.90), at_least(1 / 1.1)
 SIDES: list[tuple[str, str, dict[str, Any], int, Goal]] = [
     ("an MLP of 1.3 M", "mlp", {}, 1, AS_FAST),
@@ -36,6 +37,8 @@ def measure() -> Iterator[Row]:
     for what, model, keys, micro_batches, goal in SIDES:
         yield _side(what, model, keys, micro_batches, goal)
     yield _device_map()
+    yield _on_error("loaded by the worker", {}, {})
+    yield _on_error("loaded by a process, with a timeout", {"loader": {"processes": 1}}, {"timeout": 30})
     yield _allocator()
     yield _checkpoint()
 
@@ -53,6 +56,14 @@ def _device_map() -> Row:
     seconds = _in_turns(partial(ours, "mlp", on_two), partial(ours, "mlp", {}), workers=1)
     what = f"{WHAT}, a Sequential of 1.3 M, device_map: auto on [cpu, cpu]"
     return compared(what, _rates(seconds), rate_text, "on one device", at_least(0.97))
+
+
+def _on_error(what: str, keys: dict[str, Any], limit: dict[str, Any]) -> Row:
+    """What it costs to look for bad samples where there are none."""
+    tolerant = {**keys, "on_error": {**NO_BAD_SAMPLES, **limit}}
+    seconds = _in_turns(partial(ours, "mlp", tolerant), partial(ours, "mlp", keys), workers=1)
+    where = f"train: a step, 1 worker, an MLP of 1.3 M, on_error with finite, no bad sample, {what}"
+    return compared(where, seconds, time_text, "without on_error", at_most(1.01))
 
 
 def _allocator() -> Row:

@@ -1,4 +1,4 @@
-"""The command line: run, plan, verify, submit, evaluate, predict, report, schema."""
+"""The command line: run, plan, verify, submit, evaluate, predict, retry, report, schema."""
 
 import json
 import shlex
@@ -11,35 +11,27 @@ from typing import Any, TextIO
 
 import click
 
+from dp_ray.cli_options import (
+    ADDRESS,
+    INJECT,
+    JOB,
+    JSON,
+    OVERWRITE,
+    QUIET,
+    RESULT_JSON,
+    SETTINGS,
+    SHAPES,
+    STORAGE,
+    VERBOSE,
+    WORKERS,
+    of_a_training,
+)
 from dp_ray.early_start import begun, say_import
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
 from dp_ray.secrets import hide
 from dp_ray.tracebacks import frames_of, notes_of
-
-JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
-WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
-SETTINGS = click.option(
-    "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Set any key of the job: --set model.args.width=64."
-)
-INJECT = click.option(
-    "--inject",
-    metavar="FAULTS",
-    default="",
-    help="Faults to inject: 'kill worker 1 at step 20; kill node 2 at step 40'.",
-)
-STORAGE = click.option("--storage", help="Folder or URL of the run directories.")
-ADDRESS = click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
-SHAPES = click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
-RESULT_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
-JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
-QUIET = click.option("--quiet", is_flag=True, help="No progress.")
-VERBOSE = click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
-OVERWRITE = click.option(
-    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
-)
-
 
 _at_end = ExitStack()  # closed when the outcome has been said
 
@@ -222,42 +214,15 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
     sys.exit(submit_and_follow(address, program, [setting for setting in settings if is_env(setting)]))
 
 
-def _of_a_training(command: Any) -> Any:
-    """The arguments and options of `evaluate` and `predict`."""
-    options = [
-        click.argument("run_dir", metavar="RUN_DIR"),
-        click.option(
-            "--dataset", metavar="TARGET", help="Another dataset: module:attribute, or {target: ..., args: ...}."
-        ),
-        click.option(
-            "--weights",
-            type=click.Choice(["best", "last"]),
-            help="Default: best if the training kept them, else last.",
-        ),
-        WORKERS,
-        SETTINGS,
-        click.option("--name", help="The run's name. Default: the training's name, then the task."),
-        ADDRESS,
-        click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
-        SHAPES,
-        RESULT_JSON,
-        QUIET,
-        click.option("--verbose", is_flag=True, help="With Ray's own log lines."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 @cli.command()
-@_of_a_training
+@of_a_training
 def evaluate(**given: Any) -> None:
     """Evaluate the weights of a training."""
     _follow_up("evaluate", **given)
 
 
 @cli.command()
-@_of_a_training
+@of_a_training
 def predict(**given: Any) -> None:
     """Predict with the weights of a training."""
     _follow_up("predict", **given)
@@ -284,6 +249,25 @@ def _follow_up(
     for line in () if flags["quiet"] else lines:
         click.echo(line, err=True)
     result = execute(job, Options(**flags))
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@WORKERS
+@SETTINGS
+@ADDRESS
+@RESULT_JSON
+@QUIET
+@VERBOSE
+def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """Run again what a prediction has set aside; what succeeds takes its place in the order of the outputs."""
+    say_import(run_dir, flags["quiet"])
+    from dp_ray.driver import Options, execute
+    from dp_ray.retry import retried
+
+    result = execute(retried(run_dir, _overrides(workers, settings)), Options(**flags))
     if as_json:
         click.echo(json.dumps(result.to_json()))
 

@@ -18,7 +18,7 @@ from dp_ray.job_file import job_from
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.outcome import result_of, save_unfinished, summary_of
+from dp_ray.outcome import result_of, save_unfinished, summary_of, wait_of
 from dp_ray.plan.plan import Plan
 from dp_ray.planning import dataset_rows, make_plan, taken_over
 from dp_ray.results.proof import prove_outputs
@@ -30,6 +30,7 @@ from dp_ray.rundir.history_file import HISTORY, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import Lease, held, wait_until_free
 from dp_ray.rundir.ledger import FILES, PARTS
+from dp_ray.rundir.quarantine_files import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.rundir.weights import LINKS, first_step
 from dp_ray.system.environment import environment
@@ -230,9 +231,11 @@ class Execution:
         """Prove that the outputs are whole, or merge the pieces of the history."""
         split, run = self._split, self._storage
         if self._job.task == "predict":
-            prove_outputs(run, split.rows_kept)
+            prove_outputs(run, split.rows_kept, positions_set_aside(run))
         elif self._job.task == "train":
             merge_history(run.child(HISTORY), run, split.total_steps, first_step(run))
+        if self._job.on_error is not None or has_set_aside(run):
+            merge_quarantine(run)
 
     def _result(self, status: str, error: BaseException | None = None) -> Result:
         return result_of(self._job, self._split, self._claimed, self._monitor, self._started, status, error)
@@ -245,10 +248,14 @@ class Execution:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
         result = self._result("done")
         result.save(self._storage)
-        for folder in (PARTS, FILES, HISTORY, LINKS):
+        # What `dp-ray retry` needs of a prediction that has set samples aside stays.
+        is_to_retry = result.task == "predict" and result.quarantined > 0
+        for folder in (PARTS, HISTORY, QUARANTINE, LINKS, *[FILES] * (not is_to_retry)):
             self._storage.child(folder).remove()
-        for name in (ledger.LEDGER, INCIDENTS):
+        for name in (INCIDENTS, *[ledger.LEDGER] * (not is_to_retry)):
             self._storage.delete(name)
         self._storage.remove_unfinished(recursive=True)
+        if waited := wait_of(result):
+            self._console.say(waited)
         self._console.say(summary_of(result, self._claimed.is_resumed))
         return result

@@ -42,9 +42,9 @@ def follow_up(
     values = {key: value for key, value in kept.items() if key not in left_out}
     if "dataset" in overrides:
         values = _without_eval(values)
-    _check_no_objects(run, task, values, overrides)
+    check_no_objects(run, task, values, overrides)
     which = weights or ("best" if run.exists(BEST) else "last")
-    values |= {"task": task, "storage": _parent(run), "init_from": _init_from(run, which)}
+    values |= {"task": task, "storage": parent_of(run), "init_from": _init_from(run, which)}
     default = f"{kept['name']}-{task}"
     job = job_of({**values, "name": default}, overrides, default)
     if "name" not in overrides:
@@ -68,7 +68,7 @@ def _without_eval(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "eval": None, "batch_size": size}
 
 
-def _check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """Raise JobError if a key that the task needs was a Python object: run.json keeps only its type."""
     needed = {"model": values["model"], "dataset": values["dataset"], "collate": values["collate"]}
     if task == "evaluate":
@@ -101,7 +101,8 @@ def _init_from(run: Storage, which: Weights) -> str:
     )  # an unfinished run has no weights file: use its newest checkpoint
 
 
-def _parent(run: Storage) -> str:
+def parent_of(run: Storage) -> str:
+    """The folder or URL that holds a run directory."""
     base, mark, query = run.location.partition("?") if "://" in run.location else (run.location, "", "")
     return base.rstrip("/").rpartition("/")[0] + mark + query
 

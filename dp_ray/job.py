@@ -11,12 +11,16 @@ from pydantic import ValidationError, model_validator
 from dp_ray.errors import JobError
 from dp_ray.job_errors import explain
 from dp_ray.job_keys import JobKeys
+from dp_ray.job_parts import ShuffleBlocks
 from dp_ray.job_target import Target, describe_target, with_args
 from dp_ray.secrets import hide, hide_in
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The columns that every history has; each metric adds one of its own name.
-COLUMNS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "epoch_loss")
+COLUMNS = (
+    *("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"),
+    "epoch_loss",
+)
 
 
 class Job(JobKeys):
@@ -52,7 +56,8 @@ class Job(JobKeys):
                 f"workers: {self.max_workers} workers cannot share {self.num_shards} shards; "
                 f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
             )
-        checks = (self._missing, self._of_items, self._of_devices, self._of_training, self._of_metrics)
+        of_data = (self._missing, self._of_items, self._of_errors)
+        checks = (*of_data, self._of_devices, self._of_training, self._of_metrics)
         for problem in (found for check in checks for found in check()):
             raise ValueError(problem)
         return self
@@ -73,6 +78,18 @@ class Job(JobKeys):
             yield f"target: needs inputs to be a list of keys, like [image]; got inputs: {self.inputs}"
         if by_keys and self.target is None and self.task != "predict" and self.step is None:
             yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
+
+    def _of_errors(self) -> Iterator[str]:
+        """What setting samples aside contradicts."""
+        if self.on_error is None:
+            return
+        if self.sync_batchnorm:
+            yield "on_error: sync_batchnorm would wait for a shard without samples; leave one of them out"
+        given, limit = self.on_error.timeout, self.timeouts.step
+        if given is not None and limit is not None and given >= limit:
+            yield f"on_error.timeout: must be below timeouts.step ({limit:g}), which includes it; got {given:g}"
+        if "rows" in self.metrics and self.eval is not None:
+            yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
 
     def _of_devices(self) -> Iterator[str]:
         """Keys of devices that contradict each other."""
@@ -142,7 +159,12 @@ class Job(JobKeys):
     @property
     def is_shuffled(self) -> bool:
         """Whether the samples are taken in a random order: `shuffle` says so in a training, else `order`."""
-        return self.shuffle if self.task == "train" else self.order == "shuffled"
+        return self.shuffle is not False if self.task == "train" else self.order == "shuffled"
+
+    @property
+    def block_shuffle(self) -> ShuffleBlocks | None:
+        """How a training shuffles by blocks; None if it does not."""
+        return self.shuffle if self.task == "train" and isinstance(self.shuffle, ShuffleBlocks) else None
 
     @property
     def dataset_key(self) -> str:
@@ -231,13 +253,20 @@ class Job(JobKeys):
         """A hash of every key that can change a step's result."""
         left_out = set(() if with_lengths else self.LENGTHS)
         kept = {key: value for key, value in that_count(self.describe()).items() if key not in left_out}
-        kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self.is_shuffled}
+        kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self._shuffled}
         del kept["order"]  # which is_shuffled tells
         kept = {key: value for key, value in kept.items() if (key, value) not in _AS_BEFORE}
+        del kept["on_error"]  # a run may be resumed with another limit, or with the first one
+        if self.on_error is not None and self.on_error.finite:
+            kept["finite"] = True
         try:
             return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
         except (TypeError, ValueError, RecursionError) as error:
             raise JobError(f"args: must be plain YAML values with keys of one kind: {error}") from None
+
+    @property
+    def _shuffled(self) -> bool | dict[str, Any]:
+        return self.is_shuffled if self.block_shuffle is None else self.block_shuffle.model_dump()
 
     def has_fingerprint(self, given: str | None) -> bool:
         """Whether a run or checkpoint with this fingerprint is of this job.
@@ -254,11 +283,9 @@ def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in job.items() if key not in _LEFT_OUT}, "outputs": outputs}
 
 
-_AS_BEFORE: tuple[tuple[str, Any], ...] = (
-    ("target", None),
-    ("outputs", {}),
-)  # keys that earlier versions did not have
 _LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
+# Keys that earlier versions did not have.
+_AS_BEFORE: tuple[tuple[str, Any], ...] = (("target", None), ("outputs", {}))
 _EPOCHS_LOSS = ("scheduler.metric", "loss")  # the epoch's mean, which no evaluation measures
 
 

@@ -9,7 +9,18 @@ from pydantic import BaseModel, ValidationError
 
 from dp_ray.job_keys import JobKeys
 from dp_ray.job_outputs import Outputs
-from dp_ray.job_parts import Best, Checkpoint, Elastic, Eval, Loader, Optimizer, Scheduler, Timeouts
+from dp_ray.job_parts import (
+    Best,
+    Checkpoint,
+    Elastic,
+    Eval,
+    Loader,
+    OnError,
+    Optimizer,
+    Scheduler,
+    ShuffleBlocks,
+    Timeouts,
+)
 from dp_ray.job_target import Target
 from dp_ray.key_hints import answer_to
 from dp_ray.secrets import hide
@@ -21,15 +32,15 @@ def explain(error: ValidationError) -> list[str]:
     lines: dict[str, str] = {}
     for detail in error.errors():
         path = _path(detail["loc"])
-        if path == "workers" and isinstance(detail["input"], Mapping) and detail["type"] != "value_error":
-            continue  # a mapping was meant as {min, max}: what is wrong inside it says more
+        if path in _MAPPED and isinstance(detail["input"], Mapping) and detail["type"] != "value_error":
+            continue  # a mapping was meant as the key's own: what is wrong inside it says more
         lines.setdefault(path, f"{path}: {_message(path, detail)}" if path else _message(path, detail))
     return list(lines.values())
 
 
 def _path(location: tuple[int | str, ...]) -> str:
     """The dotted key, without pydantic's names for the members of a union."""
-    members = {"Elastic", "Target", "Optimizer", "Scheduler", "int", "bool", "str", "float", "none"}
+    members = {"Elastic", "ShuffleBlocks", "Target", "Optimizer", "Scheduler", "int", "bool", "str", "float", "none"}
     inner = {"literal[", "constrained-", "list[", "function-", "nullable"}
     parts = [
         str(part)
@@ -56,7 +67,10 @@ def _message(path: str, detail: Any) -> str:
     return f"{says}, got a {type(got).__name__}" if secret else f"{says}, got {hide(repr(got)):.80}"
 
 
+_MAPPED = ("workers", "shuffle")  # keys that are a number or the like, or a mapping
+
 _ALLOWED = {
+    "shuffle": "true, false, 'blocks' or {window_blocks: N, block_rows: M}",
     "workers": "a number of workers from 0 up, or {min: N, max: M}",
     "gpus_per_worker": "'auto' or a number from 0 up",
     "checkpoint.every_seconds": "'auto', null or seconds from 0 up",
@@ -65,6 +79,7 @@ _ALLOWED = {
     "find_unused_parameters": "'auto', true or false",
     "devices": "null or a list of devices, like [cpu] or ['cuda:0', 'cuda:1']",
     "device_map": "null or 'auto'",
+    "on_error": "null or a mapping, like {quarantine: 100, timeout: 30, finite: true}",
     "outputs.keep": "null or a list of paths, like [logits, hidden_states.0]",
     "outputs.carry": "null or a list of keys of an item, like [id, path]",
     "eval": "null or a mapping, like {dataset: 'jobs.digits:Digits'}",
@@ -73,10 +88,12 @@ _ALLOWED = {
 
 _OWNERS: dict[str, type[BaseModel]] = {
     "workers": Elastic,
+    "shuffle": ShuffleBlocks,
     "loader": Loader,
     "checkpoint": Checkpoint,
     "checkpoint.best": Best,
     "eval": Eval,
+    "on_error": OnError,
     "timeouts": Timeouts,
     "outputs": Outputs,
     "optimizer": Optimizer,

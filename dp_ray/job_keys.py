@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dp_ray.job_outputs import Outputs
-from dp_ray.job_parts import Checkpoint, Elastic, Eval, Loader, Optimizer, Scheduler, Timeouts, location
+from dp_ray.job_parts import (
+    BlocksKey,
+    Checkpoint,
+    Elastic,
+    Eval,
+    Loader,
+    OnError,
+    Optimizer,
+    Scheduler,
+    Timeouts,
+    location,
+)
 from dp_ray.job_target import Strict, Targeted, target_parser
 
 
@@ -100,8 +111,10 @@ class JobKeys(WorkerKeys, WorkKeys):
         default=0,
         description="Seed of the samples' order, of the model's initial weights and of all other random numbers.",
     )
-    shuffle: bool = Field(
-        default=False, description="train only: take the samples in another random order in each epoch."
+    shuffle: bool | BlocksKey = Field(
+        default=False,
+        description="train only: take the samples in another random order in each epoch. blocks: shuffle blocks, "
+        "like the row groups of files, and the samples in windows of them.",
     )
     order: Literal["dataset", "shuffled"] = Field(
         default="dataset",
@@ -150,6 +163,11 @@ class JobKeys(WorkerKeys, WorkKeys):
         "tensors hold them in dimension 0.",
     )
     loader: Loader = Field(default=Loader(), description="The torch DataLoader of each worker.")
+    on_error: OnError | None = Field(
+        default=None,
+        description="Set samples aside that raise, hang or cannot be collated, like `{quarantine: 100}`, and go on "
+        "without them. null: such a sample ends the job.",
+    )
 
     loss: Targeted | None = Field(
         default=None,

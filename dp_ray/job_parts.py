@@ -97,6 +97,22 @@ class Checkpoint(Strict):
     )
 
 
+class OnError(Strict):
+    """What becomes of bad samples: they are set aside, up to a limit."""
+
+    quarantine: PositiveInt = Field(
+        description="The most samples that are set aside. One more ends the job. A sample counts once a run."
+    )
+    timeout: PositiveFloat | None = Field(
+        default=None,
+        description="Seconds after which reading a sample counts as hung. null: no limit. With a limit and "
+        "`loader.processes: 0` one process reads for each worker.",
+    )
+    finite: bool = Field(
+        default=False, description="Whether a sample with a NaN or an infinity in its floating numbers is bad."
+    )
+
+
 class Timeouts(Strict):
     """How long a step may take, and how long to wait for nodes that were lost."""
 
@@ -108,6 +124,30 @@ class Timeouts(Strict):
         description="Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no "
         "limit.",
     )
+
+
+def _blocks(value: Any) -> Any:
+    """The short form `shuffle: blocks` as a mapping."""
+    return {} if value == "blocks" else value
+
+
+class ShuffleBlocks(Strict):
+    """A shuffle of blocks of consecutive samples, and then of the samples in windows of blocks."""
+
+    window_blocks: PositiveInt = Field(
+        default=16,
+        description="How many blocks are shuffled into each other at a time. Each shard draws from its own share of "
+        "them.",
+    )
+    block_rows: PositiveInt | None = Field(
+        default=None,
+        description="Samples in a block. null: the blocks that the dataset's `block_rows` names, like row groups.",
+    )
+
+
+BlocksKey = Annotated[
+    ShuffleBlocks, BeforeValidator(_blocks, json_schema_input_type=Literal["blocks"] | ShuffleBlocks)
+]
 
 
 class Eval(Strict):

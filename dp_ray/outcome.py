@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from dp_ray.errors import StorageError
@@ -9,6 +10,7 @@ from dp_ray.job import Job
 from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.plan.split import Split
+from dp_ray.replica.step_times import share_of_wait
 from dp_ray.results.manifest import outputs_path, outputs_sha256
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.shown import measured, relative
@@ -16,16 +18,21 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history_file import best_of, summary
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
+from dp_ray.rundir.quarantine_files import count_quarantined, has_set_aside, merge_quarantine
 from dp_ray.rundir.unfinished import kept_steps
 from dp_ray.rundir.weights import WEIGHTS
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import sha256_of
+
+LONG_SHARE, LONG_SECONDS = 0.25, 10.0
 
 
 def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor | None) -> None:
     """Save the result of an unfinished run and, if it had workers, how its driver ended."""
     with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to raise
         result.save(run)
+        if has_set_aside(run):
+            merge_quarantine(run)
         if monitor is not None and monitor.attempts:
             monitor.incidents.interrupted(_driver_end(result, monitor, kept_steps(run, result.task, split))).save(run)
         run.remove_unfinished(recursive=True)
@@ -49,8 +56,17 @@ def summary_of(result: Result, is_resumed: bool) -> str:
     told = "".join(f", {name} {value}" for name, value in measured(result.metrics).items())
     rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
     where = result.outputs_path or result.weights_path
+    rows += f" ({result.quarantined} set aside)" * (result.quarantined > 0)
     seconds = f"{result.seconds:.1f} s" + " since it was resumed" * is_resumed
     return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
+
+
+def wait_of(result: Result) -> str:
+    """A line on the wait for data, if it took a good part of a run that is no trial; else nothing."""
+    share, loops = result.data_wait_share, [worker.get("loop_seconds", 0.0) for worker in result.workers]
+    if share is None or share < LONG_SHARE or max(loops) < LONG_SECONDS:
+        return ""
+    return f"the workers waited for data in {share:.0%} of their time: more loader.processes may help"
 
 
 def result_of(
@@ -65,7 +81,7 @@ def result_of(
     """Build the result of a run from its directory and its monitor; `started` is a time.monotonic()."""
     attempts = monitor.attempts if monitor else []
     incidents = monitor.incidents if monitor else IncidentLog()
-    storage = claimed.storage
+    storage, times = claimed.storage, monitor.task_messages.times if monitor else {}
     merged = status == "done" and job.task == "predict"
     trained = status == "done" and job.task == "train"
     best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
@@ -83,10 +99,12 @@ def result_of(
         shards=job.num_shards,
         batch_dim=job.batch_dim,
         world_sizes=list(incidents.world_sizes),
-        workers=[_told(worker) for worker in attempts[-1].workers] if attempts else [],
+        workers=[_told(worker, times) for worker in attempts[-1].workers] if attempts else [],
+        data_wait_share=share_of_wait(list(times.values())),
         restarts=len(incidents.interruptions),
         interruptions=incidents.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
+        quarantined=count_quarantined(storage),
         seconds=round(time.monotonic() - started, 3),
         outputs_path=outputs_path(storage) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
@@ -97,7 +115,7 @@ def result_of(
     )
 
 
-def _told(worker: WorkerReady) -> dict[str, Any]:
+def _told(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:
     world = worker.world
     return {
         "rank": world.rank,
@@ -107,4 +125,5 @@ def _told(worker: WorkerReady) -> dict[str, Any]:
         "device": str(world.device),
         "gpu_ids": list(worker.gpu_ids),
         "pid": worker.pid,
+        **times.get(world.rank, {}),
     }

@@ -9,12 +9,14 @@ import random
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
 from dp_ray.job_plan import has_evaluations, plan_of
 from dp_ray.job_target import Target
 from dp_ray.plan.plan import PlacedBlock, Plan
+from dp_ray.replica.sample_order import block_rows_of
 from dp_ray.replica.stateful import unmeasured
 from dp_ray.replica.targets import build_dataset, dataset_seed, resolve
 from dp_ray.rundir.location import located_at
@@ -45,18 +47,25 @@ def dataset_rows(job: Job) -> dict[str, int]:
 
 
 def _num_rows(job: Job, key: str) -> int:
-    """The length of a dataset, built after seeding: its length may be random."""
+    """The length of a dataset; raises JobError if the job shuffles its blocks, but nothing says what they are."""
+    dataset = _dataset(job, key)
+    block_rows_of(job, dataset)
+    return len(dataset)
+
+
+def _dataset(job: Job, key: str) -> Any:
+    """A dataset of the job, built after seeding: its length may be random."""
     if isinstance(job.dataset, Target):
         resolve(key, job.dataset)
     if "torch" in sys.modules:
         from dp_ray.replica.data import seeded_dataset
 
-        return len(seeded_dataset(job, key))
+        return seeded_dataset(job, key)
     number = dataset_seed(job, key)
     random.seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number % 2**32)
-    return len(build_dataset(job, key))
+    return build_dataset(job, key)
 
 
 def taken_over(asked: Job, job: Job) -> list[str]:

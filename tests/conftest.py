@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -19,6 +19,9 @@ import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
 from tests.support.cluster import NO_SPARE_WORKERS, OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
 from tests.support.group import end_idle
+
+if TYPE_CHECKING:
+    from tests.support.s3 import Server
 
 # One thread for each process: there are more processes than cores, and threads that wait for others spin.
 torch.set_num_threads(1)
@@ -46,8 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """os.environ, without what pytest and, at its first DDP, torch write there."""
-    theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_")
+    """os.environ, without what pytest, torch at its first DDP, and boto3 when it is imported write there."""
+    theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "CRC32C_")
     return {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
 
 
@@ -126,6 +129,15 @@ def run_in_session(session: "dp_ray.Session", tmp_path: Path, in_project: Path) 
         return session.run(job, **{"storage": str(tmp_path), "name": "run", "quiet": True, **keys})
 
     return on_its_workers
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Server]":
+    """A server of the S3 protocol, which all tests that ask for it share: each has a folder of its own."""
+    from tests.support.s3 import serving  # boto3 is slow to import, and few tests need it
+
+    with serving(tmp_path_factory.mktemp("s3") / "requests.log") as started:
+        yield started
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -208,6 +210,35 @@ def test_a_file_says_no_more_than_before_where_nothing_is_carried() -> None:
     assert Layout.from_metadata(layout.metadata) == layout and layout.carried == ()
     beside, rows = rows_of({"x": DATA}, ROWS, 0, carried_arrays({"id": ["a"] * ROWS}, np.arange(ROWS)))
     assert Layout.from_metadata(beside.metadata) == beside and len(rows) == 2
+
+
+class Rotten(Items):
+    """Items of which some cannot be read, and some have another shape or no finite numbers."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in (3, 4, 5):
+            raise ValueError("rotten")
+        return {**super().__getitem__(index), **{8: {"x": DATA[0][:2]}, 20: {"x": DATA[0] / 0}}.get(index, {})}
+
+
+@pytest.mark.parametrize("scatter", ["samples", "batch"])
+def test_of_samples_that_are_set_aside_nothing_is_carried(tmp_path: Path, scatter: str) -> None:
+    keys: dict[str, Any] = {"storage": str(tmp_path), "name": "run", "batch_size": 7, "workers": 0, "quiet": True}
+    keys |= {"inputs": ["x"], "outputs": {"carry": KEYS}, "on_error": {"quarantine": 5, "finite": True}}
+    result = dp_ray.run(model=Inputs(), dataset=Rotten(), scatter=scatter, shards=3, order="shuffled", **keys)
+    there = result.sample_index.tolist()
+    assert sorted(there) == [index for index in range(ROWS) if index not in (3, 4, 5, 8, 20)]
+    assert result.carried == {key: [expected(index)[key] for index in there] for key in KEYS}
+    assert torch.equal(result.outputs, DATA[there] * 2)
+
+
+def test_columns_cut_as_a_whole_give_what_is_carried_too(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": DATA.tolist(), "id": [f"row {n}" for n in range(ROWS)]}), tmp_path / "x.parquet")
+    keys: dict[str, Any] = {"storage": str(tmp_path), "name": "run", "batch_size": 7, "workers": 0, "quiet": True}
+    source = {"target": "dp_ray.data:Parquet", "args": {"paths": str(tmp_path / "x.parquet")}}
+    result = dp_ray.run(model=Inputs(), dataset=source, inputs=["x"], outputs={"carry": ["id"]}, **keys)
+    assert result.carried["id"] == [f"row {n}" for n in range(ROWS)]
+    assert torch.equal(result.outputs.float(), DATA * 2)
 
 
 def test_the_other_tasks_carry_nothing(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_overwrite_never_removes_what_is_no_run(
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "status", "says"),
     [

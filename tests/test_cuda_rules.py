@@ -15,8 +15,8 @@ from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica import data, rng
 from dp_ray.replica import model as model_module
+from dp_ray.replica.collating import Batch
 from dp_ray.replica.optimizer_step import OptimizerStep
-from dp_ray.replica.read_requests import Batch
 from dp_ray.replica.trainer import Update
 from dp_ray.replica.world import World
 from dp_ray.results.history import History
@@ -58,7 +58,7 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
         return batch
 
     monkeypatch.setattr(data, "_move", move)
-    batches = iter([Batch(np.arange(1), np.arange(number)) for number in range(1, 5)])
+    batches = iter([(np.arange(1), np.arange(number)) for number in range(1, 5)])
     given = [len(batch[1]) for batch in data.on_device(batches, GPU)]
     assert given == [1, 2, 3, 4]
     assert len(stream.copies) == 4
@@ -71,7 +71,7 @@ def test_samples_that_are_on_a_gpu_already_are_told_what_to_set(monkeypatch: pyt
         raise RuntimeError(f"{begins}cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
         yield
 
-    monkeypatch.setattr(data, "_loader", loaded)
+    monkeypatch.setattr(data, "make_loader", loaded)
     job = job_of("mlp")
     with pytest.raises(DataError, match=r"on a GPU already.*set loader\.pin_memory: false"):
         next(data.load_shards(job, training.Pairs(), Work(Split(101, 7, 1), 1, 0), torch.device("cpu")))
@@ -189,7 +189,7 @@ def test_the_history_is_read_from_the_device_at_once(tmp_path: Path, monkeypatch
     history = History(Storage(str(tmp_path)), Split(20, 4, 1), ["loss"], [], 0, sent.append)
     totals = [torch.tensor([number, 4.0], dtype=torch.float64).as_subclass(Slow) for number in range(3)]
     for step, one in enumerate(totals):
-        history.add(step, Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False), {})
+        history.add(step, Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False, torch.tensor(0.0)), {})
     history.flush()
     (logged,) = sent
     assert [row["loss"] for row in logged.rows] == [0.0, 0.25, 0.5]

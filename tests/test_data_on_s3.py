@@ -1,6 +1,5 @@
 """The datasets of dp_ray.data on an object store, also one that fails now and then; a run pins their files."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ import dp_ray
 from dp_ray.data import Parquet, WebDataset, files
 from dp_ray.errors import DataError
 from tests.support.models import Rows
-from tests.support.s3 import SECRET, Server, serving
+from tests.support.s3 import SECRET, Server
 from tests.support.tables import ROWS, columns, parquet, sample, shard
+
+pytestmark = pytest.mark.slow
 
 KEYS: dict[str, Any] = {"batch_size": 5, "workers": 0, "shards": 3, "quiet": True, "inputs": ["vector"]}
 KEYS |= {"model": {"target": "torch.nn:Linear", "args": {"in_features": 2, "out_features": 2}}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("s3") / "requests.log") as started:
-        yield started
 
 
 def upload(server: Server, folder: Path, to: str) -> str:
@@ -71,11 +66,11 @@ def test_a_store_that_fails_now_and_then_loses_nothing(
 ) -> None:
     monkeypatch.setattr(files, "WAIT_SECONDS", 0.01)
     parquet(tmp_path)
-    url = upload(server, tmp_path, "shaky")
+    url = upload(server, tmp_path, "shaky/tables")
     assert [item["id"] for item in Parquet(url)] == list(range(ROWS))
     told = server.log.read_text()
-    assert told.count("FAIL") > 3
-    assert told.count("CUT") > 3
+    assert told.count("FAIL") > 1
+    assert told.count("CUT") > 1
 
 
 def test_a_file_that_is_gone_is_named(server: Server, tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """The datasets of dp_ray.data: what their items hold, against what wrote the files or another reader."""
 
 import csv
+import datetime
+import errno
 import json
 import os
 import pickle
+import threading
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, stretches
+from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, float_image, stretches
+from dp_ray.data.values import values_of
 from dp_ray.errors import DataError, JobError
 from tests.support.tables import ROWS, TYPES, columns, jpeg, json_lines, parquet, sample, shard
 
@@ -75,8 +80,34 @@ def test_a_block_is_read_once_for_samples_that_lie_together(tmp_path: Path, monk
 
     monkeypatch.setattr(Parquet, "_table", counted)
     dataset.__getitems__([9, 0, 8, 1, 2, 3])
-    assert reads == [f"{tmp_path}/part-0.parquet, row group {number}" for number in (0, 2)]
+    assert reads == [f"{tmp_path}/part-0.parquet, row group {number}" for number in (2, 0)]
     assert dataset.block_rows.tolist() == [4, 4, 2, 1, 4, 4, 4]
+
+
+def test_blocks_that_are_held_are_read_several_at_a_time_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet(tmp_path)
+    dataset, table = Parquet(tmp_path, cache_bytes=1), Parquet._table
+    reads: list[str] = []
+    together = threading.Barrier(3, timeout=20)
+
+    def met(self: Parquet, block: Any) -> pa.Table:
+        reads.append(str(block))
+        if len(reads) <= 3:
+            together.wait()
+        return table(self, block)
+
+    monkeypatch.setattr(Parquet, "_table", met)
+    dataset.hold_blocks(3)
+    indices = [8, 0, 4, 9, 1, 5, 12, 13, 10, 22, 12]
+    for _ in range(2):
+        assert [item["id"] for item in dataset.__getitems__(indices[:6])] == indices[:6]
+    assert [item["id"] for item in dataset.__getitems__(indices)] == indices
+    assert len(reads) == len(set(reads)) == 6
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert [item["id"] for item in copy.__getitems__(indices * 2)] == indices * 2
+    assert len(reads) == 12
 
 
 def test_a_copy_for_another_process_reads_the_same(tmp_path: Path) -> None:
@@ -150,7 +181,7 @@ def test_a_read_that_fails_is_tried_again_and_told_when_it_fails_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset, table = parquet(tmp_path), Parquet._table
-    failures = [OSError("503"), OSError("connection reset")]
+    failures = [OSError(errno.EIO, "503"), OSError(errno.ECONNRESET, "connection reset")]
     waits: list[float] = []
 
     def shaky(self: Parquet, block: Any) -> pa.Table:
@@ -162,9 +193,46 @@ def test_a_read_that_fails_is_tried_again_and_told_when_it_fails_for_good(
     monkeypatch.setattr("dp_ray.data.files.time.sleep", waits.append)
     assert dataset[4]["id"] == 4
     assert waits == [0.5, 1.0]
-    failures += [OSError("503")] * 5
-    with pytest.raises(DataError, match=r"part-0.parquet, row group 0: cannot be read, after 5 attempts: 503"):
+    failures += [OSError(errno.EIO, "503")] * 5
+    with pytest.raises(DataError, match=r"part-0.parquet, row group 0: cannot be read, after 5 attempts: .* 503"):
         dataset[0]
+
+
+def test_local_damage_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dp_ray.data.files.time.sleep", lambda _: pytest.fail("it was tried again"))
+    dataset = parquet(tmp_path)
+    (tmp_path / "part-0.parquet").write_bytes((tmp_path / "part-0.parquet").read_bytes()[:-9] + b"\0" * 9)
+    (tmp_path / "part-1.parquet").write_bytes(b"\xff" * 4000)
+    for index, says in [(0, "part-0.parquet, row group 0: "), (10, "part-1.parquet, row group 0: ")]:
+        with pytest.raises(DataError, match=f"{says}is damaged"):
+            dataset[index]
+    path = tmp_path / "part-2.parquet"
+    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    damaged = bytearray(path.read_bytes())
+    damaged[column.dictionary_page_offset : column.dictionary_page_offset + 30] = b"\xff" * 30
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"part-2.parquet, row group 0: is damaged"):
+        dataset[11]
+    json_lines(tmp_path)
+    lines = JsonLines(tmp_path / "0.jsonl")
+    (tmp_path / "0.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"0.jsonl, bytes 0 to \d+: is damaged: got 2 bytes at 0"):
+        lines[0]
+
+
+def test_a_footer_is_read_once_for_all_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, opened = parquet(tmp_path), pq.ParquetFile
+    footers: list[bool] = []
+
+    def counted(*args: Any, **keys: Any) -> pq.ParquetFile:
+        footers.append(keys.get("metadata") is None)
+        return opened(*args, **keys)
+
+    monkeypatch.setattr(pq, "ParquetFile", counted)
+    assert [item["id"] for item in dataset] == list(range(ROWS))
+    assert len(footers) == 7 + 3, "each row group, and the footer of each file"
+    assert sum(footers) == 3
+    assert len(pickle.dumps(dataset)) < 10_000, "footers are not sent along"
 
 
 def test_a_missing_value_is_an_error_that_names_its_column(tmp_path: Path) -> None:
@@ -197,12 +265,47 @@ def test_nested_values_are_tensors_lists_and_dicts(tmp_path: Path) -> None:
     assert torch.equal(item["image"], torch.arange(6, 12, dtype=torch.uint8).reshape(2, 3))
 
 
+def test_times_dictionaries_and_decimals_are_pythons_own(tmp_path: Path) -> None:
+    when = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+    words = ["b", "a", "b"]
+    schema = {"when": pa.timestamp("us", "UTC"), "day": pa.date32(), "price": pa.decimal128(6, 2)}
+    table = pa.table(
+        {"when": [when] * 3, "day": [when.date()] * 3, "price": [Decimal("1.25")] * 3}, pa.schema(schema)
+    )
+    table = table.append_column("word", pa.array(words).dictionary_encode())
+    pq.write_table(table, tmp_path / "a.parquet")
+    for number, item in enumerate(Parquet(tmp_path)):
+        assert (item["when"], item["day"], item["price"]) == (when, when.date(), Decimal("1.25"))
+        assert item["word"] == words[number]
+    with pytest.raises(TypeError, match="datetime"):
+        default_collate([item["when"] for item in Parquet(tmp_path)])
+
+
+def test_an_image_as_a_model_takes_it() -> None:
+    assert torch.equal(float_image(jpeg(51)), torch.full((3, 4, 6), 0.2))
+
+
 def double(value: Any) -> Any:
     return value * 2
 
 
 def looks_up(value: Any) -> Any:
     return {}[value]
+
+
+@given(st.lists(st.none() | st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1), st.data())
+def test_lists_of_a_part_of_an_array_are_those_of_arrow(rows: list[list[int] | None], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(rows) - 1))
+    kinds = (pa.list_(pa.int16()), pa.large_list(pa.float32()), pa.list_(pa.int64(), 3))
+    for array in (pa.array(rows, kind).slice(start) for kind in kinds):
+        give = values_of("x", pa.chunked_array([array]))
+        wanted = array.to_pylist()
+        there = np.array([row for row, one in enumerate(wanted) if one is not None], np.int64)[::-1]
+        found = give(there)
+        assert [one.tolist() for one in found] == [wanted[row] for row in there]
+        for one in found:
+            one[0] = 100  # it is the caller's own
+        assert [one.tolist() for one in give(there)] == [wanted[row] for row in there]
 
 
 def test_columns_are_decoded_by_functions_or_their_names(tmp_path: Path) -> None:

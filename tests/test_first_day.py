@@ -46,6 +46,7 @@ def result_of(folder: Path, name: str) -> dict[str, object]:
     return values
 
 
+@pytest.mark.slow
 def stopped_at_its_first_checkpoint(
     folder: Path, name: str, status: int, function: Callable[..., Any], *args: str
 ) -> str:

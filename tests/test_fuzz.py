@@ -175,6 +175,7 @@ FOUND: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", list(FOUND))
 def test_what_was_wrong_without_a_word(what: str) -> None:
     check({**USUAL, **FOUND[what]})

@@ -47,8 +47,10 @@ FLOORS = [
     "sessions",
     "several",
     "follow_up",
+    "retry",
     "verify",
     "early_start",
+    "cli_options",
     "cli",
     "__main__",
 ]

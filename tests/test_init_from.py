@@ -12,6 +12,7 @@ import dp_ray
 from dp_ray.errors import DataError, JobError
 from dp_ray.results import outputs
 from dp_ray.rundir.checkpoint import CheckpointWriter
+from dp_ray.rundir.history_file import CLOCKED
 from dp_ray.rundir.weights import read_start
 from dp_ray.storage import Storage
 from tests.support import training
@@ -174,7 +175,7 @@ def trained(folder: Path, name: str, **others: Any) -> dp_ray.Result:
 
 def told(result: dp_ray.Result, first: int = 0) -> str:
     """The rows of the history from the `first` on, without what the clock says."""
-    return repr([{**row, "rows_per_second": None} for row in result.history[first:]])
+    return repr([{**row, **dict.fromkeys(CLOCKED)} for row in result.history[first:]])
 
 
 def check_goes_on(run: Callable[..., dp_ray.Result], folder: Path) -> None:

@@ -43,6 +43,7 @@ def test_all_that_a_job_changes_is_as_before(tmp_path: Path) -> None:
     assert remains == []
 
 
+@pytest.mark.slow
 def test_it_is_as_before_after_an_error_too(tmp_path: Path) -> None:
     before = settings()
     with contextlib.suppress(LookupError), isolated():
@@ -75,6 +76,7 @@ import multiprocessing, os
 if __name__ == "__main__":
     from dp_ray.task.isolation import isolated  # here, for each child imports this file
 
+@pytest.mark.slow
     for _ in range(2):
         with isolated() as remains:
             child = multiprocessing.get_context("forkserver").Process(target=os.getpid)

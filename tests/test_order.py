@@ -13,25 +13,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dp_ray.plan.order import Order
+from tests.support.chance import SIGMAS, deviation, ranks, splitmix64, uniformity
 
 Ints = NDArray[np.int64]
-
-# The draws are fixed, so a test passes or fails for good; a sound order exceeds this once in two million.
-SIGMAS = 5.0
 
 SMALL = (2, 3, 4, 5, 6, 7, 9, 16, 30)
 NUM_EPOCHS = 1200
 
 seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 2**63 - 1)
-
-
-def splitmix64(seed: int, number: int) -> int:
-    """Output `number` (the first is 1) of Steele, Lea and Flood's SplitMix64."""
-    z = (seed + number * 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return z ^ (z >> 31)
 
 
 def reference(n: int, seed: int, epoch: int, position: int) -> int:
@@ -182,33 +172,13 @@ def test_the_first_index_of_a_billion_takes_no_memory() -> None:
     assert peak < 10e6
 
 
-def deviation(statistic: float, freedom: int) -> float:
-    """A chi-square statistic in standard deviations of a normal variable (Wilson and Hilferty)."""
-    spread = 2 / (9 * freedom)
-    return float(((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
-
-
-def uniformity(counts: Ints) -> float:
-    """How far counts are from those of equally likely outcomes, in standard deviations."""
-    expected = counts.sum() / counts.size
-    return deviation(float(((counts - expected) ** 2).sum() / expected), counts.size - 1)
-
-
 @cache
 def drawn(n: int) -> Ints:
     """The orders of n samples, one in each row, for as many epochs."""
     return np.stack([Order(n, epoch=epoch).indices(0, n) for epoch in range(NUM_EPOCHS)])
 
 
-def ranks(permutations: Ints) -> Ints:
-    """The number of each row among all permutations: its digits in the factorial number system."""
-    n = permutations.shape[1]
-    later_and_smaller = [(permutations[:, i + 1 :] < permutations[:, i : i + 1]).sum(1) for i in range(n)]
-    weights = np.array([math.factorial(n - 1 - i) for i in range(n)])
-    numbers: Ints = weights @ np.stack(later_and_smaller)
-    return numbers
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_all_permutations_are_equally_likely_over_epochs(n: int) -> None:
     assert abs(uniformity(np.bincount(ranks(drawn(n)), minlength=math.factorial(n)))) < SIGMAS

@@ -123,6 +123,7 @@ JOBS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(1, 24), JOBS, st.none() | EVALS, CHECKPOINTS, st.booleans())
 def test_a_training_does_what_the_plan_says(

@@ -30,6 +30,7 @@ def dp_ray(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "status"), [(["-h"], 0), (["run", "no.yaml"], 2), (["plan"], 2)])
 def test_its_status_is_what_the_command_line_says(arguments: list[str], status: int) -> None:
     assert dp_ray(*arguments).returncode == status

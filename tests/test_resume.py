@@ -66,6 +66,8 @@ def ended_by(job: Any, folder: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_killed_at_any_step_and_run_on_other_numbers_of_workers(tmp_path: Path) -> None:
     draw = random.Random(7)
     run_group(mortal(tmp_path, 2), tmp_path / "whole")
@@ -151,9 +153,8 @@ def add_steps(history: History, split: Split, first: int, end: int) -> None:
     for step in range(first, end):
         loss = float("nan") if step == 3 else float(step)
         measured = {"eval_loss": 10.0 - step} if step % 2 else {}
-        history.add(
-            step, Update(torch.tensor([loss, 1.0], dtype=torch.float64), 0.1, torch.tensor(2.0), False), measured
-        )
+        totals = torch.tensor([loss, 1.0], dtype=torch.float64)
+        history.add(step, Update(totals, 0.1, torch.tensor(2.0), False, torch.tensor(0.0)), measured)
 
 
 def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) -> None:

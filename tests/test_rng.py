@@ -62,7 +62,7 @@ def rows_of(dataset: Any, batch_size: int, shards: int, epoch: int = 0, **keys: 
     work = Work(Split(40, batch_size, shards, epochs=epoch + 1), start=epoch * Split(40, batch_size, shards).steps)
     loaded = load_shards(job, dataset, work, CPU)
     return {
-        index: row for indices, rows, _ in loaded for index, row in zip(indices.tolist(), rows.tolist(), strict=True)
+        index: row for indices, rows in loaded for index, row in zip(indices.tolist(), rows.tolist(), strict=True)
     }
 
 

@@ -66,6 +66,8 @@ def check_counts(result: dp_ray.Result, printed: str, workers: int, full: list[i
     steps = [hashlib.sha256(batch.numpy().tobytes()).digest() for batch in result.batches()]
     assert result.outputs_sha256 == hashlib.sha256(b"".join(steps)).hexdigest()
     assert result.world_sizes == [workers]
+    assert all(0 < one["data_wait_seconds"] < one["loop_seconds"] for one in result.workers)
+    assert result.data_wait_share
     shapes = result.shapes
     assert [(one.step, one.rows) for one in shapes] == [
         (step, rows) for step, shards in enumerate([full] * 3 + [last]) for rows in shards
@@ -373,6 +375,7 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None:
     """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""

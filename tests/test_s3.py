@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,12 @@ from dp_ray.storage import Storage
 from tests.support import forked, models
 from tests.support.cluster import Cluster
 from tests.support.group import run_group
-from tests.support.s3 import IN_URL, SECRET, Server, serving
+from tests.support.s3 import IN_URL, SECRET, Server
 
 OUTPUT_FILES = ("outputs/00000-of-00001.parquet", "outputs/manifest.json")
 
-pytestmark = pytest.mark.usefixtures("in_project")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_project")]
 MEGABYTE = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("s3") / "requests.log") as started:
-        yield started
 
 
 def predicting(server: Server, folder: str, **keys: Any) -> dict[str, Any]:
@@ -192,14 +185,13 @@ def test_the_secret_is_neither_shown_nor_kept(server: Server, capfd: pytest.Capt
     assert result.weights and dp_ray.load(server.url("secret/run")).weights
 
 
-def test_two_workers_write_their_parts(server: Server) -> None:
+def test_two_workers_merge_their_parts(server: Server) -> None:
     values = predicting(server, "group", workers=2, shards=2)
     del values["quiet"]
     run_group(Job.make(values, "run"), server.url("group/run"))
-    parts = server.objects("group/run/parts")
-    assert len(parts) == 2
-    storage = Storage(server.url("group/run/parts"))
-    assert sum(pq.read_metadata(storage.open(name)).num_rows for name in parts) == 101
+    assert server.objects("group/run/parts") == {}
+    (name,) = server.objects("group/run/outputs")
+    assert pq.read_metadata(Storage(server.url("group/run/outputs")).open(name)).num_rows == 101
     assert (server.uploads("group"), server.copies()) == ([], [])
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.model import build_model, evaluating
 from dp_ray.replica.predict import predict
-from dp_ray.replica.read_requests import Batch
 from dp_ray.replica.world import World
 from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl
@@ -79,12 +77,12 @@ def test_a_shard_of_a_prediction_leaves_no_trace_in_buffers() -> None:
     def run(work: Work) -> dict[tuple[int, int], torch.Tensor]:
         found.clear()
         shards = [shard for _, shards in work for shard in shards]
-        batches = (Batch(np.arange(shard.start, shard.stop), inputs[shard.start : shard.stop]) for shard in shards)
+        batches = ((None, inputs[shard.start : shard.stop]) for shard in shards)
 
-        def keep(shard: Any, batch: Any, outputs: torch.Tensor) -> None:
+        def keep(shard: Any, indices: Any, outputs: torch.Tensor, carried: Any) -> None:
             found[shard.step, shard.shard] = outputs.clone()
 
-        predict(model, job, CPU, work, batches, keep, lambda step: None)
+        predict(model, job, CPU, work, batches, keep, lambda step: None)  # type: ignore[arg-type]
         return dict(found)
 
     whole = run(Work(split))
@@ -135,6 +133,7 @@ def test_what_cannot_be_kept_or_trained_is_said_at_once(
     assert control.steps == steps
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_wants_a_closure_is_refused_before_anything_starts() -> None:
     with pytest.raises(JobError, match=r"optimizer: LBFGS computes the loss several times"):
         check_targets(job_of("mlp", optimizer={"target": "torch.optim:LBFGS"}))

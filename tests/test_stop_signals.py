@@ -170,6 +170,7 @@ class Interrupts(nn.Module):
         return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("context", "processes"), [("fork", 2), ("spawn", 1)])
 def test_ctrl_c_in_a_terminal_reaches_the_processes_of_a_loader_too(
     tmp_path: Path, context: str, processes: int

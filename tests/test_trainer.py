@@ -103,6 +103,7 @@ def ends(job: Job, folder: Path) -> tuple[dict[str, bytes], str]:
     return weights, repr(history_of(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", list(BITWISE))
 def test_bitwise_is_the_same_bits_on_any_number_of_workers(tmp_path: Path, what: str) -> None:
     keys = {"batch_size": 33, "shards": 8, "bitwise": True, **BITWISE[what]}

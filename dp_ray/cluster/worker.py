@@ -10,13 +10,13 @@ from typing import Any
 
 import ray
 import ray.train
-import ray.train.torch
 import torch
 
 from dp_ray.cluster.channel import send
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.prints import forwarded_prints
 from dp_ray.cluster.process_group import process_group
+from dp_ray.cluster.ray_internals.devices import assigned_devices
 from dp_ray.cluster.requests import GROUP, Ask, Terms, WorkerConfig
 from dp_ray.errors import JobError, WorkerError
 from dp_ray.job import Job
@@ -26,6 +26,7 @@ from dp_ray.monitor.message_of import message_of
 from dp_ray.monitor.messages import Ending, Failed, Finished, WorkerExit, WorkerReady
 from dp_ray.replica.world import CPU, World
 from dp_ray.rundir.claim import check_shared
+from dp_ray.rundir.quarantine_files import QuarantineFull
 from dp_ray.storage import Storage
 from dp_ray.system.edited import imported_files
 from dp_ray.system.environment import environment
@@ -54,8 +55,10 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     given = config["worker"]
     end_imports()
     keep_freed_memory()
-    with ray.train.torch.TorchConfig().train_func_context():  # sets the default CUDA device
-        run_jobs(given)
+    first = assigned_devices()[0]
+    if first.type == "cuda":
+        torch.cuda.set_device(first)
+    run_jobs(given)
 
 
 def run_jobs(given: WorkerConfig) -> None:
@@ -143,7 +146,7 @@ def with_devices(world: World, job: Job) -> World:
     elif job.gpus_per_worker == 0:
         given = [CPU]
     else:
-        given = ray.train.torch.get_devices()[: job.num_devices]
+        given = assigned_devices()[: job.num_devices]
     return replace(world, device=given[0], all_devices=tuple(given))
 
 
@@ -177,5 +180,5 @@ def reported_errors(
 def _ending_of(error: BaseException) -> Ending:
     if isinstance(error, WorkerError):
         return Ending.LOST_PEER
-    passes = isinstance(error, Exception) and not isinstance(error, JobError)
+    passes = isinstance(error, Exception) and not isinstance(error, JobError | QuarantineFull)
     return Ending.RAISED if passes else Ending.MISTAKEN

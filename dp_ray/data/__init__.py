@@ -4,10 +4,11 @@
 >>> Parquet("s3://bucket/train/*.parquet", columns=["image", "label"])  # doctest: +SKIP
 """
 
-from dp_ray.data.decode import image
+from dp_ray.data.decode import float_image, image
 from dp_ray.data.images import Images
+from dp_ray.data.stream import Stream
 from dp_ray.data.tables import Arrow, Parquet
 from dp_ray.data.text_tables import Csv, JsonLines
 from dp_ray.data.webdataset import WebDataset
 
-__all__ = ["Arrow", "Csv", "Images", "JsonLines", "Parquet", "WebDataset", "image"]
+__all__ = ["Arrow", "Csv", "Images", "JsonLines", "Parquet", "Stream", "WebDataset", "float_image", "image"]

@@ -1,8 +1,10 @@
 """A dataset whose samples lie in blocks: row groups, record batches, stretches of a file or of a tar shard."""
 
 import itertools
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,10 +14,13 @@ from torch.utils.data import Dataset
 from dp_ray.data.files import File, pins_of
 
 CACHE_BYTES = 256 << 20
+READ_AT_ONCE = 8  # blocks
 
 Item = dict[str, Any]
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Source = TypeVar("Source")
+Key = TypeVar("Key", bound=Hashable)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,18 +60,33 @@ class Blocks(Dataset[Item], Generic[Source]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """The samples at these indices, in their order. Raises IndexError, and DataError if a file is damaged."""
+        items: list[Item] = [{}] * len(indices)
+        for places, read, rows in self._by_block(indices):
+            for place, item in zip(places, self._items(read, rows), strict=True):
+                items[place] = item
+        return items
+
+    def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[Rows, Any, Rows]]:
+        """For each block that holds samples at the indices: their places among these, what it holds, their rows."""
         wanted = np.asarray(indices, np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"sample {indices} of {len(self)}")
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        items: list[Item] = [{}] * len(wanted)
-        for number in np.unique(numbers):
-            places = np.flatnonzero(numbers == number)
-            read = self._cache.get(int(number), self._load)
-            for place, item in zip(places, self._items(read, wanted[places] - self._starts[number]), strict=True):
-                items[place] = item
-        return items
+        # Block after block as they are first asked for: those of a new window follow those of the last one.
+        asked = list(dict.fromkeys(numbers.tolist()))
+        for first in range(0, len(asked), self._cache.least):
+            several = asked[first : first + self._cache.least]
+            for number, read in zip(several, self._cache.get_all(several, self._load), strict=True):
+                places = np.flatnonzero(numbers == number)
+                yield places, read, wanted[places] - self._starts[number]
+
+    def hold_blocks(self, number: int) -> None:
+        """Keep at least so many blocks in memory, those that were read last, whatever their size.
+
+        So many may be read at once, in threads.
+        """
+        self._cache.least = number
 
     @property
     def block_rows(self) -> Rows:
@@ -99,24 +119,47 @@ class Blocks(Dataset[Item], Generic[Source]):
 
 
 class Cache:
-    """What was read last, up to a number of bytes; a copy for another process is empty."""
+    """What was read last, up to a number of bytes but at least `least` of it; a copy for another process is empty.
 
-    def __init__(self, most_bytes: int) -> None:
+    Several threads may use it.
+    """
+
+    def __init__(self, most_bytes: int, least: int = 1) -> None:
+        self.least = least
         self._most_bytes = most_bytes
-        self._held: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        self._held: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
+        self._lock = threading.Lock()
 
-    def get(self, number: int, load: Callable[[int], tuple[Any, int]]) -> Any:
-        """What `load` gives for the number, from memory if it is there; the newest one always stays."""
-        if number in self._held:
-            self._held.move_to_end(number)
-            return self._held[number][0]
-        value, size = load(number)
-        self._held[number] = value, size
-        self._bytes += size
-        while self._bytes > self._most_bytes and len(self._held) > 1:
+    def get(self, key: Key, load: Callable[[Key], tuple[Any, int]]) -> Any:
+        """What `load` gives for the key, from memory if it is there."""
+        return self.get_all([key], load)[0]
+
+    def get_all(self, keys: Sequence[Key], load: Callable[[Key], tuple[Any, int]]) -> list[Any]:
+        """What `load` gives for each key, from memory if it is there; the others are loaded several at a time."""
+        with self._lock:
+            found = {key: self._held[key] for key in keys if key in self._held}
+        missing = [key for key in keys if key not in found]
+        found |= zip(missing, _in_threads(load, missing), strict=True)
+        with self._lock:
+            for key in keys:
+                self._keep(key, found[key])
+        return [found[key][0] for key in keys]
+
+    def _keep(self, key: Hashable, value: tuple[Any, int]) -> None:
+        """Hold it as the newest, in place of the oldest ones."""
+        _, size = self._held.pop(key, (None, 0))
+        self._held[key] = value
+        self._bytes += value[1] - size
+        while self._bytes > self._most_bytes and len(self._held) > self.least:
             self._bytes -= self._held.popitem(last=False)[1][1]
-        return value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Cache, (self._most_bytes,)
+        return Cache, (self._most_bytes, self.least)
+
+
+def _in_threads(load: Callable[[Key], T], keys: Sequence[Key]) -> list[T]:
+    if len(keys) < 2:
+        return [load(key) for key in keys]
+    with ThreadPoolExecutor(min(READ_AT_ONCE, len(keys))) as pool:
+        return list(pool.map(load, keys))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dp_ray.errors import DataError, JobError
+from dp_ray.system.import_path import importing_from_here
 from dp_ray.text import did_you_mean, listed
 
 Decoder: TypeAlias = Callable[[Any], Any]
@@ -28,10 +29,15 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
         raise DataError(f"images need Pillow: pip install 'dp-ray[images]': {error}") from None
     encoded = value["bytes"] if isinstance(value, Mapping) else value
     with Image.open(io.BytesIO(encoded)) as opened:
-        rgb = opened.convert("RGB")
+        rgb = opened if opened.mode == "RGB" else opened.convert("RGB")  # which copies it
         if size is not None:
             rgb = rgb.resize(size[::-1], Image.Resampling.BILINEAR)
         return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+
+
+def float_image(value: Any) -> torch.Tensor:
+    """The same as float32 from 0 to 1, as models of images take it."""
+    return image(value).float() / 255
 
 
 def array(value: bytes) -> torch.Tensor:
@@ -64,18 +70,24 @@ def decode_of(decode: Decode | None, columns: Sequence[str] | None) -> dict[str,
             raise JobError(
                 f"decode: {name!r} is not among the columns{did_you_mean(name, columns)}: {listed(columns)}"
             )
-    return {name: _decoder(name, given) for name, given in (decode or {}).items()}
+    return {
+        name: named("decode", given, f" for {name!r}") if isinstance(given, str) else given
+        for name, given in (decode or {}).items()
+    }
 
 
-def _decoder(name: str, given: Decoder | str) -> Decoder:
-    if not isinstance(given, str):
-        return given
+def named(argument: str, given: str, what: str = "") -> Callable[..., Any]:
+    """The function that the text of an argument names, as `package.module:function`; `what` says what it is for.
+
+    Raises JobError if it cannot be imported or called.
+    """
     try:
-        found: Decoder = pkgutil.resolve_name(given)
+        with importing_from_here():
+            found: Callable[..., Any] = pkgutil.resolve_name(given)
     except (ImportError, AttributeError, ValueError) as error:
-        raise JobError(f"decode: cannot import {given!r} for {name!r}: {error}") from error
+        raise JobError(f"{argument}: cannot import {given!r}{what}: {error}") from error
     if not callable(found):
-        raise JobError(f"decode: {given} for {name!r} is {found!r:.60}, which cannot be called")
+        raise JobError(f"{argument}: {given}{what} is {found!r:.60}, which cannot be called")
     return found
 
 

@@ -1,5 +1,6 @@
 """The files of a data source: found in a folder, by a glob, in a list or at a URL, and pinned by size and version."""
 
+import errno
 import fnmatch
 import os
 import re
@@ -23,6 +24,11 @@ T = TypeVar("T")
 ATTEMPTS = 5
 WAIT_SECONDS = 0.5  # before the second attempt; it doubles with each
 FILES_AT_ONCE = 32
+# What the system says of a local disk, or of one that is mounted, when the next attempt may succeed.
+PASSING = {
+    *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),
+    *(errno.ENOMEM, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+}
 _WILDCARD = re.compile(r"[*?\[]")
 
 
@@ -140,13 +146,15 @@ def _with_etag(file: File) -> File:
             found = stream.metadata() or {}
         return str(found.get(b"ETag", b"").decode().strip('"') or file.version)
 
-    return File(file.folder, file.name, file.size, retried(look, str(file)))
+    return File(file.folder, file.name, file.size, retried(look, str(file), file.is_local))
 
 
-def retried(read: Callable[[], T], what: str) -> T:
+def retried(read: Callable[[], T], what: str, is_local: bool = False) -> T:
     """What `read` gives; it is called again after an error of the storage that may pass.
 
-    Raises DataError, which names `what`, after the last attempt, or at once for a file that is not there.
+    Of a local file these are the system's, like a network disk that does not answer. Other errors are damage.
+
+    Raises DataError, which names `what`, after the last attempt, or at once for a file that is not there or damaged.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -156,6 +164,8 @@ def retried(read: Callable[[], T], what: str) -> T:
         except pa.ArrowInvalid as error:  # an OSError of pyarrow is another class
             raise DataError(f"{what}: is damaged: {error}") from error
         except OSError as error:
+            if is_local and error.errno not in PASSING:
+                raise DataError(f"{what}: {'cannot be read' if error.errno else 'is damaged'}: {error}") from error
             if attempt == ATTEMPTS:
                 raise DataError(f"{what}: cannot be read, after {ATTEMPTS} attempts: {error}") from error
             time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))

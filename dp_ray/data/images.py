@@ -38,7 +38,7 @@ class Images(Blocks[int]):
             with block.file.open() as stream:
                 return stream.read()  # type: ignore[no-any-return]
 
-        encoded = retried(read, str(block.file))
+        encoded = retried(read, str(block.file), block.file.is_local)
         try:
             item: Item = {"image": image(encoded, self._size), "path": block.file.name}
         except DataError:

@@ -58,7 +58,7 @@ def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], str
     kept = _kept(file, name)
     if kept is not None:
         return kept
-    built = Index(file.size, file.version, *retried(build, str(file)))
+    built = Index(file.size, file.version, *retried(build, str(file), file.is_local))
     with suppress(StorageError, OSError):
         file.folder.write_text(name, json.dumps(asdict(built)))
     return built

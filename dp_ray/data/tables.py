@@ -2,17 +2,22 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
-from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item, Rows, Source
+from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Cache, Item, Rows, Source
 from dp_ray.data.decode import Decode, decode_of, decoded
 from dp_ray.data.files import File, Paths, find_files, in_threads, retried
-from dp_ray.data.values import Values, values_of
+from dp_ray.data.table_block import Column, TableBlock
 from dp_ray.errors import DataError
 from dp_ray.text import did_you_mean, listed
+
+FOOTER_BYTES = 64 << 20  # of footers kept in each process
 
 
 class Table(Blocks[Source]):
@@ -34,12 +39,32 @@ class Table(Blocks[Source]):
         """The rows of a block, with the columns that are read."""
         raise NotImplementedError
 
-    def _read(self, block: Block[Source]) -> tuple[dict[str, Values], int]:
-        table = retried(lambda: self._table(block), str(block))
-        return {name: values_of(name, table.column(name)) for name in table.column_names}, table.nbytes
+    def read_columns(self, indices: Sequence[int], names: Sequence[str] | None) -> dict[str, torch.Tensor] | None:
+        """What torch's default collate makes of the samples at these indices, without items; None if that differs.
 
-    def _items(self, read: dict[str, Values], rows: Rows) -> list[Item]:
-        return [decoded({name: give(row) for name, give in read.items()}, self._decode) for row in rows.tolist()]
+        `names` are the columns that are wanted, by default all. Raises what `__getitems__` raises.
+        """
+        if self._decode:
+            return None
+        found: dict[str, Column] = {}
+        for places, block, rows in self._by_block(indices):
+            for name in block.names if names is None else names:
+                column = block.column(name)
+                if column is None:
+                    return None
+                whole = found.setdefault(name, np.empty((len(indices), *column.shape[1:]), column.dtype))
+                if (whole.shape[1:], whole.dtype) != (column.shape[1:], column.dtype):
+                    return None
+                whole[places] = column[rows]
+        return {name: torch.from_numpy(whole) for name, whole in found.items()}
+
+    def _read(self, block: Block[Source]) -> tuple[TableBlock, int]:
+        found = TableBlock(retried(lambda: self._table(block), str(block), block.file.is_local))
+        return found, found.size
+
+    def _items(self, read: TableBlock, rows: Rows) -> list[Item]:
+        items = read.items(rows)
+        return [decoded(item, self._decode) for item in items] if self._decode else items
 
 
 class ColumnFiles(Table[int]):
@@ -66,7 +91,7 @@ class ColumnFiles(Table[int]):
         super().__init__(files, list(itertools.chain(*found)), columns, decode, cache_bytes)
 
     def _blocks_of(self, file: File, columns: Sequence[str] | None) -> list[Block[int]]:
-        names, sizes = retried(lambda: self._look(file), str(file))
+        names, sizes = retried(lambda: self._look(file), str(file), file.is_local)
         check_columns(file, names, columns)
         return [Block(file, rows, number, f"{self.BLOCK} {number}") for number, rows in enumerate(sizes)]
 
@@ -89,7 +114,18 @@ class Parquet(ColumnFiles):
 
     def _table(self, block: Block[int]) -> pa.Table:
         with block.file.open() as stream:
-            return pq.ParquetFile(stream).read_row_group(block.source, columns=self._columns)
+            footer = self._footers.get(str(block.file), lambda _: _footer(stream))
+            return pq.ParquetFile(stream, metadata=footer).read_row_group(block.source, columns=self._columns)
+
+    @cached_property
+    def _footers(self) -> Cache:
+        return Cache(FOOTER_BYTES)
+
+
+def _footer(stream: pa.NativeFile) -> tuple[pq.FileMetaData, int]:
+    """Where the row groups of a file lie, and its size in bytes."""
+    found = pq.ParquetFile(stream).metadata
+    return found, found.serialized_size
 
 
 class Arrow(ColumnFiles):

@@ -10,11 +10,12 @@ import torch
 
 from dp_ray.errors import DataError
 
-Values = Callable[[int], Any]
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+Values = Callable[[Rows], list[Any]]
 
 
 def values_of(name: str, column: pa.ChunkedArray) -> Values:
-    """A function that gives the value of a row of a column.
+    """A function that gives the values of rows of a column: a list with one for each.
 
     Numbers and truth values are numpy scalars of the column's own type, so that torch's collate keeps it. Lists of
     numbers are tensors of that type, nested ones too if their inner lists have one length. Text is a str, binary data
@@ -29,12 +30,27 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
         return give
     missing = array.is_null().to_numpy(zero_copy_only=False)
 
-    def checked(row: int) -> Any:
-        if missing[row]:
+    def checked(rows: Rows) -> list[Any]:
+        if missing[rows].any():
             raise DataError(f"column {name!r} has no value; fill it, leave the row out, or leave the column out")
-        return give(row)
+        return give(rows)
 
     return checked
+
+
+def stacked(column: pa.ChunkedArray) -> np.ndarray[Any, Any] | None:
+    """The values of numbers, or of lists of numbers of one length, as an array of a row each; None for others."""
+    array = _one(column)
+    if array.null_count:
+        return None
+    if _is_number(array.type):
+        return np.asarray(array.to_numpy(zero_copy_only=False))
+    if not _is_list(array.type) or not _is_number(array.type.value_type) or not len(array):
+        return None
+    sizes, inner = array.value_lengths().to_numpy(zero_copy_only=False), array.flatten()
+    if inner.null_count or (sizes != sizes[0]).any():
+        return None
+    return np.asarray(inner.to_numpy(zero_copy_only=False)).reshape(len(array), int(sizes[0]))
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:
@@ -50,18 +66,23 @@ def _values(kind: pa.DataType) -> Callable[[pa.Array], Values]:
         return functools.partial(_shaped, shape=kind.shape)
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+    if _is_number(kind):
         return _numbers
     if _is_list(kind):
         return _lists
     if pa.types.is_struct(kind):
         return _structs
-    return lambda array: lambda row: array[row].as_py()
+    return _each(lambda value: value.as_py())
+
+
+def _each(convert: Callable[[pa.Scalar], Any]) -> Callable[[pa.Array], Values]:
+    """Values that are converted one by one."""
+    return lambda array: lambda rows: [convert(array[row]) for row in rows.tolist()]
 
 
 def _numbers(array: pa.Array) -> Values:
     numbers = array.to_numpy(zero_copy_only=False) if not array.null_count else _filled(array)
-    return lambda row: numbers[row]
+    return lambda rows: list(numbers[rows])
 
 
 def _filled(array: pa.Array) -> Any:
@@ -73,20 +94,42 @@ def _structs(array: pa.Array) -> Values:
         field.name: values_of(field.name, pa.chunked_array([inner]))
         for field, inner in zip(array.type, array.flatten(), strict=True)
     }
-    return lambda row: {name: give(row) for name, give in fields.items()}
+    return lambda rows: dicts({name: give(rows) for name, give in fields.items()}, len(rows))
+
+
+def dicts(columns: dict[str, list[Any]], rows: int) -> list[dict[str, Any]]:
+    """A dict for each of so many rows."""
+    if not columns:
+        return [{} for _ in range(rows)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _shaped(array: pa.Array, shape: list[int]) -> Values:
-    return lambda row: _tensor(array[row].values).reshape(shape)
+    give = _lists(array)
+    return lambda rows: [value.reshape(shape) for value in give(rows)]
 
 
 def _lists(array: pa.Array) -> Values:
     inner = array.type.value_type
-    if not (
-        _is_list(inner) or pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
-    ):
-        return lambda row: array[row].as_py()
-    return lambda row: _tensor(array[row].values)
+    is_flat = _is_number(inner)
+    if not (is_flat or _is_list(inner)):
+        return _each(lambda value: value.as_py())(array)
+    if not is_flat or array.values.null_count:
+        return _each(lambda value: _tensor(value.values))(array)
+    numbers, starts = array.values.to_numpy(zero_copy_only=False), _starts(array)
+    sizes = np.diff(starts)
+    if len(sizes) and sizes[0] and (sizes == sizes[0]).all():
+        table = numbers[starts[0] : starts[-1]].reshape(len(sizes), sizes[0])
+        return lambda rows: list(torch.from_numpy(table[rows]).unbind())
+    return lambda rows: [torch.from_numpy(numbers[starts[row] : starts[row + 1]].copy()) for row in rows.tolist()]
+
+
+def _starts(array: pa.Array) -> Rows:
+    """Where each list begins among the values of all, and the end of the last: int64 [lists + 1]."""
+    if not pa.types.is_fixed_size_list(array.type):
+        return np.asarray(array.offsets, np.int64)
+    starts: Rows = np.arange(array.offset, array.offset + len(array) + 1) * array.type.list_size
+    return starts
 
 
 def _tensor(values: pa.Array) -> Any:
@@ -102,3 +145,7 @@ def _tensor(values: pa.Array) -> Any:
 
 def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))

@@ -50,7 +50,7 @@ class WebDataset(Blocks[Stretch]):
         super().__init__(files, blocks, cache_bytes)
 
     def _read(self, block: Block[Stretch]) -> tuple[list[tuple[str, Item]], int]:
-        encoded = retried(lambda: read_stretch(block.file, block.source), str(block))
+        encoded = retried(lambda: read_stretch(block.file, block.source), str(block), block.file.is_local)
         try:
             with tarfile.open(fileobj=io.BytesIO(encoded), mode="r:") as tar:
                 samples = list(_grouped(tar, lambda member: _contents(tar, member)))

@@ -65,7 +65,7 @@ class Monitor:
         self._console = console
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
         self._reports = ShapeReports(file, journal, console, shapes, job.batch_dim, self._on_steps)
-        self._task_messages = TaskMessages(self._reports, tensorboard, self.progress, console)
+        self.task_messages = TaskMessages(self._reports, tensorboard, self.progress, console)
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -75,7 +75,7 @@ class Monitor:
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics that an evaluation measured."""
-        return self._task_messages.metrics
+        return self.task_messages.metrics
 
     @property
     def incidents(self) -> IncidentLog:
@@ -94,7 +94,7 @@ class Monitor:
             case Shapes():
                 self._shapes(message)
             case TaskMessage(what=what):
-                self._task_messages.take(what)
+                self.task_messages.take(what)
             case Printed(world=world, lines=lines):
                 for line in lines:
                     self._console.printed(world, line)
@@ -143,7 +143,7 @@ class Monitor:
         """Finish the shape reports and TensorBoard's files; workers can no longer be asked to stop."""
         self.planned_stop.is_closed = True
         self._reports.close()
-        self._task_messages.close()
+        self.task_messages.close()
 
     def _worker_ready(self, worker: WorkerReady) -> None:
         """Begin an attempt once all of its workers are ready."""
@@ -151,6 +151,7 @@ class Monitor:
         if not workers:
             return
         self.failed = None
+        self.task_messages.times.clear()
         self._hangs.watch(workers)
         self._interruptions.begin(len(workers))
         worlds = [one.world for one in workers]

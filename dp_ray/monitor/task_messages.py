@@ -9,16 +9,20 @@ from dp_ray.monitor.shapes import ShapeReports
 from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_recorder import Keep
-from dp_ray.task.notices import Measured, Note
+from dp_ray.task.notices import Measured, Note, WorkerTimes
 
 
 class TaskMessages:
-    """Takes in what a task sends; `metrics` are the last that an evaluation measured."""
+    """Takes in what a task sends.
+
+    `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank.
+    """
 
     def __init__(
         self, reports: ShapeReports, tensorboard: TensorBoardWriter, progress: Progressed, console: Console
     ) -> None:
         self.metrics: dict[str, float] = {}
+        self.times: dict[int, dict[str, float]] = {}
         self._reports = reports
         self._tensorboard = tensorboard
         self._progress = progress
@@ -34,6 +38,8 @@ class TaskMessages:
                 self._reports.keep()
             case Measured(metrics=metrics):
                 self.metrics = metrics
+            case WorkerTimes(rank=rank, seconds=seconds):
+                self.times[rank] = seconds
             case Logged(rows=rows):
                 self._log(rows)
 

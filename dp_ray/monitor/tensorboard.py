@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pyarrow import fs as pafs
-from tensorboardX import SummaryWriter
 
 from dp_ray.storage import Storage
 from dp_ray.system.folders import OWNER, own_folder
+from dp_ray.system.imports import postponed
+
+with postponed("tensorboardX"):  # it imports boto3 where that is installed; predictions never use it
+    import tensorboardX
 
 TENSORBOARD = "tensorboard"
 NOT_SCALARS = {"step", "epoch", "rows"}
@@ -68,4 +71,6 @@ class TensorBoardWriter:
         if self._writer is not None:
             self._writer.close()
         suffix = f".{time.time_ns()}"  # the writer's own file name has only whole seconds
-        self._writer = SummaryWriter(str(self._path), purge_step=step, flush_secs=10, filename_suffix=suffix)
+        self._writer = tensorboardX.SummaryWriter(
+            str(self._path), purge_step=step, flush_secs=10, filename_suffix=suffix
+        )

@@ -59,11 +59,17 @@ class Shard:
     start: int
     stop: int
     epoch: int = 0
+    missing: tuple[int, ...] = ()  # positions whose samples were set aside, in order
 
     @property
     def rows(self) -> int:
         """The number of rows."""
-        return self.stop - self.start
+        return self.stop - self.start - len(self.missing)
+
+    @property
+    def positions(self) -> list[int]:
+        """The positions of its rows in the order of its epoch."""
+        return [at for at in range(self.start, self.stop) if at not in self.missing]
 
 
 @dataclass(frozen=True)

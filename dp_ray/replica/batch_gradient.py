@@ -11,7 +11,8 @@ from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.optimizer_step import OptimizerStep
-from dp_ray.replica.read_requests import Batch
+from dp_ray.replica.quarantine import Real, as_planned
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction, Reduction, check_one_type
 from dp_ray.replica.rng import ForwardSeeds
@@ -21,6 +22,8 @@ from dp_ray.replica.step import OnShard
 from dp_ray.replica.user_code import at, place, raising
 from dp_ray.replica.world import World
 from dp_ray.system.waiting import waiting
+
+MISSING = 1  # the column of the last row of the stats that counts the samples set aside; column 0 counts stop votes
 
 
 class BatchGradient:
@@ -52,29 +55,39 @@ class BatchGradient:
         split: Split,
         step: int,
         shards: Sequence[Shard],
-        batches: Iterator[Batch],
+        batches: Iterator[tuple[Indices, Any]],
         on_shard: OnShard,
         stats: torch.Tensor,
+        real: Real = as_planned,
     ) -> None:
         """Set the gradients of step `step`, of which this worker runs `shards`; every rank calls this.
 
-        Sums `stats` over the workers, after each shard with rows has set its row: float64 [shards + 1, columns].
+        Sums `stats` over the workers, after each shard with rows has set its row: float64 [shards + 1, columns]. The
+        last row counts the samples that were set aside in its second column. `real` gives a shard without them.
         """
         start, stop = split.batch(step)
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
         # only once `stats` is summed; then `weigh_gradients` corrects it. Of most losses the weight is the rows.
         rows = stop - start
-        pending = [next(batches).inputs for _ in shards[:1]]
+        pending = [next(batches)[1] for _ in shards[:1]]
+        shards = [real(shard) for shard in shards]
+        filled = [shard for shard in shards if shard.rows]
+        if missing := sum(len(shard.missing) for shard in shards):
+            stats[-1, MISSING] = missing
         if self._reduction is None:
             self._reduction = self._build_reduction(shards[:1], pending)
-        self._reduction.begin([shard.shard for shard in shards], num_filled(rows, split.shards))
-        self._buffers.begin(len(shards))
-        for number, shard in enumerate(shards):
-            batch = pending.pop() if pending else next(batches).inputs
-            if number:
+        self._reduction.begin([shard.shard for shard in filled], num_filled(rows, split.shards))
+        self._buffers.begin(len(filled))
+        if shards and shards[0].shard == 0 and not shards[0].rows:
+            self._buffers.keep()  # without shard 0, the step leaves the buffers as they are
+        for shard in shards:
+            batch = pending.pop() if pending else next(batches)[1]
+            if not shard.rows:
+                continue
+            if shard is not filled[0]:
                 self._buffers.restore()
-            self._shard(shard, batch, rows, stats, number == len(shards) - 1, on_shard)
-        if not shards:
+            self._shard(shard, batch, rows, stats, shard is filled[-1], on_shard)
+        if not filled and self._world.world_size > 1:
             self._last_backward(self._reduction, self._reduction.replica(None, 0), stats, f"step {step}")
         self._reduction.check(step)
         self._buffers.finish()
@@ -97,6 +110,9 @@ class BatchGradient:
         found = torch.zeros(1, device=self._world.device)
         self._buffers.begin(2)
         for shard, batch in zip(shards, batches, strict=True):
+            if not shard.rows:
+                found += 1  # it cannot show that all parameters are used
+                continue
             _backward(self._forward(self._loss, shard, batch), place(shard))
             sparse = {id(one) for one in self._sparse}
             found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)

@@ -1,6 +1,6 @@
 """What a prediction carries of each item: values of the keys of `outputs.carry`, to be written beside the outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,27 +10,38 @@ import torch
 from dp_ray.errors import DataError
 from dp_ray.job import Job
 from dp_ray.replica.item_keys import kind_of, value_of
+from dp_ray.replica.read_requests import Indices
 from dp_ray.tensors.nested import is_plain
 
 Plain: TypeAlias = bool | int | float | str | list[Any] | None
 
 
 class Carrying(NamedTuple):
-    """What the model gets of an item, and the values that are carried, in the order of the keys."""
+    """What the job takes of a sample, its index, and the values that are carried, in the order of the keys."""
 
     item: Any
+    sample: int
     values: list[Plain]
 
 
 @dataclass(frozen=True)
 class Carried:
-    """The carried values of some samples: for each key one value a sample."""
+    """The carried values of some samples, by their indices. Pieces of a batch share it."""
 
-    columns: dict[str, list[Plain]]
+    keys: tuple[str, ...]
+    values: dict[int, list[Plain]]
 
-    def of(self, rows: slice) -> "Carried":
-        """The values of some of the samples."""
-        return Carried({key: values[rows] for key, values in self.columns.items()})
+    def columns(self, indices: Iterable[int]) -> dict[str, list[Plain]]:
+        """For each key the values of these samples."""
+        rows = [self.values[index] for index in indices]
+        return {key: [row[number] for row in rows] for number, key in enumerate(self.keys)}
+
+
+class CarryingBatch(NamedTuple):
+    """A collated batch, and what is carried of its samples."""
+
+    batch: Any
+    carried: Carried
 
 
 def carried_keys(job: Job) -> tuple[str, ...]:
@@ -45,10 +56,17 @@ def carried_of(item: Any, keys: Sequence[str]) -> list[Plain]:
     return [_plain(key, value_of(item, key)) for key in keys]
 
 
-def apart(items: Sequence[Carrying], keys: Sequence[str]) -> tuple[list[Any], Carried]:
-    """The items as the model gets them, and the carried values of all of them."""
-    columns = {key: [one.values[number] for one in items] for number, key in enumerate(keys)}
-    return [one.item for one in items], Carried(columns)
+def collate_carrying(collate: Callable[[list[Any]], Any], keys: tuple[str, ...], items: list[Carrying]) -> Any:
+    """Collate the items alone, and put beside the batch what is carried of them."""
+    batch = collate([one.item for one in items])
+    return CarryingBatch(batch, Carried(keys, {one.sample: one.values for one in items}))
+
+
+def unloaded(batch: Any, indices: Indices) -> tuple[Any, dict[str, list[Plain]]]:
+    """The batch alone, and for each carried key the values of the samples at these indices."""
+    if not isinstance(batch, CarryingBatch):
+        return batch, {}
+    return batch.batch, batch.carried.columns(indices.tolist())
 
 
 def _plain(key: str, value: Any) -> Plain:

@@ -2,57 +2,43 @@
 
 import functools
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from dp_ray.errors import DataError, Error
 from dp_ray.job import Job
 from dp_ray.job_parts import Loader
 from dp_ray.job_target import Target
-from dp_ray.plan.order import Order
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
-from dp_ray.replica.carry import Carrying, apart, carried_keys, carried_of
+from dp_ray.replica.carry import Carrying, CarryingBatch, carried_keys, carried_of, collate_carrying
+from dp_ray.replica.collating import Batch, LoaderError, collate_of, collated, loader_error
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
-from dp_ray.replica.read_requests import Batch, IndexLists, ReadRequest
+from dp_ray.replica.read_limit import arm_loader
+from dp_ray.replica.read_requests import IndexLists, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
-from dp_ray.replica.targets import bound, build_dataset, dataset_seed, resolve
+from dp_ray.replica.sample_order import hold_blocks, order_of
+from dp_ray.replica.screening import Screen
+from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads
+from dp_ray.replica.targets import build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
+from dp_ray.replica.whole_columns import WholeColumns, whole_columns
 from dp_ray.tensors.nested import flatten, map_leaves, sizes
 from dp_ray.tensors.raw import moved
 from dp_ray.tensors.scatter import num_rows, scatter
 from dp_ray.text import listed
-from dp_ray.tracebacks import frames_of
 
 CPU = torch.device("cpu")
 
 Pick: TypeAlias = Callable[[Any], Any]
 
 
-class LoaderError(NamedTuple):
-    """An error of a loader process, as sent to the worker, with the user's frames.
-
-    If the error were raised, torch would put the whole traceback into its message.
-    """
-
-    error: Error
-    frames: str
-
-
-def _loader_error(error: Error) -> LoaderError:
-    """In a loader process, the error to send; in the worker itself, raise it."""
-    if get_worker_info() is None:
-        raise error
-    return LoaderError(error, frames_of(error))
-
-
-def _next_batch(loaded: Iterator[Batch]) -> Batch:
+def next_batch(loaded: Iterator[Batch]) -> Batch:
     """The next batch; raises the error that a loader process sent in its place."""
     try:
         batch = next(loaded)
@@ -61,9 +47,9 @@ def _next_batch(loaded: Iterator[Batch]) -> Batch:
             raise
         what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
         raise DataError(f"{what}; set loader.pin_memory: false") from error
-    if not isinstance(batch.inputs, LoaderError):
+    if not isinstance(batch[1], LoaderError):
         return batch
-    told = batch.inputs
+    told = batch[1]
     if told.frames:
         told.error.add_note(told.frames)
     raise told.error
@@ -75,7 +61,8 @@ class Samples(Dataset[Any]):
     Samples are read a shard at a time until one draws a random number. That shard is then read again, and from
     there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
     A dataset with generators of its own is seeded for each sample from the start. Of each sample, `keys` picks what
-    the job takes; with `carry`, each becomes a Carrying.
+    the job takes. Where `columns` cut a batch as it is, no sample is read by itself. A `screen` puts a BadSample in
+    the place of each sample that cannot be read. With keys to `carry`, each sample becomes a Carrying.
     """
 
     def __init__(
@@ -84,11 +71,19 @@ class Samples(Dataset[Any]):
         seed: int,
         name: str = "the dataset",
         keys: ItemKeys | None = None,
-        carry: Sequence[str] = (),
+        columns: WholeColumns | None = None,
+        times: StepTimes | None = None,
+        screen: Screen | None = None,
+        carry: tuple[str, ...] = (),
     ) -> None:
         self.dataset = dataset
+        self.times = times or StepTimes()
+        self._columns = columns
+        self.screen = screen
+        if screen is not None:
+            screen.source = self._unscreened
         self._keys = keys
-        self._carry = carry
+        self.carry = carry
         self.name = name
         self.seed = seed
         self._own = own_generators(dataset)
@@ -100,12 +95,16 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
         """The request and its samples; in a loader process, an error is returned in place of the samples."""
+        if self.screen is not None:
+            self.screen.begin(wanted)
         try:
             return self._read_request(wanted)
         except Error as error:
-            return wanted, _loader_error(error)
+            return wanted, loader_error(error)
 
     def _read_request(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
+        if self._columns is not None and (cut := self._columns.cut(wanted.indices)) is not None:
+            return wanted, cut
         if not self._draws:
             self._quiet.begin()
             items = self._read(wanted.indices)
@@ -121,15 +120,20 @@ class Samples(Dataset[Any]):
         return self._read([index])
 
     def _read(self, indices: list[int]) -> Any:
+        if self.screen is None:
+            return self._unscreened(indices)
+        return self.screen.read(indices, at_once=hasattr(self.dataset, "__getitems__"))
+
+    def _unscreened(self, indices: list[int]) -> Any:
         items = self._whole(indices)
-        if self._keys is None and not self._carry:
+        if self._keys is None and not self.carry:
             return items
         return [self._picked(*one) for one in zip(indices, items, strict=True)]
 
     def _picked(self, index: int, item: Any) -> Any:
         try:
             picked = item if self._keys is None else self._keys.pick(item)
-            return Carrying(picked, carried_of(item, self._carry)) if self._carry else picked
+            return Carrying(picked, index, carried_of(item, self.carry)) if self.carry else picked
         except DataError as error:
             raise DataError(f"sample {index} of {self.name}: {error}") from None
 
@@ -167,67 +171,84 @@ def load_shards(
     device: torch.device,
     pick: Pick | None = None,
     name: str = "the dataset",
+    times: StepTimes | None = None,
 ) -> Iterator[Batch]:
     """Yield the sample indices and the batch, on `device`, of each shard of `work`, in its order.
 
-    The batch is the collated one, or what `pick` returns for it.
+    The batch is the collated one, or what `pick` returns for it. `times` measures the wait for batches, and the
+    loader's work.
 
     Raises DataError if reading a sample raises; the message names the sample and the dataset by `name`.
     Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
     """
+    hold_blocks(job, dataset, work)
     make = _whole_batches if job.scatter == "batch" else _shards
-    samples = Samples(dataset, job.seed, name, item_keys(job), carried_keys(job))
-    return on_device(make(job, samples, work, device, pick), device)
+    times, keys = times or StepTimes(), item_keys(job)
+    columns = whole_columns(job, dataset, keys)
+    samples = Samples(dataset, job.seed, name, keys, columns, times, carry=carried_keys(job))
+    return times.waiting(on_device(make(job, samples, work, device, pick), device))
 
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
     """Read and collate each shard by itself: only the worker's own rows are read."""
-    loaded = iter(_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device))
+    loaded = make_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device)
     for _, shards in work:
         for shard in shards:
-            batch = _next_batch(loaded)
-            what = f"shard {shard.shard} of step {shard.step}"
-            yield batch._replace(inputs=_checked(job, batch.inputs, pick, shard.rows, what))
+            indices, batch = next_batch(loaded)
+            picked = checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
+            yield indices, picked
 
 
 def _whole_batches(
     job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
     """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
-    loaded = iter(_loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device))
+    loaded = make_loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device)
     for step, shards in work:
         if not shards:
             continue
-        batch = _next_batch(loaded)
+        indices, batch = next_batch(loaded)
         whole = work.split.whole(step)
-        picked = _checked(job, batch.inputs, pick, whole.rows, f"the global batch of step {step}")
+        picked = checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
         pieces = scatter(picked, job.num_shards, job.batch_dim)
         for shard in shards:
-            rows = slice(shard.start - whole.start, shard.stop - whole.start)
-            yield Batch(batch.indices[rows], pieces[shard.shard], batch.carried and batch.carried.of(rows))
+            yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
 
 
-def _loader(
-    job: Job, samples: Samples, pieces: Callable[[], Iterator[Shard]], device: torch.device
-) -> DataLoader[Any]:
-    loader: Loader = job.loader
-    order = Order(len(samples), job.seed, 0, job.is_shuffled)
-    return DataLoader(
-        samples,
+def make_loader(
+    job: Job,
+    samples: Samples,
+    pieces: Callable[[], Iterator[Shard]],
+    device: torch.device,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> TimedLoader:
+    """The batches of the torch DataLoader of these pieces, by default with the job's collate."""
+    loader, processes, screen = job.loader, num_processes(job), samples.screen
+    order = order_of(job, samples.dataset)
+    seed = None if job.collate is None else job.seed
+    collate = collate or collate_of(job)
+    if samples.carry:
+        collate = functools.partial(collate_carrying, collate, samples.carry)
+    collates = functools.partial(collated, collate=collate, seed=seed, screen=screen)
+    made: DataLoader[Any] = DataLoader(
+        TimedReads(samples),
         batch_sampler=IndexLists(order, pieces),  # type: ignore[arg-type]
-        collate_fn=functools.partial(
-            _collate,
-            collate=collate_of(job),
-            seed=None if job.collate is None else job.seed,
-            carry=carried_keys(job),
-        ),
-        num_workers=loader.processes,
-        prefetch_factor=loader.prefetch if loader.processes else None,
+        collate_fn=TimedCollate(collates),
+        num_workers=processes,
+        timeout=screen.limit.poll_seconds if screen is not None and screen.limit is not None else 0,
+        prefetch_factor=loader.prefetch if processes else None,
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
-        persistent_workers=loader.persistent and loader.processes > 0,
-        multiprocessing_context=_context(loader, samples.dataset) if loader.processes else None,
-        worker_init_fn=_leave_ctrl_c_to_the_trainer,
+        persistent_workers=loader.persistent and processes > 0,
+        multiprocessing_context=_context(loader, samples.dataset) if processes else None,
+        worker_init_fn=_begin_process,
     )
+    return TimedLoader(made, samples.times)
+
+
+def num_processes(job: Job) -> int:
+    """How many processes load data for each worker; only in one of them can the read of a sample be ended."""
+    has_limit = job.on_error is not None and job.on_error.timeout is not None
+    return job.loader.processes or int(has_limit)
 
 
 def _context(loader: Loader, dataset: Any) -> str | None:
@@ -235,58 +256,24 @@ def _context(loader: Loader, dataset: Any) -> str | None:
     return loader.context or getattr(dataset, "loader_context", None)
 
 
-def _leave_ctrl_c_to_the_trainer(_: int) -> None:
+def _begin_process(process: int) -> None:
     """Ignore SIGINT in a loader process: a terminal's Ctrl-C reaches it too, but the current step still needs it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    arm_loader(process)
 
 
-def _collate(
-    read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed: int | None, carry: Sequence[str]
-) -> Batch:
-    """Collate the samples that were read; random numbers that the user's collate draws are keyed by the shard."""
-    wanted, items = read
-    indices = np.asarray(wanted.indices, np.int64)
-    if isinstance(items, LoaderError):
-        return Batch(indices, items)
-    items, carried = apart(items, carry) if carry else (items, None)
-    if seed is not None:
-        seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
-    try:
-        with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
-            return Batch(indices, collate(items), carried)
-    except Error as error:
-        return Batch(indices, _loader_error(error))
-
-
-def collate_of(job: Job) -> Callable[[list[Any]], Any]:
-    """The user's collate, or torch's with the rows along `batch_dim`."""
-    if job.collate is None:
-        return functools.partial(_default_collate, batch_dim=job.batch_dim)
-    collate: Callable[[list[Any]], Any] = bound("collate", job.collate)
-    return collate
-
-
-def _default_collate(items: list[Any], batch_dim: int) -> Any:
-    """torch's collate, with the rows moved from dimension 0 to `batch_dim`; labels of one dimension stay the same."""
-    batch = default_collate(items)
-    if batch_dim == 0:
-        return batch
-
-    def along(leaf: Any) -> Any:
-        return leaf.movedim(0, batch_dim) if leaf.ndim > batch_dim else leaf
-
-    return map_leaves(along, batch)
-
-
-def _checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:
+def checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:
     """The batch, or what `pick` returns for it, after a check that the inputs have one row for each sample."""
+    if isinstance(batch, CarryingBatch):
+        return batch._replace(batch=checked(job, batch.batch, pick, rows, what))
     picked = batch if pick is None else pick(batch)
     if job.step is None:  # only the user's step knows which parts of its batch hold rows
-        _check_rows(job, model_inputs(job, batch) if pick is None else picked, rows, what)
+        check_rows(job, model_inputs(job, batch) if pick is None else picked, rows, what)
     return picked
 
 
-def _check_rows(job: Job, inputs: Any, rows: int, what: str) -> None:
+def check_rows(job: Job, inputs: Any, rows: int, what: str) -> None:
+    """Raise DataError unless each leaf of the inputs has this many rows."""
     got = num_rows(inputs, job.batch_dim)
     if got is not None and got != rows:
         raise DataError(
@@ -313,14 +300,15 @@ def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 
 
 def _move(batch: Batch, device: torch.device) -> Batch:
-    return batch._replace(inputs=map_leaves(lambda leaf: moved(leaf, device), batch.inputs))
+    indices, inputs = batch
+    return indices, map_leaves(lambda leaf: moved(leaf, device), inputs)
 
 
 def _wait_for(batch: Batch, copied: "torch.cuda.Event", device: torch.device) -> Batch:
     """Make the computing stream wait for the copy, and keep the allocator from reusing the memory too early."""
     computing = torch.cuda.current_stream(device)
     computing.wait_event(copied)  # not wait_stream: the next batch's copy is in the queue already
-    for leaf in flatten(batch.inputs)[0]:
+    for leaf in flatten(batch[1])[0]:
         if isinstance(leaf, torch.Tensor):
             leaf.record_stream(computing)
     return batch

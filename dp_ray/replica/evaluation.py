@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.errors import JobError
+from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.plan.split import Shard
@@ -16,7 +16,8 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.model import autocast, evaluating
 from dp_ray.replica.out_of_memory import advised
-from dp_ray.replica.read_requests import Batch
+from dp_ray.replica.quarantine import Real, as_planned
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.stateful import keeps_state
 from dp_ray.replica.step import Metrics, OnShard, Step, StepOutput, as_row, run_step
@@ -80,6 +81,7 @@ class Evaluation:
         self._measures = measures
         self._states = {name: metric.to(device) for name, metric in states.items()}
         self._device = device
+        self.rows = 0.0  # over which `run` measured
         has_loss = job.loss is not None or job.step is not None
         self._names = measures.names(has_loss)
         self._has_loss = has_loss
@@ -90,47 +92,57 @@ class Evaluation:
         self,
         model: nn.Module,
         work: Work,
-        batches: Iterator[Batch],
+        batches: Iterator[tuple[Indices, Any]],
         on_shard: OnShard = lambda *_: None,
         on_step: Callable[[int], None] = lambda _: None,
+        real: Real = as_planned,
     ) -> dict[str, float]:
         """The mean of the loss and of each metric over all samples, on every rank; every rank calls this.
 
-        `on_shard` is called with each shard, its batch and its output; `on_step` with each finished step.
+        `on_shard` is called with each shard, its batch and its output; `on_step` with each finished step. `real`
+        gives a shard without the samples set aside. Raises DataError if all were.
         """
         with evaluating(model) as buffers:
-            return self._run(model, work, batches, on_shard, on_step, buffers)
+            return self._run(model, work, batches, on_shard, on_step, real, buffers)
 
     def _run(
         self,
         model: nn.Module,
         work: Work,
-        batches: Iterator[Batch],
+        batches: Iterator[tuple[Indices, Any]],
         on_shard: OnShard,
         on_step: Callable[[int], None],
+        real: Real,
         buffers: UnchangedBuffers,
     ) -> dict[str, float]:
         seeds = ForwardSeeds(self.job.seed, model, self._device)
-        sums = torch.zeros(work.split.shards, 2 * len(self._names), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(work.split.shards, 2 * len(self._names) + 1, dtype=torch.float64, device=self._device)
         kept: dict[int, dict[str, Any]] = {}
+        rows = 0
         for step, shards in work:
             for shard in shards:
                 where = f"evaluation step {shard.step}, shard {shard.shard}"
                 with advised(self.job, where, shard.rows, self._batch_size):
-                    batch = next(batches).inputs
+                    _, batch = next(batches)
+                    if not (shard := real(shard)).rows:
+                        continue
+                    rows += shard.rows
                     seeds.begin(shard)
                     with at(where):
                         step_output, row = self._shard(model, shard, batch)
                         buffers.restore()
                         if row is not None:
-                            sums[shard.shard] += row
+                            sums[shard.shard, :-1] += row
                         self._update_states(step_output, kept.setdefault(shard.shard, {}))
                 on_shard(shard, batch, step_output)
             on_step(step)
+        sums[0, -1] = rows
         with waiting("the other workers' sums"):
             if dist.is_initialized():
                 dist.all_reduce(sums)
-            totals = sums.sum(0).tolist()
+            *totals, self.rows = sums.sum(0).tolist()
+        if not self.rows:
+            raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
         means = {name: _mean(*totals[2 * at : 2 * at + 2]) for at, name in enumerate(self._names)}
         computed = self._computed(kept)
         if twice := means.keys() & computed.keys():

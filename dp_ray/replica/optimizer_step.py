@@ -59,6 +59,11 @@ class OptimizerStep:
         self.optimizer.zero_grad()
         return norm
 
+    def skip(self) -> torch.Tensor:
+        """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""
+        self.optimizer.zero_grad()
+        return torch.zeros((), device=self._parameters[0].device)
+
     def _step(self) -> bool:
         """Update the parameters; True if the scaler skipped the update because fp16 overflowed."""
         if self.scaler is None:

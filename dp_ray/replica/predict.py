@@ -1,5 +1,6 @@
 """The prediction loop of one worker: shard in, outputs out. It uses neither Ray nor files."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,11 +10,13 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
+from dp_ray.replica.carry import Plain, unloaded
 from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.kept import Kept
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.out_of_memory import advised
-from dp_ray.replica.read_requests import Batch
+from dp_ray.replica.quarantine import Real, as_planned
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.user_code import it_got, place, raising
 
@@ -23,17 +26,19 @@ def predict(
     job: Job,
     device: torch.device,
     work: Work,
-    batches: Iterator[Batch],
-    on_shard: Callable[[Shard, Batch, Any], None],
+    batches: Iterator[tuple[Indices, Any]],
+    on_shard: Callable[[Shard, Indices, Any, dict[str, list[Plain]]], None],
     on_step: Callable[[int], None],
     goes_on: Callable[[int], bool] = lambda step: True,
+    real: Real = as_planned,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Run the model over each shard of `work`, in eval and inference mode.
 
     `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
-    its batch and what is kept of its outputs. `on_step` gets each finished step, even if this worker has no rows in
-    it. The loop ends before the first step for which `goes_on` is false. `tell` gets lines for the user.
+    its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
+    worker has no rows in it. The loop ends before the first step for which `goes_on` is false. `real` gives a shard
+    without the samples set aside. `tell` gets lines for the user.
     Raises ModelError, naming step and shard, if the model raises.
     """
     kept = Kept(job, device, tell)
@@ -44,10 +49,13 @@ def predict(
                 return
             for shard in shards:
                 with advised(job, place(shard), shard.rows):
-                    batch = next(batches)
-                    seeds.begin(shard)
-                    # No name holds the outputs: what is left out is free before the next shard.
-                    on_shard(shard, batch, kept(_forward(model, batch.inputs, job.call, shard), batch.inputs, shard))
+                    indices, batch = next(batches)
+                    if (shard := real(shard)).rows:
+                        inputs, carried = unloaded(batch, indices)
+                        seeds.begin(shard)
+                        # No name holds the outputs: what is left out is free before the next shard.
+                        kept_of = functools.partial(kept, inputs=inputs, shard=shard)
+                        on_shard(shard, indices, kept_of(_forward(model, inputs, job.call, shard)), carried)
                 buffers.restore()
             on_step(step)
 

@@ -1,4 +1,4 @@
-"""What a worker's loader is asked to read, the samples of a shard or of a global batch, and what it gives."""
+"""What a worker's loader is asked to read: the samples of a shard or of a global batch, by their indices."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dp_ray.plan.block_order import BlockOrder
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
-from dp_ray.replica.carry import Carried
 
 ORDER_BLOCK = 4096  # positions computed at once: for one small shard numpy's overhead would dominate
 
@@ -24,18 +24,10 @@ class ReadRequest(NamedTuple):
     indices: list[int]
 
 
-class Batch(NamedTuple):
-    """What a read gives: the sample indices, what the loader made of the samples, and what is carried of them."""
-
-    indices: Indices
-    inputs: Any
-    carried: Carried | None = None
-
-
 class Positions:
     """The sample indices at consecutive positions of an order, computed a block at a time."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order | BlockOrder) -> None:
         self.order = order
         self.start = 0
         self.block = np.empty(0, np.int64)
@@ -54,7 +46,7 @@ class IndexLists:
     `pieces` gives the shards or the global batches. It is a function because the loader may start more than once.
     """
 
-    def __init__(self, order: Order, pieces: Callable[[], Iterator[Shard]]) -> None:
+    def __init__(self, order: Order | BlockOrder, pieces: Callable[[], Iterator[Shard]]) -> None:
         self.order = order
         self.pieces = pieces
 

@@ -150,7 +150,10 @@ class TreeReducer:
             work = dist.all_reduce(flat, async_op=True)
             return work.get_future().then(_first_tensor)  # type: ignore[no-any-return]
         # The sum that holds the last shard is in the bucket already. Each other sum gets a buffer of its own.
-        flats = [flat if sums and sums[0] is views[0] else _laid_out(flat, views, sums or []) for sums in mine]
+        flats = [
+            flat if sums and sums[0] is views[0] else _laid_out(flat, views, sums or [None] * len(views))
+            for sums in mine
+        ]
         is_on_gpu = flat.device.type == "cuda"
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[flat.device] if is_on_gpu else None

@@ -5,15 +5,15 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.plan.seeds import derive_seed
-from dp_ray.text import did_you_mean
+from dp_ray.system.import_path import importing_from_here
+from dp_ray.text import did_you_mean, listed
 
 
 def build(key: str, target: Any) -> Any:
@@ -55,7 +55,18 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
         raise DataError(f"{key}: its length raised {type(error).__name__}: {error}") from error
     if rows == 0:
         raise DataError(f"{key}: {type(dataset).__qualname__} is empty, there is nothing to run")
+    if job.is_shuffled and getattr(dataset, "reads_forward", False):
+        shuffles = "shuffle" if job.task == "train" else "order"
+        raise JobError(f"{shuffles}: a {type(dataset).__qualname__} is read in its own order; leave {shuffles} out")
+    if isinstance(dataset, dict) and all(isinstance(name, str) for name in dataset):
+        raise JobError(f"{key}: {_several(dataset)}")
     return dataset
+
+
+def _several(datasets: dict[str, Any]) -> str:
+    names, kind = listed(list(datasets)), type(datasets).__qualname__
+    says = f"must be indexed by numbers; {kind} has {names}; give one of them"
+    return says + f": for load_from_disk, the folder FOLDER/{next(iter(datasets))}" * (kind == "DatasetDict")
 
 
 def dataset_seed(job: Job, key: str) -> int:
@@ -116,7 +127,7 @@ def resolve(key: str, target: Target) -> Any:
 
 def _import(key: str, module_name: str) -> Any:
     try:
-        with _importing_from_here():
+        with importing_from_here():
             return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
@@ -126,20 +137,6 @@ def _import(key: str, module_name: str) -> Any:
         ) from None
     except (Exception, SystemExit) as error:
         raise JobError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _importing_from_here() -> Iterator[None]:
-    """Let a target import from the current folder while the block runs, also in an installed script or a worker."""
-    here = os.getcwd()
-    known = here in sys.path or "" in sys.path
-    if not known:
-        sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if not known:
-            sys.path.remove(here)
 
 
 def _call(key: str, target: Target, found: Callable[..., Any], given: tuple[Any, ...]) -> Any:

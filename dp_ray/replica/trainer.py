@@ -9,11 +9,12 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard, Split
-from dp_ray.replica.batch_gradient import BatchGradient
+from dp_ray.replica.batch_gradient import MISSING, BatchGradient
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
 from dp_ray.replica.out_of_memory import advised
-from dp_ray.replica.read_requests import Batch
+from dp_ray.replica.quarantine import Real, as_planned
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import make_gradients_dense
@@ -28,12 +29,14 @@ class Update(NamedTuple):
     `totals` are the sums and weights of the loss and each metric, float64 [2 * names]. `learning_rate` is that of
     the first parameter group. `gradient_norm` is the norm of the whole batch's gradient before clipping. `stops`
     tells the worker to stop because one of the workers asked for it; all workers get it after the same step.
+    `missing` is the number of samples of the batch that were set aside.
     """
 
     totals: torch.Tensor
     learning_rate: float
     gradient_norm: torch.Tensor
     stops: bool
+    missing: torch.Tensor
 
 
 class Trainer:
@@ -43,6 +46,7 @@ class Trainer:
         self, job: Job, model: nn.Module, called: nn.Module, step: Step, measures: Metrics, world: World
     ) -> None:
         self.model = model
+        self.real: Real = as_planned
         self._job = job
         self._world = world
         if job.bitwise:
@@ -87,7 +91,7 @@ class Trainer:
         split: Split,
         step: int,
         shards: Sequence[Shard],
-        batches: Iterator[Batch],
+        batches: Iterator[tuple[Indices, Any]],
         on_shard: OnShard,
         wants_stop: bool = False,
     ) -> Update:
@@ -98,7 +102,7 @@ class Trainer:
         """
         stats = self._stats(split.shards, wants_stop)
         with advised(self._job, f"step {step}", shards[0].rows if shards else 0):
-            self._gradient.compute(split, step, shards, batches, on_shard, stats)
+            self._gradient.compute(split, step, shards, batches, on_shard, stats, self.real)
         with advised(self._job, f"step {step}", None):
             return self._update(split, step, stats)
 
@@ -107,14 +111,21 @@ class Trainer:
         start, stop = split.batch(step)
         # An optimizer may draw random numbers: they must be the same on all workers.
         seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
-        totals, rate = stats[:-1].sum(0), self._optimizer_step.learning_rate
-        norm = self._optimizer_step.apply(totals[1], stop - start, step)
-        return Update(totals, rate, norm, self._stop_vote.stops(stats[-1, 0]))
+        totals, rate, missing = stats[:-1].sum(0), self._optimizer_step.learning_rate, stats[-1, MISSING]
+        if self._may_lose(stop - start) and int(missing) == stop - start:
+            norm = self._optimizer_step.skip()
+        else:
+            norm = self._optimizer_step.apply(totals[1], stop - start, step)
+        return Update(totals, rate, norm, self._stop_vote.stops(stats[-1, 0]), missing)
+
+    def _may_lose(self, rows: int) -> bool:
+        """Whether all rows of a batch may be set aside; only then a step waits for the device to know it."""
+        return self._job.on_error is not None and rows <= self._job.on_error.quarantine
 
     def _stats(self, shards: int, wants_stop: bool) -> torch.Tensor:
-        """A row of sums and weights for each shard, still zero; the last row counts the workers that ask to stop."""
+        """A row of sums and weights for each shard, still zero; the last row counts votes to stop and more."""
         columns = 2 + 2 * len(self.measure_names)
         stats = torch.zeros(shards + 1, columns, dtype=torch.float64, device=self._world.device)
         if wants_stop:
-            stats[-1] = 1.0
+            stats[-1, 0] = 1.0
         return stats

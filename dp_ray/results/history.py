@@ -9,7 +9,7 @@ import torch
 
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Update
-from dp_ray.rundir.history_file import forget, write_piece
+from dp_ray.rundir.history_file import CLOCKED, forget, write_piece
 from dp_ray.storage import Storage
 from dp_ray.system.waiting import waiting
 
@@ -23,7 +23,10 @@ class Logged(NamedTuple):
 
 
 class History:
-    """Rank 0's history; it reads the numbers from the device at most twice a second, and before each checkpoint."""
+    """Rank 0's history; it reads the numbers from the device at most twice a second, and before each checkpoint.
+
+    `new_data_wait` gives the seconds for which the worker has waited for data since its last call.
+    """
 
     def __init__(
         self,
@@ -33,13 +36,15 @@ class History:
         extra: Sequence[str],
         step: int,
         send: Callable[[Logged], None],
+        new_data_wait: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._folder = folder
         self._split = split
         self._names = names
         self._extra = dict.fromkeys(extra)  # a dict keeps the order of the first measurement
         self._send = send
-        self._pending: list[tuple[int, Update, int, float, dict[str, float]]] = []
+        self._new_data_wait = new_data_wait
+        self._pending: list[tuple[int, Update, int, float, float, dict[str, float]]] = []
         self._rows: list[dict[str, Any]] = []
         self._first = step
         self._sent = self._ended = time.perf_counter()
@@ -49,7 +54,7 @@ class History:
         """Add the row of a finished step; `measured` holds the values evaluated after it."""
         start, stop = self._split.batch(step)
         now = time.perf_counter()
-        self._pending.append((step, update, stop - start, now - self._ended, measured))
+        self._pending.append((step, update, stop - start, now - self._ended, self._new_data_wait(), measured))
         self._extra.update(dict.fromkeys(measured))
         self._ended = now
         if now - self._sent > SEND_SECONDS:
@@ -85,10 +90,13 @@ class History:
         update: Update,
         rows: int,
         seconds: float,
+        data_wait: float,
         measured: dict[str, float],
         totals: list[float],
         norm: float,
+        missing: float,
     ) -> dict[str, Any]:
+        rows -= int(missing)
         means = {
             name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else float("nan")
             for at, name in enumerate(self._names)
@@ -101,21 +109,25 @@ class History:
             "gradient_norm": norm,
             "rows": rows,
             "rows_per_second": rows / seconds if seconds > 0 else 0.0,
+            "data_wait_seconds": data_wait,
             **measured,
         }
 
 
-def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float]]:
-    """The totals and the gradient norm of each update, read from the device all at once."""
+def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float, float]]:
+    """The totals, the gradient norm and the missing rows of each update, read from the device all at once."""
     if not updates:
         return []
-    rows = [torch.cat([one.totals, one.gradient_norm.to(one.totals).reshape(1)]) for one in updates]
-    return [(totals, norm) for *totals, norm in torch.stack(rows).tolist()]
+    rows = [
+        torch.cat([one.totals, one.gradient_norm.to(one.totals).reshape(1), one.missing.reshape(1)])
+        for one in updates
+    ]
+    return [(totals, norm, missing) for *totals, norm, missing in torch.stack(rows).tolist()]
 
 
 def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
     """The columns of the history: those of every step, then `extra`, which only some steps have."""
     numbers = [*names, "learning_rate", "gradient_norm"]
     fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]
-    fields += [("rows", pa.int64()), ("rows_per_second", pa.float64()), *((name, pa.float64()) for name in extra)]
+    fields += [("rows", pa.int64()), *((name, pa.float64()) for name in (*CLOCKED, *extra))]
     return pa.schema(fields)

@@ -21,7 +21,8 @@ MERGED = "outputs.parquet"  # what earlier versions wrote in place of the folder
 class FileRecord:
     """A file of the outputs: its name, and the positions `first .. end - 1` that it holds.
 
-    `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order.
+    `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order. Where all samples were set
+    aside, there is a record without rows and no file.
     """
 
     name: str
@@ -62,7 +63,7 @@ def forget_lost(run: Storage) -> None:
     folder = run.child(FILES)
     for name in ledger.records_in(ledger.committed(run)).values():
         record = _read_record(folder, name)
-        if run.size(record.path) != record.bytes:
+        if record.rows and run.size(record.path) != record.bytes:
             folder.delete(name)
 
 
@@ -83,7 +84,7 @@ def write_manifest(run: Storage, records: Sequence[FileRecord]) -> str:
     """Write the manifest of all files; return the hash of the outputs."""
     outputs_sha256 = hash_of_steps(records)
     told = {"rows": sum(one.rows for one in records), "outputs_sha256": outputs_sha256}
-    write_json(run, MANIFEST, {**told, "files": [one.described() for one in records]})
+    write_json(run, MANIFEST, {**told, "files": [one.described() for one in records if one.rows]})
     return outputs_sha256
 
 
@@ -111,7 +112,7 @@ def names_so_far(run: Storage) -> list[str]:
         return file_names(run)
     records = ledger.records_in(ledger.committed(run))
     whole = [number for number in range(len(records)) if all(before in records for before in range(number + 1))]
-    return [one.path for one in read_records(run, [records[number] for number in whole])]
+    return [one.path for one in read_records(run, [records[number] for number in whole]) if one.rows]
 
 
 def outputs_path(run: Storage) -> str:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from dp_ray.errors import StorageError
 from dp_ray.plan.file_cut import FileCut
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Split
+from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Done, Range
 from dp_ray.results.columns import SAMPLE_INDEX, Layout
 from dp_ray.results.manifest import OUTPUTS, FileRecord, write_record
@@ -28,8 +28,8 @@ GROUP_BYTES = 8 << 20
 class FileMerge:
     """The merging of one file. If it is ended before the file has its name, it is begun anew from the parts.
 
-    `between` is called between two blocks of rows, and may raise an error to end the merging. `missing` are positions
-    that have no outputs.
+    `between` is called between two blocks of rows, and may raise an error to end the merging. `find_missing` gives
+    the positions that have no outputs, as far as they are known.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FileMerge:
         split: Split,
         order: Order,
         between: Callable[[], None] = lambda: None,
-        missing: Collection[int] = (),
+        find_missing: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._between = between
         self._run = fenced(run, ledger.attempt)
@@ -52,7 +52,8 @@ class FileMerge:
         self._steps = cut.steps_of(number)
         self._split = split
         self._order = order
-        self._missing = missing
+        self._find_missing = find_missing
+        self._missing: Collection[int] = ()
         self._names: list[str] = []
         self._through = self._steps.start
         self._open: OpenFile | None = None
@@ -68,12 +69,14 @@ class FileMerge:
         Raises StorageError if the parts do not hold each position once, or if this attempt is superseded.
         """
         found = self._ledger.found(self._parts)
+        self._missing = frozenset(self._find_missing())  # after the parts: a bad sample is kept before its part
         new = [name for name in found if name not in self._names and _first_step(name) in self._steps]
         self._names += new
         self._move_on()
         if new:
             self._join(new)
         if self._open is not None:
+            self._open.proof.know_missing(self._missing)
             self._open.write_until(self._position(self._through), self._through, self._between)
         if self._through < self._steps.stop:
             return False
@@ -83,7 +86,8 @@ class FileMerge:
     def refuse(self) -> None:
         """Raise StorageError for a file whose parts are not all there, though no worker will write any more."""
         done = Done(done_ranges(self._names))
-        lost = next(shard for shard in self._split.worker(1, 0, self._through) if shard not in done)
+        shards = self._split.worker(1, 0, self._through)
+        lost = next(shard for shard in shards if shard not in done and not self._is_missing(shard))
         raise StorageError(f"the outputs of position {lost.start} is missing; {AGAIN}")
 
     def close(self) -> None:
@@ -96,9 +100,13 @@ class FileMerge:
         """Find the first step of which parts are missing."""
         done = Done(done_ranges(self._names))
         while self._through < self._steps.stop and all(
-            shard in done for shard in self._split.worker(1, 0, self._through)
+            shard in done or self._is_missing(shard) for shard in self._split.worker(1, 0, self._through)
         ):
             self._through += 1
+
+    def _is_missing(self, shard: Shard) -> bool:
+        """Whether no row of a shard will come, since all its samples were set aside."""
+        return bool(self._missing) and all(at in self._missing for at in range(shard.start, shard.stop))
 
     def _join(self, names: list[str]) -> None:
         """Add parts to the open file. If its layout cannot hold their rows, it is begun anew in one that can."""
@@ -125,15 +133,20 @@ class FileMerge:
 
     def _commit(self) -> None:
         """Give the file its name and its record; then its parts are not needed any more."""
-        assert self._open is not None, "a step without parts is not whole"
         first, end = self._position(self._steps.start), self._position(self._steps.stop)
-        record = self._open.commit(first, end)
+        record = self._open.commit(first, end) if self._open else self._without_rows(first, end)
         self._open = None
         done = Range(self._steps.start, self._steps.stop, 0, self._split.shards)
         write_record(self._run, record_name(self._number, done, self._ledger.attempt), record)
         check_newest(self._run, self._ledger.attempt)
         for name in self._names:
             self._parts.delete(name)
+
+    def _without_rows(self, first: int, end: int) -> FileRecord:
+        """The record of a file that is not there, since all its samples were set aside."""
+        nothing = hashlib.sha256().hexdigest()
+        name = self._cut.name(self._number)
+        return FileRecord(name, 0, first, end, 0, nothing, (nothing,) * len(self._steps))
 
 
 def _first_step(name: str) -> int:
@@ -149,7 +162,7 @@ class OpenFile:
         self.layout = layout
         self.rows = RowsInOrder(layout)
         self._name = name
-        self._proof = proof
+        self.proof = proof
         self._digests = digests
         self._stream = HashedFile(UnfinishedFile(run, f"{OUTPUTS}/{name}"))
         self._writer = open_writer(self._stream, layout.schema)
@@ -161,7 +174,7 @@ class OpenFile:
         """Prove, hash and write the rows before position `end`, where `step` begins."""
         for block in self.rows.until(end):
             between()
-            self._proof.take(block)
+            self.proof.take(block)
             self._digests.take(block)
             self._held.append(block.drop_columns([POSITION]))
             self._held_bytes += block.nbytes
@@ -177,9 +190,9 @@ class OpenFile:
 
     def commit(self, first: int, end: int) -> FileRecord:
         """Finish the file, which holds the positions `first .. end - 1`, and give it its name."""
-        self._proof.end()
+        self.proof.end()
         if (left := self.rows.left()) is not None:
-            self._proof.refuse(left)
+            self.proof.refuse(left)
         if self._held:
             self._write_group()
         self._writer.close()
@@ -245,4 +258,11 @@ class HashedFile:
 
 def open_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
     """Open a Parquet writer without compression or dictionaries: outputs hardly compress and are read once."""
-    return pq.ParquetWriter(stream, schema, compression="none", use_dictionary=False, write_statistics=[SAMPLE_INDEX])
+    return pq.ParquetWriter(
+        stream,
+        schema,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=[SAMPLE_INDEX],
+        write_batch_size=1 << 16,
+    )

@@ -17,6 +17,7 @@ from dp_ray.storage import Storage
 POSITION = "position"
 AGAIN = "run the job again, which makes what is missing; if the error comes back, use another name (--name, name=)"
 READ_BYTES = 256 << 10
+LONG_RUN = 64  # rows
 
 
 @contextmanager
@@ -151,7 +152,13 @@ class RowsInOrder:
 
 
 def _sorted(table: pa.Table) -> pa.Table:
+    """The rows by their positions. They are not copied if they come in long runs, as large shards do."""
     positions = table.column(POSITION).to_numpy()
     if (positions[1:] > positions[:-1]).all():
         return table
-    return table.take(pa.array(np.argsort(positions, kind="stable")))
+    starts = np.array([0, *(np.flatnonzero(np.diff(positions) != 1) + 1)])
+    if len(table) < LONG_RUN * len(starts):
+        return table.take(pa.array(np.argsort(positions, kind="stable")))
+    lengths = np.diff([*starts, len(table)])
+    runs = np.argsort(positions[starts], kind="stable")
+    return pa.concat_tables([table.slice(starts[run], lengths[run]) for run in runs])

@@ -164,7 +164,7 @@ class PartFile:
 
     def write(self, group: list[Piece]) -> None:
         """Write the rows of some shards."""
-        positions = np.concatenate([np.arange(shard.start, shard.stop) for shard, _, _ in group])
+        positions = np.concatenate([_positions(shard) for shard, _, _ in group])
         leaves = [
             to_arrow(column, [rows[number] for _, _, rows in group])
             for number, column in enumerate(self.layout.all_columns)
@@ -185,3 +185,7 @@ class PartFile:
         with suppress(StorageError):
             self._writer.close()
         self._unfinished.discard()
+
+
+def _positions(shard: Shard) -> Indices:
+    return np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dp_ray.errors import StorageError
+from dp_ray.errors import DataError, StorageError
 from dp_ray.plan.order import Order
 from dp_ray.results.columns import SAMPLE_INDEX
 from dp_ray.results.manifest import FileRecord, read_records, write_manifest
@@ -28,6 +28,10 @@ class RowProof:
         self._order = order
         self._at = first
         self._end = end
+        self.know_missing(missing)
+
+    def know_missing(self, missing: Collection[int]) -> None:
+        """Take the positions that have no outputs, as they are known by now."""
         self._missing = np.array(sorted(missing), np.int64)
 
     def take(self, block: pa.Table) -> None:
@@ -80,6 +84,8 @@ def prove_outputs(run: Storage, rows: int, missing: Collection[int] = ()) -> Non
     if not records:
         raise StorageError(f"{run}: there are no outputs; {AGAIN}")
     check_files(run, records, rows, missing)
+    if not any(record.rows for record in records):
+        raise DataError(f"{run}: there are no outputs: all samples were set aside, see quarantine/")
     write_manifest(run, records)
 
 
@@ -96,7 +102,7 @@ def check_files(run: Storage, records: Sequence[FileRecord], rows: int, missing:
         if record.rows != record.end - record.first - absent:
             due = record.end - record.first - absent
             raise StorageError(f"{run}/{record.path}: holds {record.rows} rows, where {due} are due; {AGAIN}")
-        if (size := run.size(record.path)) != record.bytes:
+        if (size := run.size(record.path)) != record.bytes and record.rows:
             got = "is gone" if size is None else f"has {size} bytes, where {record.bytes} were written"
             raise StorageError(f"{run}/{record.path}: {got}; {AGAIN}")
         at = record.end

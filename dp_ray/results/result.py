@@ -27,8 +27,8 @@ from dp_ray.storage import Storage
 from dp_ray.tensors.file import read_tensors
 
 SUMMARY = (
-    *("name", "task", "status", "error", "rows", "steps", "metrics", "best", "interruptions", "seconds"),
-    *("outputs", "weights", "run_dir"),
+    *("name", "task", "status", "error", "rows", "steps", "quarantined", "metrics", "best", "interruptions"),
+    *("seconds", "outputs", "weights", "run_dir"),
 )
 
 
@@ -39,10 +39,12 @@ class Result:
     `steps` counts the steps of one epoch, `total_steps` those of all epochs. `seconds` is the wall time from the call
     to the merged outputs. `world_sizes` holds the number of workers of each attempt, in order. `interruptions` lists
     what ended the attempts (see `rundir.incidents`); `restarts` is their number. `workers` says where each worker of
-    the last attempt ran. `outputs_path` is the folder of the outputs' Parquet files.
+    the last attempt ran, and where the time of its loop went. `data_wait_share` is the share of these times in which
+    they waited for data. `outputs_path` is the folder of the outputs' Parquet files.
     `run_dir` hides the secret of a URL. `location` includes it, serves to read the files, and is never written.
     `metrics` are those at the end of a training, or those of an evaluation. `best` describes the best checkpoint, if
-    the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights.
+    the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights. `quarantined` counts the
+    samples that were set aside, which `quarantine.parquet` lists.
     """
 
     run_dir: str
@@ -61,7 +63,9 @@ class Result:
     restarts: int = 0
     interruptions: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    quarantined: int = 0
     seconds: float = 0.0
+    data_wait_share: float | None = None
     outputs_path: str | None = None
     outputs_sha256: str | None = None
     weights_path: str | None = None

@@ -28,6 +28,8 @@ def shown(values: Mapping[str, Any]) -> dict[str, str]:
     found = {key: _plainly(value) for key, value in values.items() if key != "total_steps"}
     found |= {key: relative(values[key]) for key in PATHS if values[key]}
     found["steps"] = _steps(values["total_steps"], values["steps"], values["epochs"])
+    if not values["quarantined"]:
+        found["quarantined"] = "-"
     if values["best"]:
         found["best"] = "{metric} {value:.6g} after step {step}".format(**values["best"])
     metrics = measured(values["metrics"])

@@ -57,10 +57,11 @@ class StepDigests:
 
     def _begin(self) -> None:
         self._digest = hashlib.sha256()
-        # The first leaf's bytes are hashed as they come; all others' come after them.
-        self._others: list[Any] = [SpooledTemporaryFile(HELD_BYTES) for _ in self._layout.columns[1:]]  # noqa: SIM115
+        self._others: list[Any] = []
 
     def _add(self, rows: pa.Table) -> None:
+        """Hash the first leaf's bytes as they come, and hold those of all others, which come after them."""
+        self._others = self._others or [SpooledTemporaryFile(HELD_BYTES) for _ in self._layout.columns[1:]]  # noqa: SIM115
         takers: list[Callable[[Any], Any]] = [self._digest.update, *(leaf.write for leaf in self._others)]
         for column, take in zip(self._layout.columns, takers, strict=True):
             for chunk in rows.column(column.name).chunks:

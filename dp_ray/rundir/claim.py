@@ -16,6 +16,7 @@ from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.history_file import METRICS, unmerge_history
 from dp_ray.rundir.incidents import read_incidents
 from dp_ray.rundir.location import located_at
+from dp_ray.rundir.quarantine_files import unmerge_quarantine
 from dp_ray.rundir.weights import check_start, find_start
 from dp_ray.storage import Storage
 
@@ -179,6 +180,7 @@ def is_finished(storage: Storage) -> bool:
 def _reopen(storage: Storage) -> None:
     """Turn a finished training into one that resumes from its last checkpoint; calling it twice changes nothing."""
     unmerge_history(storage, steps_of(storage.child(CHECKPOINTS)))
+    unmerge_quarantine(storage)
     read_incidents(storage, RESULT).save(storage)
 
 

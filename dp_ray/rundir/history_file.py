@@ -14,6 +14,7 @@ from dp_ray.storage import Storage
 
 METRICS = "metrics.parquet"
 HISTORY = "history"
+CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
 SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 
 
@@ -71,7 +72,7 @@ def summary(run: Storage) -> dict[str, float]:
     """The last value of each measured column: loss, metrics, epoch_loss, eval_..."""
     with run.open(METRICS) as stream:
         table = pq.read_table(stream)
-    not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", "rows_per_second"}
+    not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
     columns = {name: table.column(name).drop_null() for name in table.column_names if name not in not_measured}
     return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
 

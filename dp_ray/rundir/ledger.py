@@ -43,6 +43,10 @@ class Ledger(NamedTuple):
         found = next(filter(None, (pattern.fullmatch(name) for pattern in COUNTED)), None)
         return found is not None and ((found["attempt"] or "") == self.attempt or name in self.parts)
 
+    def to_json(self) -> str:
+        """The contents of `attempt.json`."""
+        return json.dumps(self._asdict()) + "\n"
+
     def found(self, folder: Storage) -> list[str]:
         """The names of the files in a folder that count."""
         return [name for name in folder.names() if self.counts(name)]
@@ -73,7 +77,7 @@ def begin(run: Storage, attempt: str) -> Ledger:
     """
     names = [name for name in committed(run) if not ENDED_NAME.fullmatch(name)]
     ledger = Ledger(attempt, names if files_in(names) else [])
-    run.write_text(LEDGER, json.dumps(ledger._asdict()) + "\n")
+    run.write_text(LEDGER, ledger.to_json())
     return ledger
 
 

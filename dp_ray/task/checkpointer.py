@@ -6,13 +6,14 @@ from typing import Any
 from dp_ray.job import Job
 from dp_ray.job_plan import checkpoints_of
 from dp_ray.plan.split import Split
+from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.results.history import History
 from dp_ray.rundir.checkpoint import CHECKPOINTS, CheckpointWriter, TrainState, pack, steps_of
 from dp_ray.rundir.history_file import HISTORY
 from dp_ray.rundir.ledger import check_newest
 from dp_ray.storage import Storage
-from dp_ray.task.cut import cut_of
+from dp_ray.task.cut import Cut
 from dp_ray.task.notices import Send
 from dp_ray.task.pace import Pace
 
@@ -25,10 +26,12 @@ class Checkpointer:
         job: Job,
         trainer: Trainer,
         split: Split,
+        cut: Cut,
         train_state: TrainState,
         run: Storage,
         attempt: str,
         send: Send,
+        times: StepTimes,
     ) -> None:
         self.before_commit: Callable[[], None] = lambda: None
         self._job = job
@@ -36,14 +39,14 @@ class Checkpointer:
         self._attempt = attempt
         self._trainer = trainer
         self._split = split
+        self._cut = cut
         self._train_state = train_state
         for folder in (HISTORY, CHECKPOINTS):
             run.child(folder).create()
             run.child(folder).remove_unfinished()
         names = ["loss", *trainer.measure_names]
-        self._history = History(
-            run.child(HISTORY), split, names, ["epoch_loss", *job.eval_names], train_state.step, send
-        )
+        extra = ["epoch_loss", *job.eval_names]
+        self._history = History(run.child(HISTORY), split, names, extra, train_state.step, send, times.new_data_wait)
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._first = train_state.step
         kept = steps_of(run.child(CHECKPOINTS))
@@ -75,7 +78,7 @@ class Checkpointer:
             self._save()
 
     def _save(self) -> None:
-        about = describe(self._job, self._trainer, self._split, self._train_state)
+        about = describe(self._job, self._trainer, self._split, self._cut, self._train_state)
         state = self._trainer.state_dict()
         write_history = self._history.take()
 
@@ -118,11 +121,11 @@ class Checkpointer:
         return True
 
 
-def describe(job: Job, trainer: Trainer, split: Split, train_state: TrainState) -> dict[str, Any]:
+def describe(job: Job, trainer: Trainer, split: Split, cut: Cut, train_state: TrainState) -> dict[str, Any]:
     """A checkpoint's description: the job's fingerprint, the cut, parameters, steps and running values."""
     return {
         "fingerprint": job.fingerprint(),
-        "cut": cut_of(job, split),
+        "cut": cut,
         "parameters": trainer.parameter_names,
         "steps": split.total_steps,
         "running": train_state.to_json(),

@@ -5,16 +5,18 @@ from collections.abc import Mapping
 from dp_ray.job import Job
 from dp_ray.job_plan import split_of
 from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics
 from dp_ray.replica.model import compiled
+from dp_ray.replica.quarantine import as_planned, load_good
 from dp_ray.replica.step import build_step
+from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.storage import Storage
-from dp_ray.task.notices import Measured, Send
+from dp_ray.task.notices import Measured, Send, WorkerTimes
+from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.shard_reports import reporting
 from dp_ray.task.step_control import StepControl
@@ -31,7 +33,10 @@ def evaluate(
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
     measures, states = build_metrics(job)
     evaluation = Evaluation(job, build_step(job, world), measures, states, world.device)
-    batches = load_shards(job, dataset, work, world.device)
+    forget_from(run, lambda *_: False)
+    quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send))
+    times = StepTimes()
+    batches = load_good(job, dataset, work, world.device, quarantine, times=times)
     with Recorder(world, send) as recorder, Probe(called, job.batch_dim) as probe:
 
         def on_step(step: int) -> None:
@@ -39,7 +44,9 @@ def evaluate(
             control.before(step + 1)
 
         control.before(0)
-        metrics = evaluation.run(called, work, batches, reporting(recorder, probe), on_step)
+        real = as_planned if quarantine is None else quarantine.real
+        metrics = evaluation.run(called, work, batches, reporting(recorder, probe), on_step, real)
+    send(WorkerTimes(world.rank, times.to_json()))
     if world.rank == 0:
         send(Measured(metrics))
     control.end()

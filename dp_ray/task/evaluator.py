@@ -9,11 +9,14 @@ from dp_ray.job_plan import evaluations_of
 from dp_ray.plan.plan import Evaluations
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards, seeded_dataset
+from dp_ray.replica.data import seeded_dataset
 from dp_ray.replica.evaluation import Evaluation, check_measured
+from dp_ray.replica.quarantine import as_planned, load_good
 from dp_ray.replica.world import World, check_rows
 from dp_ray.storage import Storage
+from dp_ray.task.notices import Send
 from dp_ray.task.pins import check_pins
+from dp_ray.task.set_aside import SetAside, quarantine_of, set_aside
 from dp_ray.task.step_control import StepControl
 
 
@@ -29,18 +32,22 @@ class Evaluator:
         run: Storage,
         control: StepControl,
         rows_on_driver: Mapping[str, int],
+        send: Send,
+        attempt: str,
     ) -> None:
         self._model = model
         self._control = control
         self._evaluation = evaluation
         self._world = world
         self._planned: Evaluations | None = None
+        self._set_aside: SetAside | None = None
         if job.eval is not None:
             self._job = job.over_eval()
             self._dataset = seeded_dataset(self._job, "eval.dataset")
             check_rows("eval.dataset", len(self._dataset), rows_on_driver)
             check_pins(run, "eval.dataset", self._dataset, world)
             self._planned = evaluations_of(job, len(self._dataset))
+            self._set_aside = set_aside(self._job, "eval.dataset", self._dataset, run, send, attempt)
 
     def after_step(self, split: Split, step: int) -> dict[str, float]:
         """Evaluate after `step` if that is due; return the metrics by their names in the history, else nothing."""
@@ -48,8 +55,14 @@ class Evaluator:
             return {}
         work = Work(self._planned.split, self._world.world_size, self._world.rank)
         device = self._world.device
-        batches = load_shards(self._job, self._dataset, work, device, name="eval.dataset")
-        found = self._evaluation.run(self._model, work, batches, on_step=lambda _: self._control.touch())
+        if self._set_aside is not None:
+            self._set_aside.begin_evaluation(step)
+        quarantine = quarantine_of(self._set_aside)
+        batches = load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")
+        real = as_planned if quarantine is None else quarantine.real
+        found = self._evaluation.run(self._model, work, batches, on_step=lambda _: self._control.touch(), real=real)
+        if quarantine is not None:
+            found["rows"] = self._evaluation.rows
         measured = {f"eval_{name}": value for name, value in found.items()}
         check_measured(self._job, measured)
         return measured

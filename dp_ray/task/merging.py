@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 
 from dp_ray.plan.file_cut import FileCut, num_files
@@ -27,7 +27,7 @@ from dp_ray.task.step_control import StepControl
 
 SAMPLE_INDEX_BYTES = 8
 LOOK_SECONDS = 0.5  # between two looks for new parts, while the loop runs
-END_SECONDS = 0.05  # the same, once it has ended; at least as long as a look takes
+END_SECONDS = 0.02  # the same, once it has ended; at least as long as a look takes
 CHECK_SECONDS = 5.0  # between two checks whether this attempt is superseded
 
 
@@ -92,8 +92,16 @@ class Merger:
     """Merges this worker's share of the files that are not whole yet, each as its parts are committed."""
 
     def __init__(
-        self, run: Storage, ledger: Ledger, split: Split, order: Order, cut: AgreedCut, world: World
+        self,
+        run: Storage,
+        ledger: Ledger,
+        split: Split,
+        order: Order,
+        cut: AgreedCut,
+        world: World,
+        missing: Callable[[], Collection[int]] = tuple,
     ) -> None:
+        self._missing = missing
         self._run = run
         self._ledger = ledger
         self._split = split
@@ -147,7 +155,9 @@ class Merger:
             whole = records_in(self._ledger.parts)
             left = [number for number in range(cut.files) if number not in whole]
             for number in left[self._world.rank :: self._world.world_size]:
-                merge = FileMerge(self._run, self._ledger, cut, number, self._split, self._order, self._between)
+                merge = FileMerge(
+                    self._run, self._ledger, cut, number, self._split, self._order, self._between, self._missing
+                )
                 with closing(merge):
                     self._merge(merge)
         except _Stopped:

@@ -12,6 +12,13 @@ class Note(NamedTuple):
     text: str
 
 
+class WorkerTimes(NamedTuple):
+    """Where the time of a worker's loop went, in seconds by name; sent at the loop's end."""
+
+    rank: int
+    seconds: dict[str, float]
+
+
 class Measured(NamedTuple):
     """The metrics of an evaluation, over the whole dataset."""
 

@@ -5,6 +5,8 @@ import json
 from typing import Any
 
 from dp_ray.errors import DataError
+from dp_ray.job import Job
+from dp_ray.replica.sample_order import describe_blocks
 from dp_ray.replica.world import World, gathered
 from dp_ray.rundir.files import read_json, write_json
 from dp_ray.storage import Storage
@@ -31,6 +33,15 @@ def check_pins(run: Storage, key: str, dataset: Any, world: World) -> None:
             raise DataError(f"{key}: {says}; put them back, or start a run of another name")
     elif world.rank == 0:
         write_json(run, name, pins)
+
+
+def check_blocks(job: Job, dataset: Any) -> None:
+    """Raise DataError, on every rank, unless all ranks have the blocks that the job shuffles in the same sizes.
+
+    Every rank calls this. That a resumed training has the same ones is checked with its checkpoint.
+    """
+    if job.block_shuffle is not None and len(found := dict.fromkeys(gathered(describe_blocks(job, dataset)))) > 1:
+        raise DataError(f"dataset: its blocks are not the same on all workers: {'; '.join(map(str, found))}")
 
 
 def _others(there: dict[str, str], here: dict[str, str]) -> list[str]:

@@ -1,6 +1,6 @@
 """The task `predict`: one worker's part in running a model over a dataset and writing its outputs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,12 +10,14 @@ from dp_ray.job_plan import split_of
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done, Work
-from dp_ray.replica.data import load_shards
+from dp_ray.replica.carry import Plain
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.inputs import PredictInputs
 from dp_ray.replica.model import compiled
 from dp_ray.replica.predict import predict
-from dp_ray.replica.read_requests import Batch
+from dp_ray.replica.quarantine import as_planned, load_good
+from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.user_code import place
 from dp_ray.replica.world import World
 from dp_ray.results.manifest import OUTPUTS, forget_lost
@@ -24,9 +26,11 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, begin_attempt
+from dp_ray.rundir.quarantine_files import Missing
 from dp_ray.storage import Storage
 from dp_ray.task.merging import AgreedCut, Merger
-from dp_ray.task.notices import Note, Send
+from dp_ray.task.notices import Note, Send, WorkerTimes
+from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.step_control import StepControl
 
@@ -45,18 +49,17 @@ def predict_outputs(
         forget_lost(run)
     begun = begin_attempt(run)
     split = split_of(job, len(dataset))
-    work = Work(split, world.world_size, world.rank, Done(ledger.done_ranges(begun.parts)))
+    done = Done(ledger.done_ranges(begun.parts))
+    work = Work(split, world.world_size, world.rank, done)
+    forget_from(run, lambda step, shard: Shard(step, int(shard), 0, 0) in done)
+    quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, begun.attempt))
+    real = as_planned if quarantine is None else quarantine.real
+    missing = Missing(run, grows=quarantine is not None)
     cut = AgreedCut(run, begun, split, job.outputs.file_bytes, world, lambda: control.wants_stop)
     order = Order(split.rows, job.seed, 0, job.is_shuffled)
 
-    def tell(text: str) -> None:
-        send(Note(text))
-
-    def note(text: str) -> None:
-        if world.rank == 0:  # rank 0 has a shard of every batch, so other ranks would only repeat it
-            tell(text)
-
-    with Merger(run, begun, split, order, cut, world) as merger:
+    tell, note = _tellers(world, send)
+    with Merger(run, begun, split, order, cut, world, missing) as merger:
         with (
             Recorder(world, send) as recorder,
             Probe(model, job.batch_dim) as probe,
@@ -66,13 +69,31 @@ def predict_outputs(
             ) as writer,
         ):
             keeper = OutputKeeper(recorder, probe, writer, merger, control)
-            batches = load_shards(job, dataset, work, world.device, PredictInputs(job, bare, note))
-            predict(model, job, world.device, work, batches, keeper.on_shard, keeper.on_step, keeper.goes_on, tell)
+            times, inputs = StepTimes(), PredictInputs(job, bare, note)
+            batches = load_good(job, dataset, work, world.device, quarantine, inputs, times=times)
+            on = keeper.on_shard, keeper.on_step, keeper.goes_on
+            predict(model, job, world.device, work, batches, *on, real, tell)
             control.through()
+            if quarantine is not None and not keeper.stops:
+                cut.find(0.0)  # by rank 0, if all its rows were set aside
         is_whole = not keeper.stops and merger.finish(control)
+    send(WorkerTimes(world.rank, times.to_json()))
     if not is_whole:
         control.leave()
     control.end()
+
+
+def _tellers(world: World, send: Send) -> tuple[Callable[[str], None], Callable[[str], None]]:
+    """What sends a line for the user, and what sends one on rank 0 alone."""
+
+    def tell(text: str) -> None:
+        send(Note(text))
+
+    def note(text: str) -> None:
+        if world.rank == 0:  # rank 0 has a shard of every batch, so other ranks would only repeat it
+            tell(text)
+
+    return tell, note
 
 
 class OutputKeeper:
@@ -97,12 +118,11 @@ class OutputKeeper:
             self._writer.commit()
         return not self.stops
 
-    def on_shard(self, shard: Shard, batch: Batch, outputs: Any) -> None:
-        """Report a shard's shapes, and write its outputs."""
+    def on_shard(self, shard: Shard, indices: Indices, outputs: Any, carried: dict[str, list[Plain]]) -> None:
+        """Report a shard's shapes, and write its outputs, with what is carried beside them."""
         self._recorder.on_shard(shard, *self._probe.take())
         with naming(shard):
-            carried = batch.carried.columns if batch.carried else {}
-            self._writer.on_shard(shard, batch.indices, outputs, carried)
+            self._writer.on_shard(shard, indices, outputs, carried)
 
     def on_step(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""

@@ -17,11 +17,11 @@ from dp_ray.rundir.weights import (
     read_start,
 )
 from dp_ray.storage import Storage
-from dp_ray.task.cut import check_cut
+from dp_ray.task.cut import Cut, check_cut
 from dp_ray.task.notices import Note, Send
 
 
-def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) -> TrainState:
+def restore(job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, send: Send) -> TrainState:
     """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
 
     Raises JobError if a checkpoint's steps hold other samples than this job's.
@@ -39,17 +39,19 @@ def restore(job: Job, trainer: Trainer, split: Split, run: Storage, send: Send) 
         found = (name, *load_checkpoint(checkpoints, name)) if name else None
     if found:
         advice = f"start anew {replacing(run)}"
-        check_cut(f"the steps of {checkpoints}/{name}", found[1], job, split, advice)
+        check_cut(f"the steps of {checkpoints}/{name}", found[1], cut, advice)
         return resume(trainer, found[1], found[2], split, send)
     if job.init_from is None:
         return TrainState()
-    train_state = start_from(job, trainer, split, run, job.init_from, send)
+    train_state = start_from(job, trainer, split, cut, run, job.init_from, send)
     if is_rank_0():
         send(Note(describe_start(run, job.init_from)))
     return train_state
 
 
-def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location: str, send: Send) -> TrainState:
+def start_from(
+    job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, location: str, send: Send
+) -> TrainState:
     """Start at step 0 from a weights file, or continue another run's checkpoint from its step.
 
     Raises JobError if the checkpoint's steps differ from this job's, or if it leaves no step to run.
@@ -59,7 +61,7 @@ def start_from(job: Job, trainer: Trainer, split: Split, run: Storage, location:
         load_weights(trainer.model, weights, location)
         return TrainState()
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
-    check_cut(f"init_from: the steps of {location}", about, job, split, advice)
+    check_cut(f"init_from: the steps of {location}", about, cut, advice)
     train_state = resume(trainer, about, checkpoint["state"], split, send)
     if train_state.step != (says := first_step(run)):
         raise JobError(

@@ -14,7 +14,7 @@ from dp_ray.replica.world import World, check_rows
 from dp_ray.rundir.weights import describe_start, load_weights, read_start
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Note, Send
-from dp_ray.task.pins import check_pins
+from dp_ray.task.pins import check_blocks, check_pins
 
 
 def load_dataset(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int]) -> Any:
@@ -26,6 +26,7 @@ def load_dataset(job: Job, world: World, run: Storage, rows_on_driver: Mapping[s
     dataset = seeded_dataset(job, job.dataset_key)
     check_rows("dataset", len(dataset), rows_on_driver)
     check_pins(run, "dataset", dataset, world)
+    check_blocks(job, dataset)
     return dataset
 
 

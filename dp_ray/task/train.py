@@ -1,5 +1,6 @@
 """The task `train`: one worker's part, from its dataset to the final weights, without Ray; `send` takes reports."""
 
+import functools
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 
@@ -10,11 +11,12 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
 from dp_ray.job_plan import split_of
 from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
+from dp_ray.replica.quarantine import load_good
 from dp_ray.replica.step import build_step
+from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Trainer
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Recorder
@@ -24,9 +26,11 @@ from dp_ray.rundir.ledger import begin_attempt, check_newest
 from dp_ray.rundir.weights import BEST, WEIGHTS, write_best
 from dp_ray.storage import Storage
 from dp_ray.task.checkpointer import Checkpointer
+from dp_ray.task.cut import cut_of
 from dp_ray.task.evaluator import Evaluator
-from dp_ray.task.notices import Note, Send
+from dp_ray.task.notices import Note, Send, WorkerTimes
 from dp_ray.task.resume import restore
+from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset
 from dp_ray.task.shard_reports import reporting
 from dp_ray.task.step_control import StepControl
@@ -51,20 +55,28 @@ def train(
     called = compiled(model, job)
     with closing(Trainer(job, model, called, step, measures, world)) as trainer:
         attempt = begin_attempt(run).attempt
-        train_state = restore(job, trainer, split, run, send)
+        cut = cut_of(job, split, dataset)
+        train_state = restore(job, trainer, split, cut, run, send)
         synchronise(model)
         evaluation = Evaluation(job, step, measures, states, world.device)
-        evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver)
-        checkpointer = Checkpointer(job, trainer, split, train_state, run, attempt, send) if world.rank == 0 else None
+        forget_from(run, lambda step, _: step < train_state.step)
+        quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, attempt))
+        if quarantine is not None:
+            trainer.real = quarantine.real
+        evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver, send, attempt)
+        times = StepTimes()
+        keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
+        checkpointer = keep() if world.rank == 0 else None
         loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control)
         work = Work(split, world.world_size, world.rank, start=train_state.step)
-        batches = load_shards(job, dataset, work, world.device)
+        batches = load_good(job, dataset, work, world.device, quarantine, times=times)
         with (
             closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,
         ):
             loop.run(work, batches, world, recorder, reporting(recorder, probe))
+            send(WorkerTimes(world.rank, times.to_json()))
     if train_state.step < split.total_steps:
         control.leave()
     control.end()

@@ -1,10 +1,11 @@
 """The loop of a training: its steps, and what follows each."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
-from dp_ray.replica.read_requests import Batch
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.step import OnShard
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.replica.user_code import raising
@@ -35,7 +36,9 @@ class TrainingLoop:
         self._checkpointer = checkpointer
         self._control = control
 
-    def run(self, work: Work, batches: Iterator[Batch], world: World, recorder: Recorder, on_shard: OnShard) -> None:
+    def run(
+        self, work: Work, batches: Iterator[tuple[Indices, Any]], world: World, recorder: Recorder, on_shard: OnShard
+    ) -> None:
         """Run the steps of `work` to the last, or to the one after which the workers stop; keep the state."""
         if self._checkpointer:
             self._checkpointer.before_commit = recorder.keep

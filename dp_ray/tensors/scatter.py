@@ -67,6 +67,12 @@ def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
     return [unflatten(spec, [leaf[(*to, cut)] for leaf, to in zip(leaves, at, strict=True)]) for cut in cuts]
 
 
+def cut(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
+    """Rows `start .. stop - 1` of a tree, as views; dimension `dim` holds the rows."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [leaf[(*(slice(None),) * rows_dim(leaf, dim), slice(start, stop))] for leaf in leaves])
+
+
 def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0) -> Any:
     """Concatenate the shards' trees along their rows, in order: the inverse of `scatter`.
 

@@ -19,7 +19,6 @@ from dp_ray.replica import data
 from dp_ray.replica.batch_gradient import BatchGradient
 from dp_ray.replica.data import load_shards, on_device
 from dp_ray.replica.model import build_model
-from dp_ray.replica.read_requests import Batch
 from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction
 from dp_ray.replica.step import Metrics, build_step
@@ -35,11 +34,11 @@ STEPS = 1000
 ROWS, WIDTH = 64, 1024
 
 
-def batches(pinned: bool) -> Iterator[Batch]:
+def batches(pinned: bool) -> Iterator[tuple[Any, torch.Tensor]]:
     """Batches whose numbers are those of their step, each in memory of its own."""
     for step in range(STEPS):
         batch = torch.arange(step, step + ROWS * WIDTH, dtype=torch.int32).reshape(ROWS, WIDTH)
-        yield Batch(np.arange(ROWS), batch.pin_memory() if pinned else batch)
+        yield np.arange(ROWS), batch.pin_memory() if pinned else batch
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -47,7 +46,7 @@ def test_the_loaders_copies_are_whole_and_stay_until_they_are_computed(device: t
     """The load makes the computing stream lag behind, so that copies and freed memory run ahead of it."""
     load = torch.ones(1024, 1024, device=device) if device.type == "cuda" else torch.ones(8, 8)
     sums = []
-    for _, batch, _ in on_device(batches(pinned and device.type == "cuda"), device):
+    for _, batch in on_device(batches(pinned and device.type == "cuda"), device):
         load = (load @ load).clamp(max=1.0)
         sums.append(batch.sum(dtype=torch.int64))
         del batch  # its memory is free for the next copy, if nobody holds it for the computing stream
@@ -57,11 +56,11 @@ def test_the_loaders_copies_are_whole_and_stay_until_they_are_computed(device: t
 
 def on_one_stream(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """What `on_device` is to be equal to: each copy in the computing stream, and waited for."""
-    for indices, batch, _ in batches:
+    for indices, batch in batches:
         moved = [leaf.to(device) for leaf in batch]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        yield Batch(indices, moved)
+        yield indices, moved
 
 
 @pytest.mark.parametrize("loader", [{}, {"processes": 2, "context": "forkserver"}])

@@ -10,6 +10,7 @@ from typing import Any
 
 import dp_ray
 from dp_ray.cluster.ray_internals.variables import VARIABLES
+from dp_ray.rundir.history_file import CLOCKED
 from tests.support.cluster import ROOT, Cluster
 
 SLOW: dict[str, Any] = {
@@ -44,7 +45,7 @@ def job_file(folder: Path, **keys: Any) -> str:
 
 def told(result: dp_ray.Result) -> str:
     """The history without what the clock says; as text, in which NaN equals itself."""
-    return repr([{key: value for key, value in row.items() if key != "rows_per_second"} for row in result.history])
+    return repr([{key: value for key, value in row.items() if key not in CLOCKED} for row in result.history])
 
 
 def wait_for_checkpoint(run_dir: Path, process: subprocess.Popen[str], after: int = 0) -> None:

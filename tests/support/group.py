@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.job import Job
 from dp_ray.replica.world import World
+from dp_ray.rundir.history_file import CLOCKED
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Measured
@@ -97,7 +98,7 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
     """The rows that the pieces of the history hold, without what the clock says; read by pyarrow alone."""
     pieces = sorted((folder / "history").iterdir(), key=lambda path: int(path.stem.split("-")[1]))
     rows = [row for piece in pieces for row in pq.read_table(piece).to_pylist()]
-    return [{name: value for name, value in row.items() if name != "rows_per_second"} for row in rows]
+    return [{name: value for name, value in row.items() if name not in CLOCKED} for row in rows]
 
 
 def measured(messages: list[Any]) -> dict[str, float]:
@@ -134,6 +135,7 @@ def _received(pipe: Connection) -> tuple[str, Any]:
 def _serve(pipe: Connection) -> None:
     """Be a worker of one group after the other."""
     torch.set_num_threads(1)
+    FORKED.set_forkserver_preload(["dp_ray.data", "dp_ray.replica.data"])  # of a server for its loader's processes
     while True:
         try:
             given = pipe.recv()

@@ -109,12 +109,13 @@ def plain_loop(
     seed: int = 0,
     after_backward: Callable[[], None] = lambda: None,
     after_step: Callable[[], None] = lambda: None,
+    order_of: Callable[[int], Any] | None = None,
 ) -> list[float]:
     """The oracle: one process, whole batches of the same order; the losses of its steps."""
     losses = []
     model.train()
     for epoch in range(epochs):
-        order = Order(len(dataset), seed, epoch, shuffle=True)
+        order = order_of(epoch) if order_of else Order(len(dataset), seed, epoch, shuffle=True)
         for start in range(0, len(dataset), batch_size):
             picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
             inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))

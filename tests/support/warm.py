@@ -17,7 +17,9 @@ import torchmetrics  # noqa: F401
 import dp_ray.cli
 import dp_ray.driver
 import dp_ray.in_process  # noqa: F401
+import tests.support.feeds
 import tests.support.group
+import tests.support.tables
 import tests.support.training  # noqa: F401
 
 gc.freeze()  # a forked process shares these objects' memory for as long as its collector leaves them alone

@@ -4,16 +4,19 @@ import re
 from typing import Any
 
 import ray
-import ray.train
-from ray.train.v2._internal.exceptions import (
-    WorkerGroupStartupFailedError,
-    WorkerGroupStartupTimeoutError,
-    WorkerHealthCheckFailedError,
-    WorkerHealthCheckTimeoutError,
-)
 
 from dp_ray.cluster.restart_decision import StartFailed, StartTrouble, WorkersFailed
 from dp_ray.monitor.messages import WorkerExit
+from dp_ray.system.imports import postponed
+
+with postponed("ray.data", "pandas"):
+    import ray.train
+    from ray.train.v2._internal.exceptions import (
+        WorkerGroupStartupFailedError,
+        WorkerGroupStartupTimeoutError,
+        WorkerHealthCheckFailedError,
+        WorkerHealthCheckTimeoutError,
+    )
 
 _DEATHS = {
     "running low on memory": "its node ran low on memory, and Ray killed it",

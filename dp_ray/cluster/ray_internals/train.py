@@ -10,23 +10,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import ray.train.v2._internal.execution.worker_group.state
-import ray.train.v2._internal.execution.worker_group.worker_group
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.controller.state import ReschedulingState
-from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
-from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
 from dp_ray.cluster.ray_internals.core import autoscales, label_of
 from dp_ray.cluster.ray_internals.failures import failure_of
+from dp_ray.cluster.ray_internals.train_worker import RayTrainWorker
 from dp_ray.cluster.restart_decision import Do, StartFailed, WorkersFailed
 from dp_ray.errors import JobError
 from dp_ray.system.environment import set_environment
+from dp_ray.system.imports import postponed
 
-WORKER_PROCESS = "RayTrainWorker"  # a part of the command line of its process. Public: `ray list actors`.
+with postponed("ray.data", "pandas"):
+    import ray.train.v2._internal.execution.worker_group.state
+    import ray.train.v2._internal.execution.worker_group.worker_group
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+    from ray.train.v2._internal.execution.controller import TrainController
+    from ray.train.v2._internal.execution.controller.state import ReschedulingState
+    from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+    from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup
+
+# A part of the command line of its process. Public: `ray list actors`.
+WORKER_PROCESS = RayTrainWorker.__name__
 
 
 class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
@@ -131,6 +136,7 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
     Public: none; Ray's own keeps the resources of such workers.
     """
 
+    _worker_cls = RayTrainWorker
     takes_idle = False  # whether its workers may be processes that Ray holds ready; only while no task has run in any
 
     def _start(self) -> None:

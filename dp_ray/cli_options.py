@@ -1,0 +1,54 @@
+"""The arguments and options that several commands take."""
+
+from typing import Any
+
+import click
+
+JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
+WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
+SETTINGS = click.option(
+    "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Set any key of the job: --set model.args.width=64."
+)
+INJECT = click.option(
+    "--inject",
+    metavar="FAULTS",
+    default="",
+    help="Faults to inject: 'kill worker 1 at step 20; kill node 2 at step 40'.",
+)
+STORAGE = click.option("--storage", help="Folder or URL of the run directories.")
+ADDRESS = click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
+SHAPES = click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+RESULT_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+QUIET = click.option("--quiet", is_flag=True, help="No progress.")
+VERBOSE = click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
+OVERWRITE = click.option(
+    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
+)
+
+
+def of_a_training(command: Any) -> Any:
+    """The arguments and options of `evaluate` and `predict`."""
+    options = [
+        click.argument("run_dir", metavar="RUN_DIR"),
+        click.option(
+            "--dataset", metavar="TARGET", help="Another dataset: module:attribute, or {target: ..., args: ...}."
+        ),
+        click.option(
+            "--weights",
+            type=click.Choice(["best", "last"]),
+            help="Default: best if the training kept them, else last.",
+        ),
+        WORKERS,
+        SETTINGS,
+        click.option("--name", help="The run's name. Default: the training's name, then the task."),
+        ADDRESS,
+        click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
+        SHAPES,
+        RESULT_JSON,
+        QUIET,
+        click.option("--verbose", is_flag=True, help="With Ray's own log lines."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command

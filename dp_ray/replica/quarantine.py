@@ -1,0 +1,233 @@
+"""Load one worker's shards without their bad samples, and tell which rows of a shard are missing."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from dp_ray.errors import DataError
+from dp_ray.job import Job
+from dp_ray.plan.split import Shard
+from dp_ray.plan.work import Work
+from dp_ray.replica.carry import carried_keys
+from dp_ray.replica.collating import Batch, collate_of
+from dp_ray.replica.data import (
+    CPU,
+    Pick,
+    Samples,
+    check_rows,
+    checked,
+    load_shards,
+    make_loader,
+    next_batch,
+    num_processes,
+    on_device,
+)
+from dp_ray.replica.item_keys import item_keys
+from dp_ray.replica.read_limit import HungRead, ReadLimit, end_process
+from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.sample_order import hold_blocks
+from dp_ray.replica.screening import BadSample, Reference, Screen, Screened, bad_sample, choose_reference
+from dp_ray.replica.step_times import StepTimes
+from dp_ray.tensors.scatter import cut
+
+Real: TypeAlias = Callable[[Shard], Shard]  # a shard without the samples that were set aside
+Keep: TypeAlias = Callable[[Shard, Mapping[int, BadSample]], None]  # keeps a shard's bad samples, by position
+Pieces: TypeAlias = Callable[[], Iterator[Shard]]
+
+CANDIDATES = 5  # good samples of which one becomes the reference
+
+
+class Quarantine:
+    """What this worker has set aside of a dataset; `keep` gets each shard's bad samples before the shard runs."""
+
+    def __init__(self, job: Job, reference: Reference, keep: Keep) -> None:
+        self._job = job
+        self._reference = reference
+        self._keep = keep
+        self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def screen(self) -> Screen:
+        """What finds the bad samples where they are loaded."""
+        screen = new_screen(self._job)
+        screen.reference = self._reference
+        return screen
+
+    def take(self, shard: Shard, bad: Mapping[int, BadSample]) -> Shard:
+        """Set samples of a shard aside, by their positions; return the shard without them."""
+        self._missing.pop((shard.step, shard.shard), None)  # an earlier evaluation's
+        if bad:
+            self._keep(shard, bad)
+            self._missing[shard.step, shard.shard] = tuple(sorted(bad))
+        return self.real(shard)
+
+    def real(self, shard: Shard) -> Shard:
+        """The shard without what was set aside; known of all shards of a step once its first one is loaded."""
+        missing = self._missing.get((shard.step, shard.shard), ())
+        return dataclasses.replace(shard, missing=missing) if missing else shard
+
+
+def as_planned(shard: Shard) -> Shard:
+    """The shard itself, of a job that sets nothing aside."""
+    return shard
+
+
+def new_screen(job: Job) -> Screen:
+    """A screen for a dataset of the job, which must have `on_error`."""
+    assert job.on_error is not None
+    seconds = job.on_error.timeout
+    limit = None if seconds is None else ReadLimit(seconds, num_processes(job))
+    return Screen(job.on_error.finite, job.collate is not None, limit)
+
+
+def load_good(
+    job: Job,
+    dataset: Any,
+    work: Work,
+    device: torch.device,
+    quarantine: Quarantine | None,
+    pick: Pick | None = None,
+    name: str = "the dataset",
+    times: StepTimes | None = None,
+) -> Iterator[Batch]:
+    """Yield what `load_shards` yields, without the bad samples; of a shard that has no others, no batch but None."""
+    if quarantine is None:
+        return load_shards(job, dataset, work, device, pick, name, times)
+    hold_blocks(job, dataset, work)
+    make = _whole_batches if job.scatter == "batch" else _shards
+    times = times or StepTimes()
+    screen, carry = quarantine.screen(), carried_keys(job)
+    samples = Samples(dataset, job.seed, name, item_keys(job), times=times, screen=screen, carry=carry)
+    return times.waiting(on_device(make(job, samples, quarantine, work, device, pick), device))
+
+
+def _shards(
+    job: Job, samples: Samples, quarantine: Quarantine, work: Work, device: torch.device, pick: Pick | None
+) -> Iterator[Batch]:
+    """Each shard, collated by itself. All shards of a step are read before its first one is given."""
+    loaded = _loaded(job, samples, lambda: (shard for _, shards in work for shard in shards), device)
+    for _, shards in work:
+        read = [(shard, *next_batch(loaded)) for shard in shards]
+        taken = [(quarantine.take(shard, _by_position(shard, got)), all_, got.batch) for shard, all_, got in read]
+        for shard, indices, batch in taken:
+            yield _of(indices, shard), _inputs(job, batch, pick, shard, f"shard {shard.shard} of step {shard.step}")
+
+
+def _whole_batches(
+    job: Job, samples: Samples, quarantine: Quarantine, work: Work, device: torch.device, pick: Pick | None
+) -> Iterator[Batch]:
+    """The good samples of each global batch, collated together and cut at the borders that the full batch has."""
+    loaded = _loaded(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device)
+    for step, shards in work:
+        if not shards:
+            continue
+        indices, got = next_batch(loaded)
+        bad = _by_position(work.split.whole(step), got)
+        whole = dataclasses.replace(work.split.whole(step), missing=tuple(sorted(bad)))
+        picked = _inputs(job, got.batch, pick, whole, f"the global batch of step {step}")
+        if picked is not None:
+            check_rows(job, picked, whole.rows, f"the global batch of step {step}")
+        taken = [quarantine.take(one, {at: bad[at] for at in bad if one.start <= at < one.stop}) for one in shards]
+        for shard in taken:
+            first = sum(at < shard.start for at in whole.positions)
+            piece = cut(picked, first, first + shard.rows, job.batch_dim) if shard.rows else None
+            yield _of(indices[shard.start - whole.start : shard.stop - whole.start], shard), piece
+
+
+def _by_position(piece: Shard, screened: Screened) -> dict[int, BadSample]:
+    return {piece.start + place: bad for place, bad in screened.bad.items()}
+
+
+def _of(indices: Indices, shard: Shard) -> Indices:
+    """The sample indices of the shard's rows, of those of all its positions."""
+    return np.delete(indices, [at - shard.start for at in shard.missing]) if shard.missing else indices
+
+
+def _inputs(job: Job, batch: Any, pick: Pick | None, piece: Shard, what: str) -> Any:
+    return checked(job, batch, pick, piece.rows, what) if piece.rows else None
+
+
+def _loaded(job: Job, samples: Samples, pieces: Pieces, device: torch.device, collate: Any = None) -> Iterator[Batch]:
+    """Each piece, read and collated. A loader with a process whose read does not end is replaced by a new one."""
+    done = 0
+    while True:
+        loaded = make_loader(job, samples, functools.partial(_from, pieces, done), device, collate)
+        while not isinstance(got := _next_or_hung(loaded, samples.screen), HungRead):
+            if got is None:
+                return
+            done += 1
+            yield got
+        del loaded
+        assert samples.screen is not None
+        _avoid(samples.screen, got)
+
+
+def _from(pieces: Pieces, done: int) -> Iterator[Shard]:
+    return islice(pieces(), done, None)
+
+
+def _next_or_hung(loaded: Iterator[Batch], screen: Screen | None) -> Batch | HungRead | None:
+    """The next batch, None after the last; or the read that hangs, whose process is ended."""
+    while True:
+        try:
+            return next(loaded, None)
+        except RuntimeError as error:
+            if screen is None or screen.limit is None or "DataLoader timed out" not in str(error):
+                raise
+        if (hung := screen.limit.hung()) is not None:
+            end_process(hung.pid)
+            return hung
+
+
+def _avoid(screen: Screen, hung: HungRead) -> None:
+    """Have the next loader not read a sample whose read hung; if it is not known which, read one by one."""
+    assert screen.limit is not None
+    screen.limit.clear()
+    if hung.sample is None:
+        screen.careful.add((hung.epoch, hung.step, hung.shard))
+        return
+    says = f"reading took more than {screen.limit.seconds:g} s and ignored an alarm, so its process was ended"
+    screen.hung[hung.epoch, hung.sample] = BadSample(hung.sample, "ReadTimeout", says)
+
+
+def find_reference(job: Job, dataset: Any, name: str) -> Reference:
+    """Choose the reference among the first good samples of epoch 0's order.
+
+    It is the one with which most others of them can be collated. Raises DataError if there are no good ones.
+    """
+    assert job.on_error is not None
+    samples = Samples(dataset, job.seed, name, item_keys(job), screen=new_screen(job))
+    tried = min(len(samples), CANDIDATES + job.on_error.quarantine)
+    good: list[tuple[int, Any]] = []
+    why = ""
+    for indices, screened in _loaded(job, samples, functools.partial(_singly, tried), CPU, _as_they_are):
+        bad = screened.bad.get(0) or _cannot_be_collated(job, int(indices[0]), screened.batch[0])
+        why = f"sample {bad.sample}: {bad.kind}: {bad.message}" if bad else why
+        good += [] if bad else [(int(indices[0]), screened.batch[0])]
+        if len(good) == CANDIDATES:
+            break
+    found = choose_reference(good, collate_of(job) if job.collate is not None else None)
+    if found is None:
+        raise DataError(f"{name}: none of the first {tried} samples is good; the last one tried is {why}")
+    return found
+
+
+def _singly(count: int) -> Iterator[Shard]:
+    """The first samples of the order, each by itself."""
+    return (Shard(-1, -1, at, at + 1) for at in range(count))
+
+
+def _as_they_are(items: list[Any]) -> list[Any]:
+    return items
+
+
+def _cannot_be_collated(job: Job, index: int, item: Any) -> BadSample | None:
+    try:
+        collate_of(job)([item])
+    except Exception as error:  # a user's collate may raise anything
+        return bad_sample(index, error)
+    return None

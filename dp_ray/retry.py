@@ -1,0 +1,49 @@
+"""Runs the shards again in which a prediction had set samples aside; what succeeds takes its place in the order."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dp_ray.errors import JobError
+from dp_ray.follow_up import check_no_objects, parent_of
+from dp_ray.job import Job
+from dp_ray.job_file import job_of
+from dp_ray.job_plan import split_of
+from dp_ray.key_hints import renamed
+from dp_ray.results.reopen import reopen
+from dp_ray.rundir.claim import is_finished, located, read_claim
+from dp_ray.rundir.files import RUN
+from dp_ray.rundir.quarantine_files import merged_positions
+from dp_ray.storage import Storage
+
+NOT_A_PREDICTION = {
+    "train": "a training reads its bad samples again in each epoch: train longer with more epochs",
+    "evaluate": "an evaluation keeps nothing: run it again with --overwrite",
+}
+
+
+def retried(run_dir: str, overrides: Mapping[str, Any]) -> Job:
+    """Prepare a finished prediction to run again where samples were set aside; return its job, to be resumed.
+
+    An unfinished run is left as it is, since resuming it does the same. Raises JobError if `run_dir` holds no
+    prediction, if it has set nothing aside, or if its job had Python objects.
+    """
+    run = located(run_dir)
+    job = _job_kept(run, overrides)
+    if is_finished(run):
+        missing = merged_positions(run)
+        if not missing:
+            raise JobError(f"{run} has set no sample aside, so there is nothing to retry")
+        reopen(run, split_of(job, read_claim(run)["rows"]["dataset"]), missing)
+    return job
+
+
+def _job_kept(run: Storage, overrides: Mapping[str, Any]) -> Job:
+    """The job in a prediction's run.json."""
+    if not run.exists(RUN):
+        raise JobError(f"{run} holds no {RUN}: name the run directory of a prediction")
+    kept = renamed(read_claim(run)["job"])
+    if kept["task"] != "predict":
+        raise JobError(f"retry: {run} is a run of task {kept['task']}; {NOT_A_PREDICTION[kept['task']]}")
+    check_no_objects(run, "predict", {**kept, "eval": None}, {})
+    values = {**kept, "storage": parent_of(run), "env": {}}
+    return job_of(values, overrides, kept["name"])

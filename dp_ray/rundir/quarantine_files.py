@@ -1,0 +1,220 @@
+"""The samples that a run has set aside: files of the workers, and `quarantine.parquet` at the run's end.
+
+A worker writes a file for each shard with bad samples before the shard runs. Its name holds the step and the shard,
+so that a step that is run again replaces what its first run wrote. Attempts forget the files of steps that they run
+again.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.errors import DataError
+from dp_ray.plan.split import Shard
+from dp_ray.replica.screening import BadSample
+from dp_ray.rundir.ledger import check_newest
+from dp_ray.storage import Storage
+from dp_ray.text import counted
+
+QUARANTINE = "quarantine"
+QUARANTINED = "quarantine.parquet"
+FILE = re.compile(r"(.+)-(\d+)-([\d.]+|again)\.json")
+SCHEMA = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("sample_index", "epoch", "step", "position")),
+        *((name, pa.string()) for name in ("type", "message", "traceback", "dataset")),
+    ]
+)
+SHOWN = 20  # bad samples that an error lists
+
+Record = dict[str, Any]
+
+
+class QuarantineFull(DataError):
+    """More samples are bad than the job sets aside; it ends the job, whose next attempt would find them again."""
+
+
+class QuarantineFiles:
+    """Writes the bad samples that this worker finds in a dataset, and counts those of all workers.
+
+    `after` is the step of a training after which the dataset is evaluated. `note` tells each sample once.
+    """
+
+    def __init__(
+        self, run: Storage, dataset: str, limit: int, attempt: str | None, note: Callable[[str], None]
+    ) -> None:
+        self.after: int | None = None
+        self._run = run
+        self._folder = run.child(QUARANTINE)
+        self._dataset = dataset
+        self._limit = limit
+        self._attempt = attempt
+        self._note = note
+        self._read: dict[str, list[Record]] = {}
+
+    def keep(self, shard: Shard, bad: Mapping[int, BadSample]) -> None:
+        """Write a shard's bad samples, by position; raises QuarantineFull if the run has more than the limit."""
+        if self._attempt is not None:
+            check_newest(self._run, self._attempt)
+        after, step = self.after, shard.step
+        name = (
+            f"{self._dataset}-{step}-{shard.shard}"
+            if after is None
+            else f"{self._dataset}-{after}-{step}.{shard.shard}"
+        )
+        records = [self._record(shard, position, one) for position, one in sorted(bad.items())]
+        self._folder.write_text(f"{name}.json", json.dumps(records))
+        self._count(f"{name}.json", records)
+
+    def _record(self, shard: Shard, position: int, bad: BadSample) -> Record:
+        step = shard.step if self.after is None else self.after
+        where = {"sample_index": bad.sample, "epoch": shard.epoch, "step": step, "position": position}
+        return {
+            **where,
+            "type": bad.kind,
+            "message": bad.message,
+            "traceback": bad.traceback,
+            "dataset": self._dataset,
+        }
+
+    def _count(self, name: str, records: Sequence[Record]) -> None:
+        self._read = {
+            one: self._read.get(one) or read_records(self._folder, one) for one in record_files(self._folder)
+        }
+        known = distinct(others for one, others in self._read.items() if one != name)
+        for record in records:
+            if (self._dataset, record["sample_index"]) not in known:
+                self._note(f"set aside: {told(record)}")
+        if len(distinct(self._read.values())) > self._limit:
+            raise QuarantineFull(self._says_too_many())
+
+    def _says_too_many(self) -> str:
+        firsts = {(one["dataset"], one["sample_index"]): one for records in self._read.values() for one in records}
+        lines = [f"\n  {told(record)}" for record in list(firsts.values())[:SHOWN]]
+        lines += [f"\n  and {len(firsts) - SHOWN} more"] * (len(firsts) > SHOWN)
+        advice = "mend them, or set on_error.quarantine higher and run the job again"
+        bad = counted(len(firsts), "sample")
+        return f"{bad} cannot be used, and on_error.quarantine is {self._limit}; {advice}:{''.join(lines)}"
+
+
+def told(record: Record) -> str:
+    """A bad sample in a line: `sample 17 of dataset, step 3: ValueError: no such image`."""
+    text = " ".join(record["message"].split())[:200]
+    return f"sample {record['sample_index']} of {record['dataset']}, step {record['step']}: {record['type']}: {text}"
+
+
+def distinct(files: Any) -> set[tuple[str, int]]:
+    """The samples in the records of some files: each once, with its dataset."""
+    return {(one["dataset"], one["sample_index"]) for records in files for one in records}
+
+
+def record_files(folder: Storage) -> list[str]:
+    """The names of the files of records, in the order of steps and shards."""
+    found = (FILE.fullmatch(name) for name in folder.names())
+    return [match[0] for match in sorted((one for one in found if one), key=_place)]
+
+
+def _place(match: re.Match[str]) -> tuple[int, str, tuple[float, ...]]:
+    numbers = () if match[3] == "again" else tuple(float(one) for one in match[3].split("."))
+    return int(match[2]), match[1], numbers
+
+
+def read_records(folder: Storage, name: str) -> list[Record]:
+    """The records in a file."""
+    records: list[Record] = json.loads(folder.read_text(name))
+    return records
+
+
+def forget(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
+    """Remove the files of the steps that are run again: `is_kept` gets the step and, after it, the shard's place."""
+    folder = run.child(QUARANTINE)
+    folder.create()
+    folder.remove_unfinished()
+    for name in record_files(folder):
+        match = FILE.fullmatch(name)
+        assert match is not None
+        if not is_kept(int(match[2]), match[3]):
+            folder.delete(name)
+
+
+def has_set_aside(run: Storage) -> bool:
+    """Whether the run has set samples aside, or had before it was resumed."""
+    return run.exists(QUARANTINED) or bool(record_files(run.child(QUARANTINE)))
+
+
+def count_quarantined(run: Storage) -> int:
+    """How many samples the run has set aside: each once, in however many epochs."""
+    folder = run.child(QUARANTINE)
+    if names := record_files(folder):
+        return len(distinct(read_records(folder, name) for name in names))
+    if not run.exists(QUARANTINED):
+        return 0
+    with run.open(QUARANTINED) as stream:
+        return len(distinct([pq.read_table(stream, columns=["dataset", "sample_index"]).to_pylist()]))
+
+
+class Missing:
+    """The positions of a prediction that have no outputs, since their samples were set aside.
+
+    If it `grows`, each call looks for more of them.
+    """
+
+    def __init__(self, run: Storage, grows: bool) -> None:
+        self._folder = run.child(QUARANTINE)
+        self._grows = grows
+        self._read: dict[str, list[int]] = {}
+        self._look()
+
+    def __call__(self) -> list[int]:
+        if self._grows:
+            self._look()
+        return sorted(position for positions in self._read.values() for position in positions)
+
+    def _look(self) -> None:
+        for name in record_files(self._folder):
+            if name not in self._read:
+                self._read[name] = [record["position"] for record in read_records(self._folder, name)]
+
+
+def positions_set_aside(run: Storage) -> list[int]:
+    """The positions of a prediction that have no outputs, in order."""
+    return Missing(run, grows=False)()
+
+
+def merge_quarantine(run: Storage) -> None:
+    """Merge the files of records into `quarantine.parquet`, one after another."""
+    folder = run.child(QUARANTINE)
+    with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, SCHEMA) as writer:
+        for name in record_files(folder):
+            writer.write_table(pa.Table.from_pylist(read_records(folder, name), SCHEMA))
+
+
+def merged_positions(run: Storage) -> list[int]:
+    """The positions of a finished prediction that have no outputs."""
+    if not run.exists(QUARANTINED):
+        return []
+    with run.open(QUARANTINED) as stream:
+        found: list[int] = pq.read_table(stream, columns=["position"]).column(0).to_pylist()
+    return found
+
+
+def unmerge_quarantine(run: Storage) -> None:
+    """Write files of what `quarantine.parquet` holds, so that a training can forget its last steps."""
+    if not run.exists(QUARANTINED):
+        return
+    with run.open(QUARANTINED) as stream:
+        records = pq.read_table(stream).to_pylist()
+    folder = run.child(QUARANTINE)
+    folder.create()
+    by_step = sorted(records, key=_owner)
+    for (dataset, step), together in groupby(by_step, key=_owner):
+        folder.write_text(f"{dataset}-{step}-again.json", json.dumps(list(together)))
+
+
+def _owner(record: Record) -> tuple[str, int]:
+    return record["dataset"], record["step"]

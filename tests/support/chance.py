@@ -1,0 +1,40 @@
+"""Statistics of what is drawn at random, and the generator from which an order's keys are drawn."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+# The draws are fixed, so a test passes or fails for good; a sound order exceeds this once in two million.
+SIGMAS = 5.0
+
+
+def splitmix64(seed: int, number: int) -> int:
+    """Output `number` (the first is 1) of Steele, Lea and Flood's SplitMix64."""
+    z = (seed + number * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def deviation(statistic: float, freedom: int) -> float:
+    """A chi-square statistic in standard deviations of a normal variable (Wilson and Hilferty)."""
+    spread = 2 / (9 * freedom)
+    return float(((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
+
+
+def uniformity(counts: Ints) -> float:
+    """How far counts are from those of equally likely outcomes, in standard deviations."""
+    expected = counts.sum() / counts.size
+    return deviation(float(((counts - expected) ** 2).sum() / expected), counts.size - 1)
+
+
+def ranks(permutations: Ints) -> Ints:
+    """The number of each row among all permutations: its digits in the factorial number system."""
+    n = permutations.shape[1]
+    later_and_smaller = [(permutations[:, i + 1 :] < permutations[:, i : i + 1]).sum(1) for i in range(n)]
+    weights = np.array([math.factorial(n - 1 - i) for i in range(n)])
+    numbers: Ints = weights @ np.stack(later_and_smaller)
+    return numbers

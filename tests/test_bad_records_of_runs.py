@@ -1,0 +1,128 @@
+"""What a whole run tells of its bad samples: its result, its files, its errors, on the console and on Ray."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dp_ray
+from dp_ray import cli
+from dp_ray.errors import DataError, JobError
+from dp_ray.retry import retried
+from tests.support import training
+from tests.support.bad_data import quarantined
+from tests.support.cluster import Run
+from tests.support.trainings import keys_of
+
+pytestmark = pytest.mark.usefixtures("in_project")
+
+
+def keys(folder: Path, **others: Any) -> dict[str, Any]:
+    data = {"target": "tests.support.bad_data:Broken", "args": {"length": 20, "raises": [3], "misshapen": [11]}}
+    given = {"dataset": data, "storage": str(folder), "name": "run", "on_error": {"quarantine": 2}, "shards": 2}
+    return {**keys_of(), **given, "inputs": "first", **others}
+
+
+def samples(result: dp_ray.Result) -> list[tuple[int, int]]:
+    return [(row["epoch"], row["sample_index"]) for row in quarantined(Path(result.run_dir))]
+
+
+def test_a_prediction_proves_outputs_and_quarantine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = dp_ray.run(**keys(tmp_path, task="predict", quiet=False))
+    assert (result.rows, result.quarantined, dp_ray.load(result.run_dir).quarantined) == (20, 2, 2)
+    good = [one for one in range(20) if one not in (3, 11)]
+    assert result.sample_index.tolist() == good
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert torch.allclose(result.outputs, training.mlp().eval()(training.Pairs(20).inputs[good]), atol=1e-6)
+    assert samples(result) == [(0, 3), (0, 11)]
+    said = capfd.readouterr().err
+    assert "set aside: sample 3 of dataset, step 0: ValueError: no such image: 3" in said
+    assert "set aside: sample 11 of dataset, step 2: Misshapen: it is [tensor [4], tensor []], unlike" in said
+    assert "done, 20 rows (2 set aside) in" in said
+    assert not (Path(result.run_dir) / "quarantine").exists()
+
+
+def test_beyond_the_limit_a_run_fails_and_goes_on_with_a_higher_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="2 samples cannot be used") as told:
+        dp_ray.run(**keys(tmp_path, on_error={"quarantine": 1}))
+    assert told.value.exit_status == 1
+    failed = dp_ray.load(tmp_path / "run")
+    assert (failed.status, failed.quarantined, len(samples(failed))) == ("failed", 2, 2)
+    assert dp_ray.run(**keys(tmp_path)).quarantined == 2
+
+
+def test_a_training_that_goes_on_longer_keeps_what_it_set_aside(tmp_path: Path) -> None:
+    once = dp_ray.run(**keys(tmp_path, epochs=1))
+    assert samples(once) == [(0, 3), (0, 11)]
+    longer = dp_ray.run(**keys(tmp_path, epochs=2))
+    assert samples(longer) == [(0, 3), (0, 11), (1, 3), (1, 11)]
+    assert longer.quarantined == 2  # a sample counts once
+    at_once = dp_ray.run(**keys(tmp_path, epochs=2, name="other"))
+    assert at_once.weights_sha256 == longer.weights_sha256
+
+
+def retry(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dp_ray.Result:
+    monkeypatch.setattr("sys.argv", ["dp-ray", "retry", str(folder / "run"), "--quiet", *options])
+    cli.main()
+    return dp_ray.load(folder / "run")
+
+
+def broken(folder: Path, raises: list[int]) -> dict[str, Any]:
+    args = {"length": 23, "raises": raises, "mended": str(folder / "mended")}
+    return {"target": "tests.support.bad_data:Broken", "args": args}
+
+
+@pytest.mark.parametrize("file_bytes", [1, 1 << 30])
+def test_what_succeeds_again_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int
+) -> None:
+    """The outputs are to the bit those of a run without bad samples."""
+    raises = [0, 5, 8, 9, 10, 11, 22]
+    common = {"outputs": {"file_bytes": file_bytes}, "on_error": {"quarantine": 7}, "shards": 3}
+    given = keys(tmp_path, task="predict", dataset=broken(tmp_path, raises), **common)
+    clean = dp_ray.run(**{**given, "dataset": broken(tmp_path, []), "name": "clean"})
+    first = dp_ray.run(**given)
+    assert (first.quarantined, len(first.outputs)) == (7, 16)
+    (tmp_path / "mended").write_text("5 9 10 11")
+    second = retry(tmp_path, monkeypatch)
+    assert [sample for _, sample in samples(second)] == [0, 8, 22]
+    assert second.sample_index.tolist() == [one for one in range(23) if one not in (0, 8, 22)]
+    (tmp_path / "mended").write_text(" ".join(map(str, raises)))
+    third = retry(tmp_path, monkeypatch)
+    assert (third.quarantined, samples(third), third.outputs_sha256) == (0, [], clean.outputs_sha256)
+    assert torch.equal(third.outputs, clean.outputs)
+    assert not {"files", "parts", "attempt.json"} & {path.name for path in (tmp_path / "run").iterdir()}
+    assert len(third.shapes) == len(clean.shapes)
+    with pytest.raises(SystemExit, match="2"):
+        retry(tmp_path, monkeypatch)
+
+
+def test_a_retry_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = keys(tmp_path, task="predict", dataset=broken(tmp_path, [3, 11, 12]), on_error={"quarantine": 3})
+    clean = dp_ray.run(**{**given, "dataset": broken(tmp_path, []), "name": "clean"})
+    dp_ray.run(**given)
+    (tmp_path / "mended").write_text("3 11 12")
+    retried(str(tmp_path / "run"), {})  # what is done before the job runs; a second call finds the run unfinished
+    assert retry(tmp_path, monkeypatch).outputs_sha256 == clean.outputs_sha256
+
+
+def test_only_a_prediction_is_retried(tmp_path: Path) -> None:
+    dp_ray.run(**keys(tmp_path, epochs=1))
+    with pytest.raises(JobError, match="is a run of task train; a training reads its bad samples again"):
+        retried(str(tmp_path / "run"), {})
+    with pytest.raises(JobError, match=r"holds no run\.json"):
+        retried(str(tmp_path), {})
+
+
+@pytest.mark.ray
+def test_on_ray_a_killed_worker_changes_nothing(run_in_session: Run, tmp_path: Path) -> None:
+    alone = dp_ray.run(**keys(tmp_path, task="predict", name="alone", shards=3))
+    given = {"workers": 2, "inject": "kill worker 1 at step 3", "shards": 3}
+    result = run_in_session(**{**keys(tmp_path, task="predict"), **given, "quiet": True})
+    assert (result.restarts, result.outputs_sha256) == (1, alone.outputs_sha256)
+    assert samples(result) == samples(alone)
+    with pytest.raises(DataError, match="2 samples cannot be used"):
+        run_in_session(**keys(tmp_path, name="full", workers=2, on_error={"quarantine": 1}))
+    assert dp_ray.load(tmp_path / "full").restarts == 0

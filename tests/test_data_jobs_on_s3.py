@@ -1,0 +1,161 @@
+"""Jobs over data on an object store: the same bits as from memory, on any workers, after kills, through faults."""
+
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dp_ray.data import Parquet, files
+from dp_ray.data.blocks import Block
+from dp_ray.errors import DataError
+from tests.support.feeds import MEMORY, PREDICT, ROWS, job_of, loader, predicted, rows, trained
+from tests.support.group import ProcessExit, run_group
+from tests.support.tables import shard
+
+if TYPE_CHECKING:  # processes import this module, and boto3 is slow to import
+    from tests.support.s3 import Server
+
+
+def parquet(folder: Path) -> None:
+    """Two files of row groups of 5 rows."""
+    x, y = (column.tolist() for column in rows())
+    schema = pa.schema([("x", pa.list_(pa.float32())), ("y", pa.int64())])
+    for number, (start, stop) in enumerate([(0, 21), (21, ROWS)]):
+        table = pa.table({"x": x[start:stop], "y": y[start:stop]}, schema=schema)
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=5)
+
+
+def shards(folder: Path) -> None:
+    """Two tar shards."""
+    samples = [(f"{number:04}", members(*row)) for number, row in enumerate(zip(*rows(), strict=True))]
+    shard(folder / "0.tar", samples[:30])
+    shard(folder / "1.tar", samples[30:])
+
+
+def members(x: torch.Tensor, y: torch.Tensor) -> dict[str, bytes]:
+    array = io.BytesIO()
+    np.save(array, x.numpy())
+    return {"x.npy": array.getvalue(), "cls": str(y.item()).encode()}
+
+
+def source(server: "Server", write: Callable[[Path], None], to: str, folder: Path) -> dict[str, Any]:
+    """The keys of a dataset whose files are on the server, below the folder `to`."""
+    folder.mkdir()
+    write(folder)
+    for path in folder.iterdir():
+        server.client().upload_file(str(path), "bucket", f"{to}/{path.name}")
+    kind, picks = ("Parquet", ("x", "y")) if write is parquet else ("WebDataset", ("x.npy", "cls"))
+    dataset = {"target": f"dp_ray.data:{kind}", "args": {"paths": server.url(to)}}
+    return {"dataset": dataset, "inputs": [picks[0]], "target": picks[1]}
+
+
+class Wanted(NamedTuple):
+    """What one worker gives over the rows in memory."""
+
+    weights: dict[str, Any]
+    outputs: str
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+    folder = tmp_path_factory.mktemp("memory")
+    weights = trained(folder / "train", MEMORY, workers=1)
+    return Wanted(weights, predicted(folder / "predict", {**MEMORY, "inputs": "first"}, workers=1))
+
+
+@pytest.mark.parametrize(
+    ("write", "workers_and_processes"),
+    [(parquet, [(1, 2), (2, 0), (3, 0)]), (shards, [(1, 0), (2, 2), (3, 0)])],
+)
+def test_any_workers_and_loaders_give_the_bits_of_memory(
+    server: "Server",
+    tmp_path: Path,
+    wanted: Wanted,
+    write: Callable[[Path], None],
+    workers_and_processes: list[tuple[int, int]],
+) -> None:
+    given = source(server, write, f"jobs-{write.__name__}", tmp_path / "files")
+    for workers, processes in workers_and_processes:
+        keys = {"workers": workers, "loader": loader(processes)}
+        assert trained(tmp_path / f"train-{workers}", given, **keys) == wanted.weights
+        assert predicted(tmp_path / f"predict-{workers}", given, **keys) == wanted.outputs
+
+
+class Mortal(Parquet):
+    """Kills its process in the middle of reading a row group, once: before the file `died` is there."""
+
+    def __init__(self, died: str, **args: Any) -> None:
+        super().__init__(**args)
+        self._died = Path(died)
+
+    def _table(self, block: Block[int]) -> pa.Table:
+        if block.source == 2 and self._is_first():
+            with block.file.open() as stream:
+                stream.read(block.file.size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super()._table(block)
+
+    def _is_first(self) -> bool:
+        with suppress(FileExistsError):
+            self._died.touch(exist_ok=False)
+            return True
+        return False
+
+
+def mortal(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    args = {**given["dataset"]["args"], "died": str(folder / "died")}
+    return {**given, "dataset": {"target": "tests.test_data_jobs_on_s3:Mortal", "args": args}}
+
+
+def test_a_worker_killed_within_a_row_group_loses_nothing(server: "Server", tmp_path: Path, wanted: Wanted) -> None:
+    given = mortal(source(server, parquet, "mortal", tmp_path / "files"), tmp_path)
+    checkpoint = {"every_steps": 1}
+    with pytest.raises(ProcessExit, match="another worker was lost"):
+        trained(tmp_path / "train", given, workers=2, checkpoint=checkpoint)
+    assert trained(tmp_path / "train", given, workers=3, checkpoint=checkpoint) == wanted.weights
+    (tmp_path / "died").unlink()
+    run_group(job_of({**PREDICT, **given}, workers=1), tmp_path / "predict")
+    assert (tmp_path / "died").exists()
+    assert predicted(tmp_path / "predict", given, workers=3) == wanted.outputs
+
+
+def test_a_store_that_fails_now_and_then_loses_nothing(server: "Server", tmp_path: Path, wanted: Wanted) -> None:
+    given = source(server, parquet, "shaky/jobs", tmp_path / "files")
+    before = len(server.log.read_text())
+    assert trained(tmp_path / "shaky", given, workers=2) == wanted.weights
+    told = server.log.read_text()[before:]
+    assert min(told.count(what) for what in ("FAIL", "CUT", "HALF")) > 2
+
+
+def test_a_store_that_fails_for_good_is_told(
+    server: "Server", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "ATTEMPTS", 1)  # each takes seconds: the client of the store tries again, too
+    dataset = Parquet(source(server, parquet, "broken", tmp_path / "files")["dataset"]["args"]["paths"])
+    with breaking(server), pytest.raises(DataError) as caught:
+        dataset[0]
+    assert "s3://bucket/broken/0.parquet, row group 0: cannot be read, after 1 attempts: AWS Error" in str(
+        caught.value
+    )
+    assert "GetObject" in str(caught.value)
+    assert dataset[0]["y"] == rows()[1][0]
+
+
+@contextmanager
+def breaking(server: "Server") -> Iterator[None]:
+    """All that is read below the folder `broken` gets an error, while the block lasts."""
+    broken = server.log.with_suffix(".broken")
+    broken.touch()
+    try:
+        yield
+    finally:
+        broken.unlink()

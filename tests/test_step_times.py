@@ -1,0 +1,130 @@
+"""Where the time of a worker's steps goes, against datasets and models that sleep for a known time."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dp_ray
+from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads, share_of_wait
+from tests.support.training import Pairs, mlp
+
+STEPS, SECONDS = 8, 0.02
+
+
+class SlowReads(Pairs):
+    """Reads a batch in SECONDS."""
+
+    def __init__(self) -> None:
+        super().__init__(STEPS * 4)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        time.sleep(SECONDS)
+        return [self[index] for index in indices]
+
+
+class SlowForward(nn.Module):
+    """Takes SECONDS times 3 for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(3 * SECONDS)
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs
+
+
+def ran(folder: Path, task: str, **keys: Any) -> dp_ray.Result:
+    given = {"model": SlowForward, "dataset": SlowReads, "loss": nn.CrossEntropyLoss, "optimizer": torch.optim.SGD}
+    common = {"task": task, "batch_size": 4, "workers": 0, "quiet": True, "storage": str(folder), "inputs": "first"}
+    return dp_ray.run(**{**given, **common, **keys}, name=f"{task}{len(keys)}")
+
+
+@pytest.mark.parametrize("task", ["predict", "evaluate", "train"])
+def test_a_result_tells_how_long_a_worker_waited_for_data(tmp_path: Path, task: str) -> None:
+    result = ran(tmp_path, task)
+    (worker,) = result.workers
+    assert worker["load_seconds"] >= STEPS * SECONDS
+    assert worker["data_wait_seconds"] >= worker["load_seconds"], "a worker without loader processes reads itself"
+    assert worker["loop_seconds"] >= worker["data_wait_seconds"] + STEPS * 3 * SECONDS
+    assert result.data_wait_share == round(worker["data_wait_seconds"] / worker["loop_seconds"], 4)
+    assert dp_ray.load(result.run_dir) == result
+
+
+def test_a_long_wait_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says = "the workers waited for data in 2"
+    ran(tmp_path, "predict", quiet=False)
+    assert says not in capsys.readouterr().err, "of a run of a second"
+    monkeypatch.setattr("dp_ray.outcome.LONG_SECONDS", 0.1)
+    monkeypatch.setattr("dp_ray.outcome.LONG_SHARE", 0.2)
+    ran(tmp_path, "predict", quiet=False, overwrite=True)
+    assert says in capsys.readouterr().err
+
+
+def test_the_history_has_the_wait_of_each_step(tmp_path: Path) -> None:
+    result = ran(tmp_path, "train")
+    waits = [row["data_wait_seconds"] for row in result.history]
+    assert len(waits) == STEPS
+    assert all(wait >= SECONDS for wait in waits)
+    assert sum(waits) == pytest.approx(result.workers[0]["data_wait_seconds"], abs=0.01)
+    assert "data_wait_seconds" not in result.metrics
+
+
+def test_a_loader_process_reads_while_the_model_runs(tmp_path: Path) -> None:
+    worker = ran(tmp_path, "predict", loader={"processes": 1}).workers[0]
+    assert worker["load_seconds"] >= STEPS * SECONDS
+    result = [worker["load_seconds"], worker["loop_seconds"]]
+    assert result[1] >= STEPS * 3 * SECONDS
+    # The first wait is for the process's start; of the others nearly nothing is left.
+    assert worker["data_wait_seconds"] < worker["loop_seconds"] - STEPS * 3 * SECONDS + 0.01
+
+
+class Failing:
+    """Batches of which the second fails once, as those of a DataLoader whose process is late."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.given += 1
+        if self.given == 2:
+            raise RuntimeError("late")
+        return 0.5, self.given
+
+
+def test_the_next_batch_can_be_asked_for_after_an_error() -> None:
+    times = StepTimes()
+    batches: Iterator[Any] = TimedLoader(Failing(), times)  # type: ignore[arg-type]
+    assert next(batches) == 1
+    with pytest.raises(RuntimeError, match="late"):
+        next(batches)
+    assert next(batches) == 3
+    assert times.load == 1.0
+
+
+def test_measuring_costs_microseconds() -> None:
+    reads, collate, times = TimedReads(SlowReads()), TimedCollate(len), StepTimes()
+    assert len(reads) == STEPS * 4
+    assert collate(reads.__getitems__([1, 2]))[0] >= SECONDS
+    batches = times.waiting(iter(range(10_000)))
+    began = time.perf_counter()
+    for _ in batches:
+        times.new_data_wait()
+    assert time.perf_counter() - began < 10_000 * 20e-6
+
+
+def test_the_share_is_over_all_workers() -> None:
+    times = [{"loop_seconds": 3.0, "data_wait_seconds": 1.0}, {"loop_seconds": 5.0, "data_wait_seconds": 3.0}]
+    assert share_of_wait(times) == 0.5
+    assert share_of_wait([]) is None

@@ -1,0 +1,97 @@
+"""Batches cut from columns are what torch's collate makes of the items."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+from dp_ray.data import Arrow, JsonLines, Parquet
+from dp_ray.errors import DataError
+from dp_ray.job import Job
+from dp_ray.replica.item_keys import ItemKeys
+from dp_ray.replica.whole_columns import Cut, WholeColumns, whole_columns
+from tests.support.tables import ROWS, json_lines, parquet
+
+NUMBERS = ["int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64", "bool"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Parquet:
+    folder = tmp_path_factory.mktemp("tables")
+    columns: dict[str, Any] = {kind: pa.array(np.arange(ROWS).astype(kind)) for kind in NUMBERS}
+    columns |= {f"{kind}s": [[n, n + 1, n % 2] for n in range(ROWS)] for kind in NUMBERS}
+    schema = [(kind, pa.from_numpy_dtype(kind)) for kind in NUMBERS]
+    schema += [(f"{kind}s", pa.list_(pa.from_numpy_dtype(kind), 3 if kind == "int8" else -1)) for kind in NUMBERS]
+    columns["bools"] = [[n % 2 == 0, True, False] for n in range(ROWS)]
+    columns["float16s"] = [np.array(row, np.float16) for row in columns["int8s"]]
+    pq.write_table(pa.table(columns, schema=pa.schema(schema)), folder / "a.parquet", row_group_size=4)
+    return Parquet(folder)
+
+
+@given(st.lists(st.integers(-ROWS, ROWS - 1), min_size=1))
+def test_a_batch_is_what_collate_makes_of_the_items(dataset: Parquet, indices: list[int]) -> None:
+    found, wanted = dataset.read_columns(indices, None), default_collate(dataset.__getitems__(indices))
+    assert found is not None
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        assert one.dtype == wanted[name].dtype, name
+        assert torch.equal(one, wanted[name]), name
+
+
+def test_a_batch_is_the_callers_own(dataset: Parquet) -> None:
+    first = dataset.read_columns([0, 1], ["float32s"])
+    assert first is not None
+    first["float32s"].fill_(9)
+    assert dataset[0]["float32s"].tolist() == [0, 1, 0]
+
+
+def test_what_collate_must_see_is_read_as_items(tmp_path: Path) -> None:
+    tables = parquet(tmp_path)
+    assert tables.read_columns([1, 2], ["text"]) is None
+    assert tables.read_columns([1, 2], ["ragged"]) is None  # lists of several lengths
+    assert tables.read_columns([1, 2], ["nowhere"]) is None
+    assert Parquet(tmp_path, decode={"id": str}).read_columns([1], ["id"]) is None
+    table = pa.table({"a": [1, 2], "b": [1, None]})
+    pq.write_table(table, tmp_path / "null.parquet")
+    assert Parquet(tmp_path / "null.parquet").read_columns([0], ["a"]) is None  # its item would be an error
+
+
+def test_all_tables_cut_batches(tmp_path: Path) -> None:
+    json_lines(tmp_path, ("id", "vector"))
+    table = pa.table({"id": range(ROWS)})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=5)
+    for made in (JsonLines(tmp_path), Arrow(tmp_path)):
+        found = made.read_columns([20, 3], ["id"])
+        assert found is not None
+        assert found["id"].tolist() == [20, 3]
+
+
+def test_only_torchs_own_collate_is_left_out(dataset: Parquet) -> None:
+    def job(**keys: Any) -> Job:
+        return Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 3, "workers": 1, **keys}, "job")
+
+    keys = ItemKeys("int8", "bool", as_tensors=True)
+    made = whole_columns(job(), dataset, keys)
+    assert made is not None
+    cut = made.cut([3, 4])
+    assert cut is not None
+    assert [one.tolist() for one in cut.batch] == [[3, 4], [True, True]]
+    assert whole_columns(job(collate="a:b"), dataset, keys) is None
+    assert whole_columns(job(batch_dim=1), dataset, keys) is None
+    assert whole_columns(job(), [1, 2], None) is None
+
+
+def test_errors_are_left_to_the_items() -> None:
+    def fails(indices: Any, names: Any) -> Any:
+        raise DataError("row group 3 is damaged")
+
+    assert WholeColumns(fails, None).cut([1]) is None
+    assert WholeColumns(lambda indices, names: {}, None).cut([1]) == Cut({})
