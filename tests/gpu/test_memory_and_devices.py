@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dp_ray
 from benchmarks.nets import Images, resnet
@@ -20,6 +22,7 @@ from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support import training
 from tests.support.cluster import ROOT
 from tests.support.group import run_group, weights_of
+from tests.support.merging import merged
 from tests.support.trainings import assert_close, initial, mean_loss
 
 
@@ -169,3 +172,44 @@ def test_a_run_from_python_finds_the_gpu(tmp_path: Path, device: torch.device) -
     assert result.status == "done"
     assert {one.device for one in result.shapes} == {str(device)}
     assert result.weights and all(one.device.type == "cpu" for one in result.weights.values())
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the sizes of what is copied to the CPU from another device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type == "cpu":
+            given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            self.sizes += [tuple(one.shape) for one in given if one.device.type != "cpu" and one.ndim]
+        return made
+
+
+class Layers(nn.Module):
+    """Logits, and a wide hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.layer(inputs), "wide": inputs.repeat(1, 500)}
+
+
+def test_what_is_not_kept_is_not_copied_from_the_gpu(tmp_path: Path, device: torch.device) -> None:
+    found = {}
+    for name, keep in (("all", None), ("kept", ["logits"])):
+        outputs = {"keep": keep, "dtype": "float16"}
+        model = {"target": "tests.gpu.test_memory_and_devices:Layers"}
+        job = job_on(device, model=model, task="predict", inputs="first", outputs=outputs, shards=2, batch_size=20)
+        with Copies() as copies:
+            run_here(job, tmp_path / name)
+        found[name] = {size[1] for size in copies.sizes if len(size) == 2}
+        logits = merged(job, tmp_path / name, len(training.Pairs())).read()["logits"]
+        assert logits.dtype == torch.float16
+    if device.type == "cuda":
+        assert 3000 in found["all"] and 3000 not in found["kept"] and 3 in found["kept"]
