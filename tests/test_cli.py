@@ -123,7 +123,6 @@ def test_overwrite_never_removes_what_is_no_run(
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "status", "says"),
     [
@@ -152,6 +151,7 @@ def test_the_exit_status_of_each_way_to_fail(
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_tells_the_users_traceback_and_keeps_the_failure(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(

@@ -46,7 +46,6 @@ def result_of(folder: Path, name: str) -> dict[str, object]:
     return values
 
 
-@pytest.mark.slow
 def stopped_at_its_first_checkpoint(
     folder: Path, name: str, status: int, function: Callable[..., Any], *args: str
 ) -> str:
@@ -70,6 +69,7 @@ def stopped_at_its_first_checkpoint(
     return last[1]
 
 
+@pytest.mark.slow
 def test_the_first_day(folder: Path) -> None:
     train, stopped, again, *others = COMMANDS
     done_in_a_fork(folder, forked.dp_ray_program, *shlex.split(train)[1:])

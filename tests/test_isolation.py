@@ -43,7 +43,6 @@ def test_all_that_a_job_changes_is_as_before(tmp_path: Path) -> None:
     assert remains == []
 
 
-@pytest.mark.slow
 def test_it_is_as_before_after_an_error_too(tmp_path: Path) -> None:
     before = settings()
     with contextlib.suppress(LookupError), isolated():
@@ -53,6 +52,7 @@ def test_it_is_as_before_after_an_error_too(tmp_path: Path) -> None:
     assert settings()["dtype"] == before["dtype"]
 
 
+@pytest.mark.slow
 def test_a_job_that_compiles_nothing_does_not_wait_for_torchs_compiler() -> None:
     """Its import takes as long as that of torch, on each worker."""
     code = "from dp_ray.task.isolation import isolated\nwith isolated():\n    pass\n"
@@ -76,7 +76,6 @@ import multiprocessing, os
 if __name__ == "__main__":
     from dp_ray.task.isolation import isolated  # here, for each child imports this file
 
-@pytest.mark.slow
     for _ in range(2):
         with isolated() as remains:
             child = multiprocessing.get_context("forkserver").Process(target=os.getpid)
@@ -88,6 +87,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_python_starts_its_server_of_forked_processes_again(tmp_path: Path) -> None:
     script = tmp_path / "served.py"
     script.write_text(SERVED)

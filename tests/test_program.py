@@ -30,12 +30,12 @@ def dp_ray(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "status"), [(["-h"], 0), (["run", "no.yaml"], 2), (["plan"], 2)])
 def test_its_status_is_what_the_command_line_says(arguments: list[str], status: int) -> None:
     assert dp_ray(*arguments).returncode == status
 
 
+@pytest.mark.slow
 def test_what_is_to_happen_at_the_end_happens(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text(LEAVES)
     (tmp_path / "job.yaml").write_text("{model: 'torch.nn:Identity', dataset: 'leaves:data', batch_size: 5}")

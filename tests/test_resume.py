@@ -66,8 +66,6 @@ def ended_by(job: Any, folder: Path) -> str:
     return ""
 
 
-@pytest.mark.slow
-@pytest.mark.slow
 def test_killed_at_any_step_and_run_on_other_numbers_of_workers(tmp_path: Path) -> None:
     draw = random.Random(7)
     run_group(mortal(tmp_path, 2), tmp_path / "whole")
@@ -90,6 +88,7 @@ def test_killed_at_any_step_and_run_on_other_numbers_of_workers(tmp_path: Path) 
     assert [row["step"] for row in history_of(run)] == list(range(12))
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_used(tmp_path: Path) -> None:
     run_group(mortal(tmp_path, 2), tmp_path / "whole")
     run = tmp_path / "cut"
@@ -105,6 +104,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_used(tmp_path
     assert repr(history_of(run)) == repr(history_of(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_another_runs_checkpoint_goes_on_to_the_bits_of_one_long_run(tmp_path: Path) -> None:
     keys = {**KEYS, "scheduler": None}
     run_group(job_of("conv", DATA, workers=1, **keys), tmp_path / "long")

@@ -375,7 +375,6 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
         )
 
 
-@pytest.mark.slow
 @pytest.mark.ray
 def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None:
     """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""
@@ -390,6 +389,7 @@ def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None
     assert not embedded.left, "an embedded Ray leaves its folder behind"
 
 
+@pytest.mark.slow
 def test_a_reader_of_shapes_that_has_seen_enough_does_not_end_the_job(tmp_path: Path) -> None:
     job = f"{sys.executable} -m dp_ray run jobs/tutorial.yaml --workers 0 --set dataset.args.length=30000"
     line = f"{job} --shapes --storage {tmp_path} | head -1; exit ${{PIPESTATUS[0]}}"

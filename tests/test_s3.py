@@ -94,8 +94,8 @@ def test_uploads_are_removed_from_one_folder_or_all_below_it(server: Server) -> 
 def test_an_upload_that_the_store_cuts_is_an_error_and_no_file(server: Server) -> None:
     """The server refuses the fifth part."""
     with pytest.raises(StorageError, match="cannot write x"):
-        write_parts(Storage(server.url("broken")), 8)
-    assert server.objects("broken") == {}
+        write_parts(Storage(server.url("refused")), 8)
+    assert server.objects("refused") == {}
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -133,12 +133,12 @@ def test_what_cannot_be_kept_or_trained_is_said_at_once(
     assert control.steps == steps
 
 
-@pytest.mark.slow
 def test_an_optimizer_that_wants_a_closure_is_refused_before_anything_starts() -> None:
     with pytest.raises(JobError, match=r"optimizer: LBFGS computes the loss several times"):
         check_targets(job_of("mlp", optimizer={"target": "torch.optim:LBFGS"}))
 
 
+@pytest.mark.slow
 def test_a_bitwise_job_compiles_for_every_shape_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch stops after 8 shapes of a module, and runs it uncompiled."""
     compiled_shapes: list[int] = []

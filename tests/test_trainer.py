@@ -103,7 +103,6 @@ def ends(job: Job, folder: Path) -> tuple[dict[str, bytes], str]:
     return weights, repr(history_of(folder))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", list(BITWISE))
 def test_bitwise_is_the_same_bits_on_any_number_of_workers(tmp_path: Path, what: str) -> None:
     keys = {"batch_size": 33, "shards": 8, "bitwise": True, **BITWISE[what]}
@@ -114,6 +113,7 @@ def test_bitwise_is_the_same_bits_on_any_number_of_workers(tmp_path: Path, what:
     assert other[0] != first[0]
 
 
+@pytest.mark.slow
 def test_loader_processes_change_no_bit(tmp_path: Path) -> None:
     keys = {"batch_size": 33, "shards": 8, "bitwise": True, "dataset": AUGMENTED, "workers": 2}
     none = ends(job_of("mlp", **keys), tmp_path / "0")
