@@ -3,10 +3,8 @@
 PYTHON ?= python3
 VENV := .venv$(if $(RAY),-ray-$(RAY))
 BIN := $(VENV)/bin
-# Two processes, each with whole files.
+# Two processes, each with whole files; tests on Ray come after them, in one process with one cluster.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
-# Tests on Ray that take a cluster apart, or start several hosts; the others share a cluster.
-FAULTS := tests/test_faults.py tests/test_hosts.py
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
@@ -15,7 +13,7 @@ endif
 # Else each of a thousand processes compiles dp_ray's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test below-ray on-ray with-faults quick gpu ray fuzz check bench docs clean
+.PHONY: demo test quick gpu ray fuzz check bench docs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -29,21 +27,9 @@ demo: $(VENV)/installed
 	$(BIN)/dp-ray run jobs/digits_predict.yaml --workers 3 --name demo-digits --overwrite
 	$(BIN)/dp-ray run jobs/digits.yaml --workers 2 --name demo-training --overwrite
 
-# Three parts at once, since a test on Ray waits for half of its time. Each part prints when it has ended.
 test: $(VENV)/installed
-	@echo "tests below Ray, on Ray, and with faults run at once, for some ten minutes; each part prints at its end"
-	+@$(MAKE) --no-print-directory --jobs=3 $(if $(filter output-sync,$(.FEATURES)),--output-sync) below-ray on-ray with-faults
-
-below-ray on-ray with-faults: $(VENV)/installed
-
-below-ray:
-	$(BIN)/python -m pytest -m 'not ray'
-
-on-ray:
-	$(BIN)/python -m pytest -m ray $(addprefix --ignore=,$(FAULTS))
-
-with-faults:
-	$(BIN)/python -m pytest -m ray $(FAULTS)
+	$(BIN)/python -m pytest -m 'not ray' $(TWO)
+	$(BIN)/python -m pytest -m ray
 
 quick: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray and not slow' $(TWO)

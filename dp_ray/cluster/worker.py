@@ -56,7 +56,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
     end_imports()
     keep_freed_memory()
     first = assigned_devices()[0]
-    if first.type == "cuda":
+    if first.type == "cuda" and torch.cuda.is_available():  # a job may be told to run on the CPU nevertheless
         torch.cuda.set_device(first)
     run_jobs(given)
 
