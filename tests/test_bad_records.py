@@ -35,6 +35,7 @@ def job(model: str = "mlp", workers: int = 1, image: bool = False, **keys: Any) 
     return job_of(model, data, **{**given, **keys})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_training_is_that_of_one_process_on_the_good_rows(tmp_path: Path, workers: int, bitwise: bool) -> None:

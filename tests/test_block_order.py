@@ -185,6 +185,7 @@ def test_all_permutations_of_one_window_are_equally_likely(sizes: tuple[int, ...
     assert abs(uniformity(counts)) < SIGMAS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "window", "batch", "shards"),
     [((4,) * 6, 2, 5, 1), ((4,) * 3, 3, 4, 2), ((3,) * 10, 4, 7, 4)],

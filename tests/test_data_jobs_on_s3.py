@@ -21,6 +21,8 @@ from tests.support.feeds import MEMORY, PREDICT, ROWS, job_of, loader, predicted
 from tests.support.group import ProcessExit, run_group
 from tests.support.tables import shard
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:  # processes import this module, and boto3 is slow to import
     from tests.support.s3 import Server
 

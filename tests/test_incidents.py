@@ -83,6 +83,7 @@ def reported(run_dir: Path, capsys: pytest.CaptureFixture[str], as_json: bool = 
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_each_attempts_end_is_told_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended(tmp_path, 15, 0, "SIGINT")
     ended(tmp_path, 31, 16, "SIGKILL")
@@ -113,6 +114,7 @@ def test_the_result_of_one_driver_is_never_taken_for_that_of_the_next(tmp_path: 
 CLOCK = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended(tmp_path, 31, 0, "SIGKILL", checkpoint={"every_steps": 10, "every_seconds": None})
     assert json.loads((tmp_path / "run" / LEASE).read_text())["step"] == 31

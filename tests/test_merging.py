@@ -122,6 +122,7 @@ def value_of(samples: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"wide": torch.stack([samples, samples * 3], 1).float(), "flag": samples % 2 == 0}
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(split=SPLITS, shuffle=st.booleans(), data=st.data())
 def test_any_schedule_of_parts_merging_deaths_and_resumes_gives_each_row_once(
@@ -333,6 +334,7 @@ def test_positions_that_are_known_to_be_missing_may_be_missing() -> None:
         short.end()
 
 
+@pytest.mark.slow
 def test_twenty_gigabytes_take_less_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all sizes a hundredth: 200 MB of outputs in files of 10 MB, on four workers, in less than 10 MB."""
     for module, name in ((outputs, "GROUP_BYTES"), (outputs, "PART_BYTES"), (outputs, "MERGE_BYTES")):

@@ -189,6 +189,7 @@ def test_all_permutations_are_equally_likely_over_seeds() -> None:
     assert abs(uniformity(np.bincount(ranks(orders), minlength=24))) < SIGMAS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [*SMALL, 100])
 def test_every_sample_is_equally_likely_at_every_position(n: int) -> None:
     orders = drawn(n)

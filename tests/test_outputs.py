@@ -150,6 +150,7 @@ def test_workers_parts_merge_to_one_process_outputs(
     assert_merged(run, split, order)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(split=splits, shuffle=st.booleans(), data=st.data())
 def test_attempts_that_lose_workers_lose_and_repeat_nothing(split: Split, shuffle: bool, data: st.DataObject) -> None:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.fresh import loaded_by
 
 PACKAGE = {
@@ -44,6 +46,7 @@ def test_what_is_imported_already_or_is_not_there_is_left_alone(tmp_path: Path) 
     assert said_by(tmp_path, code) == ["imported heavy", "True", "False"]
 
 
+@pytest.mark.slow
 def test_a_workers_process_imports_no_library_that_only_ray_data_uses() -> None:
     code = "import dp_ray.cluster.ray_internals.train_worker, dp_ray.cluster.worker, sys\n"
     loaded = loaded_by(code + "assert 'ray.data' not in sys.modules")
@@ -51,6 +54,7 @@ def test_a_workers_process_imports_no_library_that_only_ray_data_uses() -> None:
     assert "pandas" not in loaded
 
 
+@pytest.mark.slow
 def test_code_of_the_user_in_a_worker_finds_the_libraries_themselves() -> None:
     code = "import dp_ray.cluster.ray_internals.train_worker\nimport pandas, ray.data, ray.air.result\n"
     code += "assert pandas.DataFrame is ray.air.result.pd.DataFrame\n"
@@ -58,5 +62,6 @@ def test_code_of_the_user_in_a_worker_finds_the_libraries_themselves() -> None:
     assert "pandas" in loaded_by(code)
 
 
+@pytest.mark.slow
 def test_a_driver_imports_tensorboard_only_for_a_training() -> None:
     assert "tensorboardX" not in loaded_by("import dp_ray.driver")

@@ -66,6 +66,7 @@ def ended_by(job: Any, folder: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_and_run_on_other_numbers_of_workers(tmp_path: Path) -> None:
     draw = random.Random(7)
     run_group(mortal(tmp_path, 2), tmp_path / "whole")

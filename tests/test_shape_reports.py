@@ -504,6 +504,7 @@ def test_memory_does_not_grow_with_the_steps() -> None:
     assert count == 600_000
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_worker_that_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reports 100,000 steps, ten at a time, before the other one is through with the first."""
     monkeypatch.setattr(shape_reports, "PENDING_SPANS", 64)
