@@ -1,7 +1,7 @@
 """One prediction with large outputs, as a process of its own: `python -m benchmarks.large ROWS TIMES OUT [KEYS]`.
 
 It prints the seconds of the whole, call to done, and those of them after the last step. An earlier version of dp_ray
-runs it too, so it uses nothing else of the benchmarks.
+runs it too, beside its own `benchmarks.rows`, which is the same.
 """
 
 import json
@@ -14,30 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 import dp_ray
-
-WIDTH = 256
-BATCH_SIZE = 1024
-
-
-class Rows(Dataset[torch.Tensor]):
-    """The rows of a file, gone over `times` times."""
-
-    def __init__(self, path: str, times: int) -> None:
-        size = Path(path).stat().st_size // 4
-        self.data = torch.from_file(path, size=size, dtype=torch.float32).reshape(-1, WIDTH)
-        self.times = times
-
-    def __len__(self) -> int:
-        return self.times * len(self.data)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.data[index % len(self.data)]
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        return list(self.data[torch.tensor(indices) % len(self.data)])
+from benchmarks.rows import BATCH_SIZE
 
 
 class Wide(nn.Module):
@@ -61,7 +40,7 @@ def predict(rows: str, times: int, out: Path, keys: dict[str, Any]) -> dp_ray.Re
     (out / "stamps").mkdir()
     return dp_ray.run(
         model={"target": "benchmarks.large:Wide", "args": {"stamps": str(out / "stamps")}},
-        dataset={"target": "benchmarks.large:Rows", "args": {"path": rows, "times": times}},
+        dataset={"target": "benchmarks.rows:Rows", "args": {"path": rows, "times": times}},
         batch_size=BATCH_SIZE,
         workers=2,
         storage=str(out),

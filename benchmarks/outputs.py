@@ -21,7 +21,7 @@ from benchmarks.cluster import local_ray, scratch
 from benchmarks.compare import at_most, compared
 from benchmarks.measure import alternate, seconds
 from benchmarks.predict import check_outputs
-from benchmarks.rows import Wide, Work, make_rows
+from benchmarks.rows import BATCH_SIZE, Wide, Work, make_rows
 from benchmarks.start import unpack
 from benchmarks.table import Row, time_text
 
@@ -60,7 +60,7 @@ def _after(code: Path, folder: Path, keys: dict[str, object]) -> float:
 
 
 def _whole(folder: Path) -> Row:
-    work = Work(str(folder / "rows"), TIMES, large.BATCH_SIZE, 2)
+    work = Work(str(folder / "rows"), TIMES, BATCH_SIZE, 2)
     with local_ray():
         blocks = mapped.put(folder / "rows")
         ours = partial(_written, folder, lambda out: large.predict(work.path, work.times, out, KEYS))
