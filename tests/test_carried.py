@@ -18,7 +18,7 @@ from dp_ray.errors import DataError
 from dp_ray.job import Job
 from dp_ray.results import outputs
 from dp_ray.results.carried import KINDS, CarriedColumn, carried_arrays
-from dp_ray.results.columns import Layout, rows_of
+from dp_ray.results.columns import Layout, converted, rows_of
 from dp_ray.results.manifest import outputs_sha256
 from tests.support.alone import predict_parts
 from tests.support.group import StopsBefore
@@ -263,3 +263,12 @@ def joined(one: str, other: str) -> str | None:
         return CarriedColumn("id", "id", one).join(CarriedColumn("id", "id", other)).kind
     except DataError:
         return None
+
+
+def test_a_whole_number_that_no_float_holds_is_told_by_its_key() -> None:
+    column = CarriedColumn("id", "id", "int").join(CarriedColumn("id", "id", "float"))
+    assert column.array([pa.array([1, 2])]).to_pylist() == [1.0, 2.0]
+    with pytest.raises(DataError, match="the values of 'id' are float in some shards: Integer value"):
+        column.array([pa.array([2**53 + 1])])
+    with pytest.raises(DataError, match="the values of 'id'"):
+        converted(CarriedColumn("id", "id", "int"), column, pa.array([2**53 + 1]))

@@ -21,7 +21,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, float_image, stretches
+from dp_ray.data import (
+    Arrow,
+    Csv,
+    Images,
+    JsonLines,
+    Parquet,
+    WebDataset,
+    float_image,
+    images,
+    stretches,
+    text_tables,
+)
+from dp_ray.data.decode import image as decode_image
 from dp_ray.data.values import values_of
 from dp_ray.errors import DataError, JobError
 from tests.support.tables import ROWS, TYPES, columns, jpeg, json_lines, parquet, sample, shard
@@ -463,3 +475,42 @@ def test_folders_of_images_with_classes_and_without(tmp_path: Path) -> None:
     (tmp_path / "loose.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"loose.png: is no image, or is damaged"):
         list(Images(tmp_path))
+
+
+def test_images_are_read_anew_and_belong_to_their_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(jpeg(number, "PNG"))
+    decoded: list[int] = []
+
+    def counted(encoded: bytes, size: Any) -> Any:
+        decoded.append(1)
+        return decode_image(encoded, size)
+
+    monkeypatch.setattr(images, "image", counted)
+    dataset = Images(str(tmp_path))
+    for index in (0, 1, 2, 3, 0):
+        dataset[index]["image"].fill_(9)
+    assert len(decoded) == 5, "a folder's images are not all held in memory"
+    assert dataset[0]["image"].max() == 0
+
+
+def test_names_of_a_table_without_a_head_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("1,2\n3,4\n")
+    for names in (["a-b", "c"], ["a", "b-c"], ["a/b", "c" * 300]):
+        assert list(Csv(str(tmp_path), names=names)[1].values()) == [3, 4]
+        assert list(Csv(str(tmp_path), names=names)[1]) == names
+
+
+def test_the_head_of_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n3,4\n")
+    dataset = Csv(str(tmp_path), cache_bytes=0)
+    read: list[Any] = []
+    rows = text_tables._whole_rows
+
+    def noted(*args: Any) -> Any:
+        read.append(args)
+        return rows(*args)
+
+    monkeypatch.setattr(text_tables, "_whole_rows", noted)
+    assert [dataset[index]["a"] for index in (0, 1, 0)] == [1, 3, 1]
+    assert not read

@@ -17,6 +17,7 @@ import dp_ray
 from dp_ray import driver
 from dp_ray.errors import DataError, JobError, StorageError
 from dp_ray.results import outputs
+from dp_ray.results.output_files import FileMerge
 from dp_ray.results.proof import prove_outputs
 from dp_ray.task import merging
 from dp_ray.task.merging import Merger
@@ -260,3 +261,33 @@ def test_a_full_disk_in_the_middle_of_a_training_costs_no_checkpoint(tmp_path: P
     assert result.weights_sha256 == undisturbed.weights_sha256
     (one,) = result.interruptions
     assert (one["kind"], one["resumed_step"]) == ("driver", 6)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02], ids=["at the end", "while the loop runs"])
+def test_an_error_of_the_merging_ends_the_job_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    def fails(_: object) -> bool:
+        raise StorageError("the disk is gone")
+
+    monkeypatch.setattr(FileMerge, "advance", fails)
+    monkeypatch.setattr(merging, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    dataset = {"target": "tests.test_driver:Slow", "args": {"seconds": seconds}}
+    with pytest.raises(StorageError, match="the disk is gone"):
+        dp_ray.run(**{**keys(tmp_path), "dataset": dataset})
+    if seconds:
+        done = {report.step for report in dp_ray.load(tmp_path / "run").shapes}
+        assert len(done) < 15, "the loop has not waited for its end"
+
+
+class Slow(models.Rows):
+    """101 rows; each takes so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(101)
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().__getitem__(index)

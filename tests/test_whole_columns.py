@@ -95,3 +95,14 @@ def test_errors_are_left_to_the_items() -> None:
 
     assert WholeColumns(fails, None).cut([1]) is None
     assert WholeColumns(lambda indices, names: {}, None).cut([1]) == Cut({})
+
+
+def test_a_column_of_tensors_keeps_its_shape(tmp_path: Path) -> None:
+    kind = pa.fixed_shape_tensor(pa.float32(), [3, 4])
+    flat = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(60, dtype=np.float32)), 12)
+    pq.write_table(pa.table({"x": pa.ExtensionArray.from_storage(kind, flat)}), tmp_path / "rows.parquet")
+    dataset = Parquet(str(tmp_path))
+    whole, items = dataset.read_columns([4, 0], None), default_collate(dataset.__getitems__([4, 0]))
+    assert whole is not None
+    assert whole["x"].shape == (2, 3, 4)
+    assert torch.equal(whole["x"], items["x"])

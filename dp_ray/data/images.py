@@ -47,10 +47,10 @@ class Images(Blocks[int]):
             raise DataError(f"{block.file}: is no image, or is damaged: {error}") from error
         if self.class_names:
             item["label"] = np.int64(self._labels[_class_of(str(block.file), block.file.name)])
-        return item, 0
+        return item, len(encoded)  # above what is held, so that the next one takes its place
 
     def _items(self, read: Item, rows: Rows) -> list[Item]:
-        return [dict(read) for _ in rows]
+        return [{**read, "image": read["image"].clone()} for _ in rows]
 
 
 def _size(height: int | None, width: int | None) -> tuple[int, int] | None:

@@ -1,6 +1,8 @@
 """Files of JSON lines and of CSV as map-style datasets: an item is a dict of the row's columns."""
 
+import hashlib
 import io
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -121,16 +123,16 @@ class Csv(TextTable):
         self._delimiter = delimiter
         self._names = None if names is None else list(names)
         files = find_files(paths, [".csv", ".tsv"])
-        kind = f"rows-{ord(delimiter)}{'' if names is None else '-' + '-'.join(names)}"
-        super().__init__(files, kind, _ends_of_rows, columns, types, decode, cache_bytes)
+        named = "" if names is None else f"-{hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]}"
+        self._heads: dict[str, bytes] = {}
+        super().__init__(files, f"rows-{ord(delimiter)}{named}", _ends_of_rows, columns, types, decode, cache_bytes)
 
     def _head(self, file: File) -> bytes:
         if self._names is not None:
             return b""
-        first = next(_whole_rows(file, lambda text: _ends_of_rows(text)[:1], 0), (0, b""))[1]
-        if not first:
-            raise DataError(f"{file}: is empty, it has no line that names its columns")
-        return first
+        if file.name not in self._heads:
+            self._heads[file.name] = _first_row(file)
+        return self._heads[file.name]
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
         return pacsv.read_csv(
@@ -139,6 +141,13 @@ class Csv(TextTable):
             pacsv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
             pacsv.ConvertOptions(column_types=schema, strings_can_be_null=False),
         )
+
+
+def _first_row(file: File) -> bytes:
+    first = next(_whole_rows(file, lambda text: _ends_of_rows(text)[:1], 0), (0, b""))[1]
+    if not first:
+        raise DataError(f"{file}: is empty, it has no line that names its columns")
+    return first
 
 
 def _ends_of_lines(text: bytes) -> list[int]:

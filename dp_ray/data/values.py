@@ -50,7 +50,8 @@ def stacked(column: pa.ChunkedArray) -> np.ndarray[Any, Any] | None:
     sizes, inner = array.value_lengths().to_numpy(zero_copy_only=False), array.flatten()
     if inner.null_count or (sizes != sizes[0]).any():
         return None
-    return np.asarray(inner.to_numpy(zero_copy_only=False)).reshape(len(array), int(sizes[0]))
+    shape = column.type.shape if isinstance(column.type, pa.FixedShapeTensorType) else [int(sizes[0])]
+    return np.asarray(inner.to_numpy(zero_copy_only=False)).reshape(len(array), *shape)
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:

@@ -43,7 +43,15 @@ class CarriedColumn:
 
     def array(self, pieces: Sequence[pa.Array]) -> pa.Array:
         """The values of all pieces, in order, in the column's type."""
-        return pa.concat_arrays([piece.cast(self.arrow_type) for piece in pieces])
+        return pa.concat_arrays([self.converted(piece) for piece in pieces])
+
+    def converted(self, values: pa.Array) -> pa.Array:
+        """Values of the key in the column's type; raises DataError, which names the key, if it cannot hold one."""
+        try:
+            return values.cast(self.arrow_type)
+        except pa.ArrowInvalid as error:
+            says = f"outputs.carry: the values of {self.key!r} are {self.kind} in some shards: {error}"
+            raise DataError(f"{says}; carry them as text") from error
 
 
 def kind_of(found: pa.DataType) -> str:

@@ -212,9 +212,9 @@ def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Ten
 
 def converted(before: CarriedColumn | Column, after: CarriedColumn | Column, array: pa.Array) -> pa.Array:
     """A column's array as that of a column which holds more: rows of any shape, or values of another kind."""
-    if isinstance(before, CarriedColumn):
-        return array.cast(after.arrow_type)
-    assert isinstance(after, Column)
+    if isinstance(after, CarriedColumn):
+        return after.converted(array)
+    assert isinstance(before, Column)
     if before.shape == after.shape:
         return array
     return to_arrow(after, [row.unsqueeze(0) for row in from_arrow(before, array)])

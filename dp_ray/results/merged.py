@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from dp_ray.results.columns import SAMPLE_INDEX, Column, Layout, from_arrow, rebuild
@@ -31,7 +32,7 @@ class Merged:
 
     def layout(self) -> Layout:
         """The nesting and the columns of the outputs."""
-        return functools.reduce(Layout.join, (self._layout_of(name) for name in self.names))
+        return functools.reduce(Layout.join, (layout for _, layout in self._files()))
 
     def read(self) -> Any:
         """All outputs, in order, in the model's own nesting."""
@@ -47,42 +48,37 @@ class Merged:
 
     def sample_index(self) -> torch.Tensor:
         """The sample index of each row: int64 [rows]."""
-        found = []
-        for name in self.names:
-            with reading(self.run, name) as file:
-                found.append(torch.from_numpy(file.read(columns=[SAMPLE_INDEX]).column(0).to_numpy().copy()))
-        return torch.cat(found)
+        tables = (file.read(columns=[SAMPLE_INDEX]) for file, _ in self._files())
+        return torch.cat([torch.from_numpy(table.column(0).to_numpy().copy()) for table in tables])
 
     def carried(self) -> dict[str, list[Any]]:
         """The values that were carried, by key: one for each row, in order."""
-        found: dict[str, list[Any]] = {column.key: [] for column in self.layout().carried}
-        for name in self.names:
-            columns = self._layout_of(name).carried
-            with reading(self.run, name) as file:
-                table = file.read(columns=[column.name for column in columns])
+        columns = self.layout().carried
+        found: dict[str, list[Any]] = {column.key: [] for column in columns}
+        for file, _ in self._files():
+            table = file.read(columns=[column.name for column in columns])
             for column in columns:
-                found[column.key] += table.column(column.name).to_pylist()
+                found[column.key] += column.array(table.column(column.name).chunks).to_pylist()
         return found
 
-    def _layout_of(self, name: str) -> Layout:
-        with reading(self.run, name) as file:
-            return Layout.from_metadata(file.schema_arrow.metadata)
+    def _files(self) -> Iterator[tuple[pq.ParquetFile, Layout]]:
+        """Each file in order, opened, with its own layout."""
+        for name in self.names:
+            with reading(self.run, name) as file:
+                yield file, Layout.from_metadata(file.schema_arrow.metadata)
 
     def _tables(self, layout: Layout, rows: int) -> Iterator[pa.Table]:
-        for name in self.names:
-            had = self._layout_of(name)
-            with reading(self.run, name) as file:
-                for batch in file.iter_batches(batch_size=rows):
-                    yield lay_out(pa.Table.from_batches([batch]), had, layout)
+        for file, had in self._files():
+            for batch in file.iter_batches(batch_size=rows):
+                yield lay_out(pa.Table.from_batches([batch]), had, layout)
 
     def _leaf(self, wanted: Column) -> Iterator[torch.Tensor | list[torch.Tensor]]:
         """A leaf's rows, a row group at a time."""
-        for name in self.names:
-            column = next(one for one in self._layout_of(name).columns if one.name == wanted.name)
-            with reading(self.run, name) as file:
-                for number in range(file.num_row_groups):
-                    rows = file.read_row_group(number, columns=[column.name])
-                    yield from (from_arrow(column, chunk) for chunk in rows.column(column.name).chunks)
+        for file, layout in self._files():
+            column = next(one for one in layout.columns if one.name == wanted.name)
+            for number in range(file.num_row_groups):
+                rows = file.read_row_group(number, columns=[column.name])
+                yield from (from_arrow(column, chunk) for chunk in rows.column(column.name).chunks)
 
 
 def _whole(column: Column, pieces: list[Any]) -> torch.Tensor | list[torch.Tensor]:

@@ -210,9 +210,11 @@ class OpenFile:
     def discard(self) -> None:
         """Remove the unfinished file."""
         self.close()
-        with suppress(StorageError):
-            self._writer.close()
-        self._stream.discard()
+        try:
+            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
+                self._writer.close()
+        finally:
+            self._stream.discard()
 
 
 class HashedFile:

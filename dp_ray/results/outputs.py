@@ -182,9 +182,11 @@ class PartFile:
 
     def discard(self) -> None:
         """Remove the unfinished file."""
-        with suppress(StorageError):
-            self._writer.close()
-        self._unfinished.discard()
+        try:
+            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
+                self._writer.close()
+        finally:
+            self._unfinished.discard()
 
 
 def _positions(shard: Shard) -> Indices:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Range
@@ -57,7 +58,7 @@ def _explode(run: Storage, split: Split, record: FileRecord, missing: list[int])
         return
     with reading(run, record.path) as file:
         layout = Layout.from_metadata(file.schema_arrow.metadata)
-        rows = _positioned(file.iter_batches(), layout, np.setdiff1d(np.arange(record.first, record.end), missing))
+        rows = _positioned(_batches(file), layout, np.setdiff1d(np.arange(record.first, record.end), missing))
         held: pa.Table | None = next(rows)
         for piece in pieces:
             name = ledger.part_name(piece.done, "")
@@ -71,6 +72,12 @@ def _explode(run: Storage, split: Split, record: FileRecord, missing: list[int])
                         break
                     held = next(rows, None)
             yield name
+
+
+def _batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """The rows of a file, a row group at a time: `iter_batches` joins them to one of any size."""
+    for number in range(file.num_row_groups):
+        yield from file.read_row_group(number).to_batches()
 
 
 def _positioned(batches: Iterable[pa.RecordBatch], layout: Layout, positions: np.ndarray) -> Iterator[pa.Table]:

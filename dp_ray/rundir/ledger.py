@@ -38,18 +38,24 @@ class Ledger(NamedTuple):
     attempt: str
     parts: list[str]
 
-    def counts(self, name: str) -> bool:
-        """Whether a file of this name counts."""
-        found = next(filter(None, (pattern.fullmatch(name) for pattern in COUNTED)), None)
-        return found is not None and ((found["attempt"] or "") == self.attempt or name in self.parts)
-
     def to_json(self) -> str:
         """The contents of `attempt.json`."""
         return json.dumps(self._asdict()) + "\n"
 
     def found(self, folder: Storage) -> list[str]:
         """The names of the files in a folder that count."""
-        return [name for name in folder.names() if self.counts(name)]
+        earlier = frozenset(self.parts)
+        return [
+            name
+            for name in folder.names()
+            if (of := _attempt_of(name)) == self.attempt or (name in earlier and of is not None)
+        ]
+
+
+def _attempt_of(name: str) -> str | None:
+    """The attempt that wrote a file, empty if its name tells none; None if this is no file that can count."""
+    found = next(filter(None, (pattern.fullmatch(name) for pattern in COUNTED)), None)
+    return None if found is None else found["attempt"] or ""
 
 
 def part_name(done: Range, attempt: str) -> str:
