@@ -22,7 +22,7 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Done, Frontier, Range, Work
 from dp_ray.results import output_files, outputs
-from dp_ray.results.manifest import OUTPUTS, forget_lost, outputs_sha256
+from dp_ray.results.manifest import MANIFEST, OUTPUTS, forget_lost, outputs_sha256
 from dp_ray.results.merged import Merged
 from dp_ray.results.output_files import FileMerge
 from dp_ray.results.outputs import PartWriter
@@ -301,7 +301,7 @@ def test_the_driver_proves_the_files_without_their_rows(tmp_path: Path) -> None:
 
 
 def manifest_of(where: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((where / OUTPUTS / "manifest.json").read_text())
+    manifest: dict[str, Any] = json.loads((where / MANIFEST).read_text())
     return manifest
 
 
