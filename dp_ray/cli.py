@@ -278,11 +278,16 @@ def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json:
 @RESULT_JSON
 def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
     """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
-    from dp_ray.results.report import compared, compared_values, lines
+    if len(run_dirs) > 1:
+        if shapes:
+            raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")
+        _compare(run_dirs, as_json)
+        return
+    from dp_ray.results.report import lines
     from dp_ray.results.result import load
     from dp_ray.rundir.unfinished import unfinished
 
-    found = unfinished(run_dirs[0]) if len(run_dirs) == 1 and not shapes else None
+    found = unfinished(run_dirs[0]) if not shapes else None
     if found and not as_json:
         click.echo(found)
         if found.status != "running":
@@ -291,13 +296,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps(found.to_json()))
         return
-    result, *others = map(load, run_dirs)
-    if others:
-        if shapes:
-            raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")
-        results = [result, *others]
-        click.echo(json.dumps(compared_values(results)) if as_json else compared(results))
-        return
+    result = load(run_dirs[0])
     if shapes:
         for line in result.shape_lines():
             click.echo(line)
@@ -307,6 +306,40 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
         if result.status == "failed":
             click.echo(f"failed: {result.error}")
         click.echo("\n".join(lines(result)))
+
+
+@cli.command()
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@JSON
+def compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
+    """Compare runs: what differs in their jobs and environments, their metrics, speed and curves."""
+    if len(run_dirs) < 2:
+        raise click.UsageError("compare takes at least two RUN_DIRs")
+    _compare(run_dirs, as_json)
+
+
+def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
+    from dp_ray.results.compare import compared, compared_run, compared_values
+    from dp_ray.storage import Storage
+
+    runs = [compared_run(Storage(run_dir)) for run_dir in run_dirs]
+    click.echo(json.dumps(compared_values(runs)) if as_json else compared(runs))
+
+
+@cli.command("list")
+@click.argument("storage", metavar="STORAGE")
+@click.option("--sort", metavar="KEY", default="age", help="A column or a metric; default: age, the newest first.")
+@click.option("--reverse", "is_reversed", is_flag=True, help="The largest first.")
+@JSON
+def list_runs(storage: str, sort: str, is_reversed: bool, as_json: bool) -> None:
+    """List all runs in a storage: status, age, steps, metrics."""
+    from dp_ray.results.listed import list_text
+    from dp_ray.rundir.listing import listed_runs, sorted_by
+    from dp_ray.rundir.location import located_at
+    from dp_ray.storage import Storage
+
+    rows = sorted_by(listed_runs(Storage(located_at(storage))), sort, is_reversed)
+    click.echo(json.dumps([row.to_json() for row in rows]) if as_json else list_text(rows))
 
 
 @cli.command()

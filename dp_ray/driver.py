@@ -28,7 +28,8 @@ from dp_ray.rundir import ledger
 from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, with_full_init_from, with_shards_of_run
 from dp_ray.rundir.history_file import HISTORY, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
-from dp_ray.rundir.lease import Lease, held, wait_until_free
+from dp_ray.rundir.lease import held, wait_until_free
+from dp_ray.rundir.lease_file import Lease
 from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.rundir.quarantine_files import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.unfinished import last_end, stop_message

@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dp_ray.rundir.history_file import is_inner
 from dp_ray.rundir.incidents import read_interruption
-from dp_ray.tensors.digest import is_inner
 
 PATHS = ("run_dir", "outputs", "weights")
 WIDTH = 16
@@ -55,6 +55,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)
+
+
+def time_span(seconds: float) -> str:
+    """Seconds in their largest unit: `12 s`, `5 min`, `3 h`, `20 d`."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _html(text: str) -> str:

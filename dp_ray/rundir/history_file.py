@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,8 +15,15 @@ from dp_ray.storage import Storage
 
 METRICS = "metrics.parquet"
 HISTORY = "history"
+RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
+DIGEST = "outputs_digest"  # the metric that `verify` adds
 SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+
+
+def is_inner(name: str) -> bool:
+    """Whether a metric was added by `verify` for its own use, and not by the user."""
+    return name.removeprefix("eval_") == DIGEST
 
 
 def forget(folder: Storage, step: int) -> None:
@@ -60,6 +68,36 @@ def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
     folder.create()
     for first, end in pairwise([start, *ends, last]):
         write_piece(folder, f"steps-{first}-{end}.parquet", table.slice(first - start, end - first))
+
+
+def history_so_far(run: Storage) -> pa.Table | None:
+    """The rows that a run has by now, in the order of steps: of pieces and after them, or merged; None if none.
+
+    Of a step that was run again, the newest row counts.
+    """
+    folder = run.child(HISTORY)
+    pieces = [(folder, name) for name, _, _ in _segments(folder)]
+    merged = [(run, METRICS)] * (not pieces and run.exists(METRICS))
+    recent = [(run, RECENT)] * run.exists(RECENT)
+    tables = [_read(*one) for one in (*pieces, *merged, *recent)]
+    if not tables:
+        return None
+    table = pa.concat_tables(tables, promote_options="permissive")
+    steps = table.column("step").to_numpy()
+    if (steps[1:] > steps[:-1]).all():
+        return table
+    _, last = np.unique(steps[::-1], return_index=True)
+    return table.take(pa.array(len(steps) - 1 - last))
+
+
+def end_of_pieces(folder: Storage) -> int:
+    """The step after the last that a piece holds; 0 if there is none."""
+    return max((end for _, _, end in _segments(folder)), default=0)
+
+
+def _read(folder: Storage, name: str) -> pa.Table:
+    with folder.open(name) as stream:
+        return pq.read_table(stream)
 
 
 def read_history(run: Storage) -> Iterator[dict[str, Any]]:
