@@ -38,6 +38,8 @@ from dp_ray.system.environment import environment
 from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StopRequested
 from dp_ray.tracebacks import shorten
+from dp_ray.trackers.process import check_installed
+from dp_ray.trackers.run_trackers import RunTrackers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,7 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
 def prepare(job: Job, options: Options, console: Console) -> Prepared:
     """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
     job = job.for_task()
+    check_installed(job.trackers or ())
     faults = parse_faults(options.inject)
     if faults and job.max_workers == 0:
         raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
@@ -185,6 +188,7 @@ class Execution:
         self._started = started
         self._on_ray = on_ray
         self._monitor: Monitor | None = None
+        self._trackers = RunTrackers(self._job, self._storage, console.say)
 
     @property
     def steps_done(self) -> int:
@@ -221,7 +225,9 @@ class Execution:
     def _follow(self) -> None:
         """Run the workers to their end, followed by a monitor."""
         job, prepared = self._job, self._prepared
-        with monitoring(job, self._split, self._claimed, self._console, self._options.shapes) as monitor:
+        with monitoring(
+            job, self._split, self._claimed, self._console, self._options.shapes, self._trackers
+        ) as monitor:
             self._monitor = monitor
             if job.max_workers == 0:
                 run_in_process(job, self._claimed, monitor, prepared.plan.rows)
@@ -243,7 +249,8 @@ class Execution:
 
     def _keep_unfinished(self, status: str, error: BaseException) -> None:
         check_ours(self._claimed)
-        save_unfinished(self._result(status, error), self._storage, self._split, self._monitor)
+        save_unfinished(result := self._result(status, error), self._storage, self._split, self._monitor)
+        self._trackers.finish(status, result.metrics)
 
     def _finish(self) -> Result:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
@@ -259,4 +266,5 @@ class Execution:
         if waited := wait_of(result):
             self._console.say(waited)
         self._console.say(summary_of(result, self._claimed.is_resumed))
+        self._trackers.finish("done", result.metrics)
         return result

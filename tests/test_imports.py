@@ -35,6 +35,7 @@ FLOORS = [
     "replica",
     "rundir",
     "results",
+    "trackers",
     "task",
     "monitor",
     "cluster",
@@ -63,6 +64,7 @@ LAZY = {
     "dp_ray/planning.py",
     "dp_ray/several.py",
     "dp_ray/cluster/ray_internals/core.py",
+    "dp_ray/trackers/child.py",
     "dp_ray/data/decode.py",
 }
 

@@ -29,7 +29,7 @@ from dp_ray.monitor.messages import (
 from dp_ray.monitor.planned_stop import PlannedStop
 from dp_ray.monitor.shapes import ShapeReports
 from dp_ray.monitor.task_messages import TaskMessages
-from dp_ray.monitor.tensorboard import TensorBoardWriter
+from dp_ray.monitor.writers import Writer
 from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
 from dp_ray.results.shape_journal import Journal
@@ -48,7 +48,7 @@ class Monitor:
         job: Job,
         split: Split,
         file: ReportFile,
-        tensorboard: TensorBoardWriter,
+        tensorboard: Writer,
         console: Console,
         shapes: bool,
         save_incidents: Callable[[IncidentLog], None] = lambda incidents: None,

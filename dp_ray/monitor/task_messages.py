@@ -6,7 +6,7 @@ from typing import Any
 from dp_ray.monitor.console import Console, Progressed
 from dp_ray.monitor.losses import Losses
 from dp_ray.monitor.shapes import ShapeReports
-from dp_ray.monitor.tensorboard import TensorBoardWriter
+from dp_ray.monitor.writers import Writer
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_recorder import Keep
 from dp_ray.task.notices import Measured, Note, WorkerTimes
@@ -18,9 +18,7 @@ class TaskMessages:
     `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank.
     """
 
-    def __init__(
-        self, reports: ShapeReports, tensorboard: TensorBoardWriter, progress: Progressed, console: Console
-    ) -> None:
+    def __init__(self, reports: ShapeReports, tensorboard: Writer, progress: Progressed, console: Console) -> None:
         self.metrics: dict[str, float] = {}
         self.times: dict[int, dict[str, float]] = {}
         self._reports = reports
