@@ -8,6 +8,7 @@ from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
+from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Done, Range
@@ -49,6 +50,7 @@ def monitoring(job: Job, split: Split, claimed: RunDir, console: Console, shapes
             incidents=incidents,
             save_incidents=save_incidents,
             journal=journal,
+            recent=RecentHistory(claimed.storage),
         )
         monitor.restore(reported)
         try:

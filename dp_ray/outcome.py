@@ -1,6 +1,7 @@
 """The result of a run, kept whether the run is done, failed or was interrupted."""
 
 import contextlib
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +22,10 @@ from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine_files import count_quarantined, has_set_aside, merge_quarantine
 from dp_ray.rundir.unfinished import kept_steps
 from dp_ray.rundir.weights import WEIGHTS
+from dp_ray.secrets import hide
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import sha256_of
+from dp_ray.tracebacks import frames_of
 
 LONG_SHARE, LONG_SECONDS = 0.25, 10.0
 
@@ -112,7 +115,21 @@ def result_of(
         weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
         best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
+        failure=None if error is None else failure_of(error),
     )
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Where an error was raised, as far as its text tells, and the frames of the user's code."""
+    text = str(error)
+    worker = re.search(r"\brank (\d+) on ([^\s:,]+)", text)
+    found = {name: re.search(rf"\b{name} (\d+)", text) for name in ("step", "sample")}
+    return {
+        "rank": int(worker[1]) if worker else None,
+        "node": worker[2] if worker else None,
+        **{name: int(match[1]) if match else None for name, match in found.items()},
+        "frames": hide(frames_of(error)),
+    }
 
 
 def _told(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ FLOORS = [
     "results",
     "task",
     "monitor",
+    "report",
     "cluster",
     "planning",
     "checks",

@@ -27,6 +27,7 @@ from dp_ray.monitor.messages import (
     WorkerReady,
 )
 from dp_ray.monitor.planned_stop import PlannedStop
+from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.shapes import ShapeReports
 from dp_ray.monitor.task_messages import TaskMessages
 from dp_ray.monitor.tensorboard import TensorBoardWriter
@@ -54,6 +55,7 @@ class Monitor:
         save_incidents: Callable[[IncidentLog], None] = lambda incidents: None,
         incidents: IncidentLog | None = None,
         journal: Journal | None = None,
+        recent: RecentHistory | None = None,
     ) -> None:
         self.node_control = NodeControl()
         self.failed: Failed | None = None
@@ -65,7 +67,7 @@ class Monitor:
         self._console = console
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
         self._reports = ShapeReports(file, journal, console, shapes, job.batch_dim, self._on_steps)
-        self.task_messages = TaskMessages(self._reports, tensorboard, self.progress, console)
+        self.task_messages = TaskMessages(self._reports, tensorboard, self.progress, console, recent)
 
     @property
     def attempts(self) -> list[Attempt]:

@@ -32,13 +32,14 @@ def predict(
     goes_on: Callable[[int], bool] = lambda step: True,
     real: Real = as_planned,
     tell: Callable[[str], None] = lambda text: None,
+    on_inputs: Callable[[Shard, Indices, Any], None] = lambda shard, indices, inputs: None,
 ) -> None:
     """Run the model over each shard of `work`, in eval and inference mode.
 
     `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
     its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
     worker has no rows in it. The loop ends before the first step for which `goes_on` is false. `real` gives a shard
-    without the samples set aside. `tell` gets lines for the user.
+    without the samples set aside. `tell` gets lines for the user, `on_inputs` each shard's inputs before they run.
     Raises ModelError, naming step and shard, if the model raises.
     """
     kept = Kept(job, device, tell)
@@ -52,6 +53,7 @@ def predict(
                     indices, batch = next(batches)
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)
+                        on_inputs(shard, indices, inputs)
                         seeds.begin(shard)
                         # No name holds the outputs: what is left out is free before the next shard.
                         kept_of = functools.partial(kept, inputs=inputs, shard=shard)

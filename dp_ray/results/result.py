@@ -44,7 +44,8 @@ class Result:
     `run_dir` hides the secret of a URL. `location` includes it, serves to read the files, and is never written.
     `metrics` are those at the end of a training, or those of an evaluation. `best` describes the best checkpoint, if
     the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights. `quarantined` counts the
-    samples that were set aside, which `quarantine.parquet` lists.
+    samples that were set aside, which `quarantine.parquet` lists. `failure` says where `error` was raised: `rank`,
+    `node`, `step`, `sample` as far as known, and `frames`, those of the user's code.
     """
 
     run_dir: str
@@ -72,6 +73,7 @@ class Result:
     weights_sha256: str | None = None
     best: dict[str, Any] | None = None
     error: str | None = None
+    failure: dict[str, Any] | None = None
     location: str = field(default="", repr=False, compare=False)
 
     @cached_property

@@ -22,6 +22,7 @@ from dp_ray.replica.user_code import place
 from dp_ray.replica.world import World
 from dp_ray.results.manifest import OUTPUTS, forget_lost
 from dp_ray.results.outputs import PartWriter
+from dp_ray.results.preview import Previews
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.rundir import ledger
@@ -71,8 +72,9 @@ def predict_outputs(
             keeper = OutputKeeper(recorder, probe, writer, merger, control)
             times, inputs = StepTimes(), PredictInputs(job, bare, note)
             batches = load_good(job, dataset, work, world.device, quarantine, inputs, times=times)
+            previews = Previews(run, split.rows_kept, job.batch_dim)
             on = keeper.on_shard, keeper.on_step, keeper.goes_on
-            predict(model, job, world.device, work, batches, *on, real, tell)
+            predict(model, job, world.device, work, batches, *on, real, tell, previews.on_inputs)
             control.through()
             if quarantine is not None and not keeper.stops:
                 cut.find(0.0)  # by rank 0, if all its rows were set aside
