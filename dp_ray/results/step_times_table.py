@@ -15,14 +15,16 @@ from dp_ray.storage import Storage
 STEP_PARTS = (*PARTS[: PARTS.index("exchange") + 1], "waiting", *PARTS[PARTS.index("exchange") + 1 :])
 
 
-def read_step_times(run: Storage) -> pa.Table:
+def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:
     """The seconds of each part of each step of each worker: COLUMNS and STEP_PARTS, ordered by step and rank.
 
     A step that ran twice is there as it ran last. A row's parts add up to its worker's whole step. The table has no
-    rows if the run has no such files. Raises StorageError if a file is damaged.
+    rows if the run has no such files. `newest` reads only so many files, those of the last steps. Raises StorageError
+    if a file is damaged.
     """
     folder = run.child(TIMES)
-    tables = [_part(folder, f"part-{number}.parquet") for number in part_numbers(folder)]
+    numbers = part_numbers(folder)
+    tables = [_part(folder, f"part-{number}.parquet") for number in numbers[-(newest or len(numbers)) :]]
     whole = pa.concat_tables([SCHEMA.empty_table(), *tables]).unify_dictionaries()
     return _with_waiting(
         whole.take(_last_runs(*(whole.column(name).to_numpy() for name in ("step", "attempt", "rank"))))
