@@ -20,6 +20,7 @@ from dp_ray.task.notices import Measured, Send, WorkerTimes
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.shard_reports import reporting
+from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 
 
@@ -39,7 +40,7 @@ def evaluate(
     quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send))
     times = StepTimes(clock)
     batches = load_good(job, dataset, work, world.device, quarantine, times=times)
-    with Recorder(world, send) as recorder, Probe(called, job.batch_dim) as probe:
+    with Recorder(world, send) as recorder, Probe(called, job.batch_dim) as probe, slowed(called, control, world):
 
         def on_step(step: int) -> None:
             recorder.on_step(step)

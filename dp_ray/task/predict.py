@@ -33,6 +33,7 @@ from dp_ray.task.merging import AgreedCut, Merger
 from dp_ray.task.notices import Note, Send, WorkerTimes
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset, model_with_weights
+from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 
 
@@ -64,6 +65,7 @@ def predict_outputs(
         with (
             Recorder(world, send) as recorder,
             Probe(model, job.batch_dim) as probe,
+            slowed(model, control, world),
             PartWriter(
                 *(run.child(PARTS), work.shards, cut.find, job.batch_dim, recorder.keep, begun.attempt, note),
                 num_workers=world.world_size,

@@ -34,6 +34,7 @@ from dp_ray.task.resume import restore
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset
 from dp_ray.task.shard_reports import reporting
+from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.training_loop import TrainingLoop
 from dp_ray.tensors.file import write_tensors
@@ -76,6 +77,7 @@ def train(
             closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,
+            slowed(called, control, world),
         ):
             loop.run(work, batches, world, recorder, reporting(recorder, probe))
             send(WorkerTimes(world.rank, times.to_json()))
