@@ -18,7 +18,7 @@ from dp_ray.job_file import job_from
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.outcome import result_of, save_unfinished, summary_of, wait_of
+from dp_ray.outcome import result_of, save_unfinished, summary_of, time_lines
 from dp_ray.plan.plan import Plan
 from dp_ray.plan.table import table
 from dp_ray.planning import dataset_rows, make_plan, taken_over
@@ -259,8 +259,8 @@ class Execution:
         for name in (INCIDENTS, RECENT, *[ledger.LEDGER] * (not is_to_retry)):
             self._storage.delete(name)
         self._storage.remove_unfinished(recursive=True)
-        if waited := wait_of(result):
-            self._console.say(waited)
+        for line in time_lines(result):
+            self._console.say(line)
         self._console.say(summary_of(result, self._claimed.is_resumed))
         self._write_page()
         return result

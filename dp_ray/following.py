@@ -18,6 +18,7 @@ from dp_ray.results.shape_journal import REPORTS, Journal, read_journal
 from dp_ray.results.shape_recorder import ShardSpan
 from dp_ray.results.shape_reports import ReportFile, read_spans
 from dp_ray.results.shapes import Seen
+from dp_ray.results.step_time_files import TIMES, StepTimeWriter
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
@@ -51,6 +52,7 @@ def monitoring(job: Job, split: Split, claimed: RunDir, console: Console, shapes
             save_incidents=save_incidents,
             journal=journal,
             recent=RecentHistory(claimed.storage),
+            times=StepTimeWriter(claimed.storage.child(TIMES)),
         )
         monitor.restore(reported)
         try:

@@ -3,7 +3,7 @@
 import contextlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dp_ray.errors import StorageError
@@ -15,6 +15,9 @@ from dp_ray.replica.step_times import share_of_wait
 from dp_ray.results.manifest import outputs_path, outputs_sha256
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.shown import measured, relative
+from dp_ray.results.step_times_table import read_step_times
+from dp_ray.results.time_split import split_line, time_split
+from dp_ray.results.verdicts import facts_of, verdict_of
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history_file import best_of, summary
@@ -27,7 +30,7 @@ from dp_ray.storage import Storage
 from dp_ray.tensors.file import sha256_of
 from dp_ray.tracebacks import frames_of
 
-LONG_SHARE, LONG_SECONDS = 0.25, 10.0
+NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
 
 
 def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor | None) -> None:
@@ -64,12 +67,12 @@ def summary_of(result: Result, is_resumed: bool) -> str:
     return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
 
 
-def wait_of(result: Result) -> str:
-    """A line on the wait for data, if it took a good part of a run that is no trial; else nothing."""
-    share, loops = result.data_wait_share, [worker.get("loop_seconds", 0.0) for worker in result.workers]
-    if share is None or share < LONG_SHARE or max(loops) < LONG_SECONDS:
-        return ""
-    return f"the workers waited for data in {share:.0%} of their time: more loader.processes may help"
+def time_lines(result: Result) -> Iterator[str]:
+    """Lines on where the time of the steps went, and what limits the run."""
+    if result.time_split is not None:
+        yield f"time of the steps: {split_line(result.time_split)}"
+    if result.verdict is not None:
+        yield result.verdict
 
 
 def result_of(
@@ -87,6 +90,7 @@ def result_of(
     storage, times = claimed.storage, monitor.task_messages.times if monitor else {}
     merged = status == "done" and job.task == "predict"
     trained = status == "done" and job.task == "train"
+    seconds = round(time.monotonic() - started, 3)
     best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
     return Result(
         run_dir=str(storage),
@@ -108,7 +112,8 @@ def result_of(
         interruptions=incidents.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
         quarantined=count_quarantined(storage),
-        seconds=round(time.monotonic() - started, 3),
+        seconds=seconds,
+        **_times_told(job, claimed, None if claimed.is_resumed else seconds),
         outputs_path=outputs_path(storage) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=str(storage.child(WEIGHTS)) if trained else None,
@@ -130,6 +135,15 @@ def failure_of(error: BaseException) -> dict[str, Any]:
         **{name: int(match[1]) if match else None for name, match in found.items()},
         "frames": hide(frames_of(error)),
     }
+
+
+def _times_told(job: Job, claimed: RunDir, seconds: float | None) -> dict[str, Any]:
+    """What a result tells of the steps' times; nothing of files that cannot be read, since they only inform."""
+    with contextlib.suppress(StorageError):
+        table = read_step_times(claimed.storage, NEWEST_TIMES)
+        verdict = verdict_of(table, facts_of(job.describe(), seconds))
+        return {"time_split": time_split(table), "verdict": verdict and verdict.text}
+    return {}
 
 
 def _told(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dp_ray.results.time_split import split_line
 from dp_ray.rundir.incidents import read_interruption
 from dp_ray.tensors.digest import is_inner
 
@@ -32,6 +33,8 @@ def shown(values: Mapping[str, Any]) -> dict[str, str]:
         found["quarantined"] = "-"
     if values["best"]:
         found["best"] = "{metric} {value:.6g} after step {step}".format(**values["best"])
+    if values["time_split"]:
+        found["time_split"] = split_line(values["time_split"])
     metrics = measured(values["metrics"])
     width = max(map(len, metrics), default=0)
     found["metrics"] = "\n".join(f"{name:{width}} {value}" for name, value in metrics.items()) or "-"
