@@ -275,9 +275,21 @@ def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json:
 @cli.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 @SHAPES
+@click.option(
+    "--html",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Write the page of the run, or of several, to FILE; default report.html in the first one's directory.",
+)
 @RESULT_JSON
-def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
+def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | None = None) -> None:
     """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
+    if html is not None:
+        from dp_ray.report.page import save_page
+
+        click.echo(save_page(run_dirs, html or None))
+        return
     if len(run_dirs) > 1:
         if shapes:
             raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")

@@ -18,15 +18,17 @@ from dp_ray.job_file import job_from
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.outcome import result_of, save_unfinished, summary_of, wait_of
+from dp_ray.outcome import result_of, save_unfinished, summary_of, time_lines
 from dp_ray.plan.plan import Plan
+from dp_ray.plan.table import table
 from dp_ray.planning import dataset_rows, make_plan, taken_over
 from dp_ray.results.proof import prove_outputs
 from dp_ray.results.result import Result
-from dp_ray.results.shown import relative
+from dp_ray.results.short import relative
 from dp_ray.rundir import ledger
+from dp_ray.rundir.about import recorded_about
 from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, with_full_init_from, with_shards_of_run
-from dp_ray.rundir.history_file import HISTORY, merge_history
+from dp_ray.rundir.history_file import HISTORY, RECENT, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import held, wait_until_free
 from dp_ray.rundir.lease_file import Lease
@@ -121,7 +123,7 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
     for line in _resumption(prepared, claimed, killed):
         console.say(line)
     execution = Execution(prepared, claimed, options, console, started, on_ray or _on_own_workers(options))
-    with held(claimed, lambda: execution.steps_done):
+    with held(claimed, lambda: execution.steps_done), recorded_about(claimed.storage, table(plan)):
         return execution.run()
 
 
@@ -207,9 +209,11 @@ class Execution:
         except (KeyboardInterrupt, StopRequested) as stopped:
             interrupted = RunInterrupted(stop_message(self._job, self._storage, self._split, self._options.overwrite))
             self._keep_unfinished("interrupted", interrupted)
+            self._write_page()
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
             self._keep_unfinished("failed", error)
+            self._write_page()
             raise
         return self._finish()
 
@@ -260,11 +264,21 @@ class Execution:
         is_to_retry = result.task == "predict" and result.quarantined > 0
         for folder in (PARTS, HISTORY, QUARANTINE, LINKS, *[FILES] * (not is_to_retry)):
             self._storage.child(folder).remove()
-        for name in (INCIDENTS, *[ledger.LEDGER] * (not is_to_retry)):
+        for name in (INCIDENTS, RECENT, *[ledger.LEDGER] * (not is_to_retry)):
             self._storage.delete(name)
         self._storage.remove_unfinished(recursive=True)
-        if waited := wait_of(result):
-            self._console.say(waited)
+        for line in time_lines(result):
+            self._console.say(line)
         self._console.say(summary_of(result, self._claimed.is_resumed))
+        self._write_page()
         self._trackers.finish("done", result.metrics)
         return result
+
+    def _write_page(self) -> None:
+        """Write the page of the run; a page that cannot be made is told of, and fails no run."""
+        try:
+            from dp_ray.report.page import write_page  # only now: a run does not wait for it at its start
+
+            write_page(self._storage)
+        except Exception as error:  # whatever it is, the run's result stands
+            self._console.say(f"no page of the run: {type(error).__name__}: {error}")

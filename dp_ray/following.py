@@ -8,6 +8,7 @@ from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
+from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.monitor.writers import Writer, Writers
 from dp_ray.plan.split import Split
@@ -18,6 +19,7 @@ from dp_ray.results.shape_journal import REPORTS, Journal, read_journal
 from dp_ray.results.shape_recorder import ShardSpan
 from dp_ray.results.shape_reports import ReportFile, read_spans
 from dp_ray.results.shapes import Seen
+from dp_ray.results.step_time_files import TIMES, StepTimeWriter
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
@@ -53,6 +55,8 @@ def monitoring(
             incidents=incidents,
             save_incidents=save_incidents,
             journal=journal,
+            recent=RecentHistory(claimed.storage),
+            times=StepTimeWriter(claimed.storage.child(TIMES)),
         )
         monitor.restore(reported)
         try:

@@ -27,6 +27,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def percent(share: float) -> str:
+    """A share as `62 %`."""
+    return f"{100 * share:.0f} %"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'train'?` if one of the known words is close, else nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)

@@ -38,6 +38,7 @@ FLOORS = [
     "trackers",
     "task",
     "monitor",
+    "report",
     "cluster",
     "planning",
     "checks",

@@ -13,7 +13,7 @@ import pytest
 import dp_ray
 from dp_ray.errors import Error, JobError
 from dp_ray.results.listed import list_text
-from dp_ray.results.shown import time_span
+from dp_ray.results.short import time_span
 from dp_ray.rundir.lease import held
 from dp_ray.rundir.listing import ListedRun, listed_runs, sorted_by
 from dp_ray.storage import Storage

@@ -7,7 +7,7 @@ import pytest
 
 from dp_ray.results.compare import compared, compared_run
 from dp_ray.results.report import lines
-from dp_ray.results.shown import relative
+from dp_ray.results.short import relative
 from tests.support.cli import status_of
 from tests.support.trainings import short_training as train
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from dp_ray.monitor.console import Console, Progressed
 from dp_ray.monitor.losses import Losses
+from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.shapes import ShapeReports
 from dp_ray.monitor.writers import Writer
 from dp_ray.results.history import Logged
@@ -18,11 +19,19 @@ class TaskMessages:
     `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank.
     """
 
-    def __init__(self, reports: ShapeReports, tensorboard: Writer, progress: Progressed, console: Console) -> None:
+    def __init__(
+        self,
+        reports: ShapeReports,
+        tensorboard: Writer,
+        progress: Progressed,
+        console: Console,
+        recent: RecentHistory | None = None,
+    ) -> None:
         self.metrics: dict[str, float] = {}
         self.times: dict[int, dict[str, float]] = {}
         self._reports = reports
         self._tensorboard = tensorboard
+        self._recent = recent
         self._progress = progress
         self._console = console
         self._losses = Losses(console)
@@ -45,9 +54,13 @@ class TaskMessages:
         """Show and write rows of the history."""
         self._progress.last = rows[-1]
         self._tensorboard.add(rows)
+        if self._recent is not None:
+            self._recent.add(rows)
         for row in rows:
             self._losses.say(row)
 
     def close(self) -> None:
-        """Finish TensorBoard's files."""
+        """Finish TensorBoard's files, and keep the rows of the history that no checkpoint has."""
         self._tensorboard.close()
+        if self._recent is not None:
+            self._recent.save()

@@ -11,7 +11,7 @@ import pyarrow as pa
 from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.key_hints import renamed
-from dp_ray.results.shown import aligned, measured, relative
+from dp_ray.results.short import aligned, measured, relative
 from dp_ray.results.sparkline import sparkline
 from dp_ray.rundir.about import read_about
 from dp_ray.rundir.files import RESULT, RUN, read_json
@@ -49,9 +49,10 @@ class ComparedRun:
 
     @property
     def time_split(self) -> dict[str, float]:
-        """Where the time of the steps went, as far as the result tells."""
+        """The shares of the steps' time, as far as the result tells."""
+        shares = (self.result.get("time_split") or {}).get("all", {})
         found = {"data_wait_share": self.result.get("data_wait_share")}
-        found |= {f"time_split.{key}": value for key, value in dotted(self.result.get("time_split") or {})}
+        found |= {f"time_split.{part}": share for part, share in shares.items()}
         return {key: value for key, value in found.items() if isinstance(value, int | float)}
 
     def curve(self, name: str) -> list[float | None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dp_ray.results.shown import aligned, measured, time_span
+from dp_ray.results.short import aligned, measured, time_span
 from dp_ray.rundir.listing import ListedRun
 from dp_ray.text import printable
 
