@@ -338,6 +338,39 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
     click.echo(json.dumps(compared_values(runs)) if as_json else compared(runs))
 
 
+@cli.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@click.option("--plain", is_flag=True, help="Draw the run in the terminal, and serve no page.")
+@click.option("--host", default="127.0.0.1", help="The address to serve at; default 127.0.0.1, this machine alone.")
+@click.option("--port", type=int, default=0, help="The port; default: a free one.")
+@click.option("--until-end", is_flag=True, help="End when the run has ended; --plain always does.")
+def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> None:
+    """Watch a run: its page on localhost while it goes on, or its state in the terminal."""
+    from dp_ray.rundir.location import located_at
+    from dp_ray.storage import Storage
+
+    run = Storage(located_at(run_dir))
+    if plain:
+        from dp_ray.watch.snapshot import LOOK_SECONDS, Watched
+        from dp_ray.watch.terminal import watch_plain
+
+        watch_plain(Watched(run).look, sys.stdout, LOOK_SECONDS[run.is_atomic])
+        return
+    from dp_ray.watch.watch import watch_page
+
+    watch_page(run, host, port, until_end, click.echo)
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+def track(run_dir: str) -> None:
+    """Send to the trackers of a run that has ended what they lack of it."""
+    from dp_ray.trackers.late import send_late
+
+    for line in send_late(run_dir):
+        click.echo(line, err=True)
+
+
 @cli.command("list")
 @click.argument("storage", metavar="STORAGE")
 @click.option("--sort", metavar="KEY", default="age", help="A column or a metric; default: age, the newest first.")

@@ -33,6 +33,7 @@ from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import held, wait_until_free
 from dp_ray.rundir.lease_file import Lease
 from dp_ray.rundir.ledger import FILES, PARTS
+from dp_ray.rundir.progress_file import PROGRESS
 from dp_ray.rundir.quarantine_files import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.rundir.weights import LINKS, first_step
@@ -264,7 +265,7 @@ class Execution:
         is_to_retry = result.task == "predict" and result.quarantined > 0
         for folder in (PARTS, HISTORY, QUARANTINE, LINKS, *[FILES] * (not is_to_retry)):
             self._storage.child(folder).remove()
-        for name in (INCIDENTS, RECENT, *[ledger.LEDGER] * (not is_to_retry)):
+        for name in (INCIDENTS, RECENT, PROGRESS, *[ledger.LEDGER] * (not is_to_retry)):
             self._storage.delete(name)
         self._storage.remove_unfinished(recursive=True)
         for line in time_lines(result):

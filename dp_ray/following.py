@@ -8,6 +8,7 @@ from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
+from dp_ray.monitor.progress_writer import progress_noted
 from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.monitor.writers import Writer, Writers
@@ -60,7 +61,7 @@ def monitoring(
         )
         monitor.restore(reported)
         try:
-            with console.live(monitor.progress):
+            with console.live(monitor.progress), progress_noted(claimed.storage, monitor.progress):
                 yield monitor
         except BaseException as raised:
             error = raised

@@ -39,6 +39,7 @@ FLOORS = [
     "task",
     "monitor",
     "report",
+    "watch",
     "cluster",
     "planning",
     "checks",

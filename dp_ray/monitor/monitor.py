@@ -167,7 +167,10 @@ class Monitor:
 
     def _shapes(self, shapes: Shapes) -> None:
         if self._attempts.is_current(shapes.attempt):
-            self.progress.add(shapes.report.world.rank, self._reports.take(shapes.report))
+            report = shapes.report
+            self.progress.add(report.world.rank, self._reports.take(report))
+            if report.times is not None:
+                self.progress.timed(report.world.rank, report.times.seconds.mean(axis=0).tolist())
         else:
             self._attempts.keep(shapes)
 

@@ -34,12 +34,17 @@ class RunTrackers:
 
     def finish(self, status: str, metrics: Mapping[str, float]) -> None:
         """End the trackers' runs; those that do not answer are left after a while."""
-        seconds = END_SECONDS if status == "done" else STOP_SECONDS
-        until = time.monotonic() + seconds
-        for feed in self._feeds:
-            feed.end(Ending(status, metrics), until)
-        for feed in self._feeds:
-            feed.leave()
+        end_all(self._feeds, status, metrics, END_SECONDS if status == "done" else STOP_SECONDS)
+
+
+def end_all(feeds: Sequence[Feed], status: str, metrics: Mapping[str, float | None], seconds: float) -> None:
+    """End the runs of several trackers, all within the same seconds."""
+    until = time.monotonic() + seconds
+    known = {name: value for name, value in metrics.items() if value is not None}
+    for feed in feeds:
+        feed.end(Ending(status, known), until)
+    for feed in feeds:
+        feed.leave()
 
 
 def about_run(described: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
