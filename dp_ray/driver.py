@@ -124,8 +124,12 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
     for line in _resumption(prepared, claimed, killed):
         console.say(line)
     execution = Execution(prepared, claimed, options, console, started, on_ray or _on_own_workers(options))
-    with held(claimed, lambda: execution.steps_done), recorded_about(claimed.storage, table(plan)):
-        return execution.run()
+    with held(claimed, lambda: execution.steps_done):
+        try:
+            with recorded_about(claimed.storage, table(plan)):
+                return execution.run()
+        finally:
+            execution.write_page()
 
 
 def prepare(job: Job, options: Options, console: Console) -> Prepared:
@@ -210,11 +214,9 @@ class Execution:
         except (KeyboardInterrupt, StopRequested) as stopped:
             interrupted = RunInterrupted(stop_message(self._job, self._storage, self._split, self._options.overwrite))
             self._keep_unfinished("interrupted", interrupted)
-            self._write_page()
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
             self._keep_unfinished("failed", error)
-            self._write_page()
             raise
         return self._finish()
 
@@ -271,11 +273,10 @@ class Execution:
         for line in time_lines(result):
             self._console.say(line)
         self._console.say(summary_of(result, self._claimed.is_resumed))
-        self._write_page()
         self._trackers.finish("done", result.metrics)
         return result
 
-    def _write_page(self) -> None:
+    def write_page(self) -> None:
         """Write the page of the run; a page that cannot be made is told of, and fails no run."""
         try:
             from dp_ray.report.page import write_page  # only now: a run does not wait for it at its start

@@ -21,7 +21,7 @@ TITLES = {
 }
 LAST = ("learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds")
 NOT_DRAWN = ("step", "epoch", "rows")
-FEW = 60  # points of a series that are drawn one by one
+FEW = 30  # points of a series that are drawn one by one
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def epochs_of(history: pa.Table | None) -> list[dict[str, int]]:
 
 
 def workers_chart(incidents: IncidentLog, last_step: int) -> list[Chart]:
-    """The number of workers over the steps, if an interruption changed or could have changed it."""
-    if not incidents.interruptions or not incidents.world_sizes:
+    """The number of workers over the steps, of a run of several attempts."""
+    if len(incidents.world_sizes) < 2:
         return []
     points = list(_sizes(incidents, last_step))
     x, y = [one[0] for one in points], [one[1] for one in points]

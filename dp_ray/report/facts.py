@@ -7,6 +7,7 @@ from typing import Any
 
 from dp_ray.report.run_data import RunData
 from dp_ray.results.arrow_numbers import numbers
+from dp_ray.results.step_times_table import STEP_PARTS
 from dp_ray.rundir.history_file import is_inner
 
 
@@ -24,8 +25,8 @@ class TimePart:
     """A part of the workers' time, as a share of the whole."""
 
     name: str
-    seconds: float
     share: float
+    color: int = 0
 
 
 def facts_of(data: RunData) -> list[Fact]:
@@ -89,7 +90,10 @@ def speed_text(data: RunData) -> str:
 
 
 def time_split(data: RunData) -> list[TimePart]:
-    """Where the workers' time went, in parts that add up to the whole."""
+    """Where the workers' time went, in parts that add up to the whole; the largest first."""
+    if shares := (data.time_split or {}).get("all"):
+        parts = [TimePart(spoken(name), share, color_of(name)) for name, share in shares.items() if share > 0]
+        return sorted(parts, key=lambda one: -one.share)
     loops, waits = (
         [worker.get(f"{name}_seconds") or 0.0 for worker in data.result.get("workers", [])]
         for name in ("loop", "data_wait")
@@ -97,13 +101,20 @@ def time_split(data: RunData) -> list[TimePart]:
     whole, wait = sum(loops), sum(waits)
     if not whole and data.history is not None and len(data.history):
         whole, wait = _rows_and_seconds(data)[1], float(numbers(data.history.column("data_wait_seconds")).sum())
-    return parts_of({"waiting for data": wait, "everything else": max(0.0, whole - wait)})
+    if whole <= 0:
+        return []
+    share = min(1.0, wait / whole)
+    return [TimePart("data wait", share, color_of("data_wait")), TimePart("all else", 1 - share, color_of("other"))]
 
 
-def parts_of(seconds: dict[str, float]) -> list[TimePart]:
-    """Seconds by name as parts of their sum."""
-    whole = sum(seconds.values())
-    return [TimePart(name, one, one / whole) for name, one in seconds.items()] if whole > 0 else []
+def color_of(part: str) -> int:
+    """The number of a part's colour, the same everywhere on the page."""
+    return STEP_PARTS.index(part) if part in STEP_PARTS else len(STEP_PARTS)
+
+
+def spoken(part: str) -> str:
+    """The name of a part of a step for people."""
+    return part.replace("_", " ")
 
 
 def number(value: Any) -> str:

@@ -12,7 +12,7 @@
 
   let drawing = read(document);
   let view = wholeView();
-  let smoothing = 0;
+  let smoothing = 0.6; // as the slider in the page begins
   const drawn = new Map(); // by key: the Bokeh figure, its sources, and what it shows
   const hidden = new Set(); // "chart/series" that the reader switched off
   const logs = new Set();
@@ -49,6 +49,7 @@
     }
     for (const grid of [figure.xgrid, figure.ygrid].flat()) grid.grid_line_color = colors.grid;
     figure.xaxis.formatter = new Bokeh.BasicTickFormatter({ use_scientific: false });
+    if (options.y_axis_type !== "log") figure.yaxis.formatter = new Bokeh.BasicTickFormatter({ power_limit_low: -4 });
     const zoom = new Bokeh.BoxZoomTool({ dimensions: "width" });
     figure.add_tools(zoom, new Bokeh.WheelZoomTool({ dimensions: "width", modifiers: { ctrl: true } }));
     figure.toolbar.active_drag = zoom;
@@ -60,7 +61,7 @@
   function addMarks(figure) {
     const colors = theme();
     const epochs = drawing.epochs.map((one) => one.step);
-    if (epochs.length) spans(figure, epochs, { line_color: colors.epoch, line_alpha: 0.5, line_dash: "1 3" });
+    if (epochs.length) spans(figure, epochs, { line_color: colors.epoch, line_alpha: 0.8, line_dash: "2 4" });
     const ends = drawing.interruptions.map((one) => one.step);
     if (ends.length) spans(figure, ends, { line_color: colors.mark, line_width: 1.5, line_dash: "6 4" });
   }
@@ -76,9 +77,9 @@
     const raw = new Bokeh.ColumnDataSource({ data: { x: series.x, y: series.y } });
     const soft = new Bokeh.ColumnDataSource({ data: smoothed(series) });
     const style = { line_color: color, line_width: 1.5, line_dash: dash, visible: is_visible };
-    const thin = series.isStep || series.isSparse ? 1 : smoothing > 0 ? 0.3 : 1;
+    const thin = series.isStep || series.isSparse || smoothing === 0 ? 1 : 0.3;
     const lines = [figure.line({ field: "x" }, { field: "y" }, { source: raw, name, ...style, line_alpha: thin })];
-    if (series.isSparse) lines.push(figure.scatter({ field: "x" }, { field: "y" }, { source: raw, size: 7, fill_color: color, line_color: null, visible: is_visible }));
+    if (series.isSparse) lines.push(figure.scatter({ field: "x" }, { field: "y" }, { source: raw, size: series.x.length > 12 ? 4 : 7, fill_color: color, line_color: null, visible: is_visible }));
     else if (!series.isStep) lines.push(figure.line({ field: "x" }, { field: "y" }, { source: soft, ...style, line_width: 2, visible: is_visible && smoothing > 0 }));
     const odd = series.odd.flat();
     if (odd.length) lines.push(spans(figure, odd, { line_color: theme().mark, line_width: 2, line_alpha: 0.6, visible: is_visible }));
@@ -103,27 +104,55 @@
     if (!element) return;
     const ranks = map.values.length, cells = cellsOf(map);
     const figure = figureFor(map.key, { height: Math.min(520, Math.max(120, 50 + 14 * ranks)), y_range: new Bokeh.Range1d({ start: ranks - 0.5, end: -0.5 }) });
-    const low = Math.min(...cells.value), high = Math.max(...cells.value);
+    const sorted = [...cells.value].sort((one, other) => one - other);
+    const low = sorted[0], most = sorted.at(-1), high = sorted[Math.floor(0.98 * (sorted.length - 1))]; // a few slow steps leave the rest its colours
     const transform = new Bokeh.LinearColorMapper({ palette: PALETTE, low, high: high > low ? high : low + 1 });
     const color = { field: "value", transform };
     const source = new Bokeh.ColumnDataSource({ data: cells });
-    const quads = figure.quad({ field: "left" }, { field: "right" }, { field: "top" }, { field: "bottom" }, { source, fill_color: color, line_color: null });
+    const quads = figure.quad({ field: "left" }, { field: "right" }, { field: "top" }, { field: "bottom" }, { source, fill_color: color, line_color: color, line_width: 0.5 });
     addMarks(figure);
     figure.yaxis.ticker = new Bokeh.BasicTicker({ min_interval: 1 });
     const tooltips = [["rank", "@rank"], ["node", "@node"], ["steps", "@steps"], [map.unit, "@value{%.6g}"]];
-    if (map.slowest) tooltips.push(["slowest shard", "@slowest{%.6g}"]);
+    if (map.slowest) tooltips.push(["slowest", "@slowest{%.6g}"]);
     figure.add_tools(new Bokeh.HoverTool({ renderers: [quads], tooltips, formatters: { "@value": "printf", "@slowest": "printf" } }));
     element.querySelector(".low").textContent = `${format(low)} ${map.unit}`;
-    element.querySelector(".high").textContent = `${format(high)} ${map.unit}`;
+    element.querySelector(".high").textContent = `${format(high)} ${map.unit}${most > high ? ` and more, at most ${format(most)}` : ""}`;
     place(map.key, element, figure, { map, cells, figure });
   }
+
+  // The parts of a step, stacked, with a bar for each bucket of steps.
+  function drawParts(parts) {
+    const element = document.querySelector("[data-parts]");
+    if (!element) return;
+    const style = getComputedStyle(document.documentElement);
+    const cells = { left: [], right: [], bottom: [], top: [], color: [], part: [], value: [], steps: [] };
+    for (let at = 0; at + 1 < parts.edges.length; at++) {
+      let sum = 0;
+      parts.names.forEach((name, part) => {
+        const value = parts.values[part][at];
+        if (value === null) return;
+        const [first, end] = [parts.edges[at], parts.edges[at + 1]];
+        const cell = { left: first, right: end, bottom: sum, top: sum + value, color: style.getPropertyValue(`--p${parts.colors[part]}`).trim(), part: name, value, steps: stepsText(first, end) };
+        for (const [key, one] of Object.entries(cell)) cells[key].push(one);
+        sum += value;
+      });
+    }
+    const figure = figureFor("parts", { y_range: new Bokeh.Range1d({ start: 0, end: 1 }) });
+    const source = new Bokeh.ColumnDataSource({ data: cells });
+    const quads = figure.quad({ field: "left" }, { field: "right" }, { field: "top" }, { field: "bottom" }, { source, fill_color: { field: "color" }, line_color: { field: "color" }, line_width: 0.5 });
+    addMarks(figure);
+    figure.add_tools(new Bokeh.HoverTool({ renderers: [quads], tooltips: [["", "@part"], ["steps", "@steps"], ["ms", "@value{%.6g}"]], formatters: { "@value": "printf" } }));
+    place("parts", element, figure, { cells, figure, isStacked: true });
+  }
+
+  function stepsText(first, end) { return end - first > 1 ? `${first} to ${end - 1}` : `${first}`; }
 
   function cellsOf(map) {
     const cells = { left: [], right: [], top: [], bottom: [], value: [], slowest: [], rank: [], node: [], steps: [] };
     map.values.forEach((row, rank) => row.forEach((value, at) => {
       if (value === null) return;
       const [first, end] = [map.edges[at], map.edges[at + 1]];
-      const cell = { left: first, right: end, top: rank - 0.5, bottom: rank + 0.5, value, slowest: map.slowest ? map.slowest[rank][at] : value, rank, node: map.nodes[rank], steps: end - first > 1 ? `${first} to ${end - 1}` : `${first}` };
+      const cell = { left: first, right: end, top: rank - 0.5, bottom: rank + 0.5, value, slowest: map.slowest ? map.slowest[rank][at] : value, rank, node: map.nodes[rank], steps: stepsText(first, end) };
       for (const [name, one] of Object.entries(cell)) cells[name].push(one);
     }));
     return cells;
@@ -139,6 +168,7 @@
 
   // Sets a chart's y range to what its visible series show between the two ends of the view.
   function fit(about) {
+    if (about.isStacked) fitStack(about);
     if (!about.chart) return;
     const isLog = logs.has(about.chart.key);
     const seen = about.parts.filter((part) => part.lines[0].visible).flatMap((part) => visibleValues(part.series));
@@ -149,6 +179,11 @@
     const pad = isLog ? Math.max(0.05 * Math.log(high / low), 0.05) : 0.05 * (high - low) || Math.abs(high) * 0.05 || 1;
     [low, high] = isLog ? [low / Math.exp(pad), high * Math.exp(pad)] : [low - pad, high + pad];
     about.figure.y_range.setv({ start: low, end: high });
+  }
+
+  function fitStack({ cells, figure }) {
+    const tops = cells.top.filter((_, at) => cells.right[at] > view.start && cells.left[at] < view.end);
+    figure.y_range.setv({ start: 0, end: tops.reduce((one, other) => Math.max(one, other), 0) * 1.05 || 1 });
   }
 
   // The values in the view, and those at both of its sides, between which a line is drawn.
@@ -229,13 +264,14 @@
 
   function drawAll() {
     drawing.charts.forEach(drawChart);
+    if (drawing.parts) drawParts(drawing.parts);
     drawing.heatMaps.forEach(drawHeatMap);
     document.documentElement.dataset.drawn = String(drawn.size);
   }
 
   function listen() {
-    for (const element of document.querySelectorAll("[data-chart], [data-heat]")) {
-      const key = element.dataset.chart || element.dataset.heat;
+    for (const element of document.querySelectorAll("[data-chart], [data-heat], [data-parts]")) {
+      const key = element.dataset.chart || element.dataset.heat || "parts";
       element.querySelector(".plot").addEventListener("keydown", (event) => onKey(event, key));
       element.querySelector(".log input")?.addEventListener("change", () => toggleLog(key));
       for (const button of element.querySelectorAll("[data-series]")) button.addEventListener("click", () => toggleSeries(key, Number(button.dataset.series), button));

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from dp_ray.errors import StorageError
 from dp_ray.report.curves import Chart, charts_of, epochs_of, workers_chart
-from dp_ray.report.facts import duration, facts_of, metrics_of, number, time_split
+from dp_ray.report.facts import color_of, duration, facts_of, metrics_of, number, spoken, time_split
 from dp_ray.report.run_data import RunData, as_text, read_run
 from dp_ray.report.worker_grid import WorkerGrid
 from dp_ray.results.arrow_numbers import known_numbers
@@ -72,6 +72,7 @@ def render_run(data: RunData, live: float | None = None) -> str:
         driver=data.drivers[-1] if data.drivers else {},
         evaluations=evaluations_of(data),
         heat_maps=heat_maps(data.grid),
+        parts_drawn=step_parts(data.grid),
     )
 
 
@@ -81,6 +82,7 @@ def drawing_of(data: RunData, charts: Sequence[Chart]) -> dict[str, Any]:
         "steps": max(1, data.total_steps),
         "charts": [one.to_json() for one in charts],
         "heatMaps": heat_maps(data.grid),
+        "parts": step_parts(data.grid),
         "epochs": epochs_of(data.history),
         "interruptions": _steps_of(data.incidents),
     }
@@ -132,11 +134,12 @@ def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
     if grid is None:
         return []
     both = {"edges": grid.edges, "nodes": grid.nodes}
+    counted = "without the exchange" if grid.parts else "in the model"
     return [
         {
             **both,
             "key": "heat-milliseconds",
-            "title": "Milliseconds in the model, per worker and step",
+            "title": f"Milliseconds of each worker per step, {counted}",
             "unit": "ms",
             "values": _without_nan(grid.milliseconds),
             "slowest": _without_nan(grid.slowest),
@@ -144,7 +147,7 @@ def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
         {
             **both,
             "key": "heat-rows",
-            "title": "Rows, per worker and step",
+            "title": "Rows of each worker per step",
             "unit": "rows",
             "values": _without_nan(grid.rows),
             "slowest": None,
@@ -152,9 +155,22 @@ def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
     ]
 
 
+def step_parts(grid: WorkerGrid | None) -> dict[str, Any] | None:
+    """The milliseconds of each part of a step over the steps, as JSON values; None if they were not measured."""
+    if grid is None or not grid.parts:
+        return None
+    values = [_plain(part.tolist()) for part in grid.parts.values()]
+    names, colors = map(spoken, grid.parts), map(color_of, grid.parts)
+    return {"edges": grid.edges, "names": list(names), "colors": list(colors), "values": values}
+
+
 def _without_nan(grid: Any) -> list[list[float | None]]:
-    """An array as lists with None for NaN, which JSON does not have, in six digits."""
-    return [[float(f"{one:.6g}") if math.isfinite(one) else None for one in row] for row in grid.tolist()]
+    return [_plain(row) for row in grid.tolist()]
+
+
+def _plain(values: Sequence[float]) -> list[float | None]:
+    """Numbers in six digits, with None for NaN, which JSON does not have."""
+    return [float(f"{one:.6g}") if math.isfinite(one) else None for one in values]
 
 
 def _steps_of(incidents: IncidentLog) -> list[dict[str, Any]]:

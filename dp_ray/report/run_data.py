@@ -14,6 +14,9 @@ from dp_ray.key_hints import renamed
 from dp_ray.report.samples import output_samples
 from dp_ray.report.worker_grid import WorkerGrid, worker_grid
 from dp_ray.results.short import relative
+from dp_ray.results.step_times_table import read_step_times
+from dp_ray.results.time_split import time_split
+from dp_ray.results.verdicts import facts_of, verdict_of
 from dp_ray.rundir.about import read_about
 from dp_ray.rundir.claim import is_finished, read_claim
 from dp_ray.rundir.files import RESULT, read_json
@@ -24,6 +27,8 @@ from dp_ray.rundir.unfinished import UnfinishedRun, unfinished
 from dp_ray.storage import Storage
 
 T = TypeVar("T")
+NO_TIMES: tuple[dict[str, Any] | None, str | None] = None, None
+NEWEST = 4  # files of steps' times that tell the verdict of a run that goes on
 SET_ASIDE = 200  # set-aside samples that are shown
 
 
@@ -39,6 +44,8 @@ class RunData:
     incidents: IncidentLog = field(default_factory=IncidentLog)
     history: pa.Table | None = None
     grid: WorkerGrid | None = None
+    time_split: dict[str, Any] | None = None
+    verdict: str | None = None
     quarantined: list[Record] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     written: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -97,6 +104,7 @@ def read_run(run: Storage) -> RunData:
         "the interruptions", lambda: read_incidents(run, RESULT if done else INCIDENTS), IncidentLog()
     )
     data.history = part("the history", lambda: _history(run, done), None)
+    data.time_split, data.verdict = part("the times of the steps", lambda: _times(run, data), NO_TIMES)
     data.grid = part("the shape reports", lambda: worker_grid(run, data.total_steps), None)
     data.quarantined = part("the samples set aside", lambda: _quarantined(run), [])
     data.samples = part("the outputs", lambda: output_samples(run) if data.task == "predict" else [], [])
@@ -105,6 +113,15 @@ def read_run(run: Storage) -> RunData:
 
 def _history(run: Storage, is_done: bool) -> pa.Table | None:
     return merged_history(run) if is_done and run.exists(METRICS) else history_so_far(run)
+
+
+def _times(run: Storage, data: RunData) -> tuple[dict[str, Any] | None, str | None]:
+    """The shares of a step's parts and the verdict: those of the result, else of the newest steps."""
+    if data.result.get("time_split"):
+        return data.result["time_split"], data.result.get("verdict")
+    table = read_step_times(run, NEWEST)
+    verdict = verdict_of(table, facts_of(data.job))
+    return time_split(table), verdict.text if verdict else None
 
 
 def _quarantined(run: Storage) -> list[Record]:

@@ -109,7 +109,7 @@ def _wrapped(parts: Iterator[str], width: int, indent: str = "") -> Iterator[str
 
 
 def _workers(workers: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
-    """A line for each worker: rank, node, device, rows, milliseconds of a step; a narrow terminal leaves out places."""
+    """A line for each worker: rank, node, device, rows, milliseconds of a step; a narrow terminal has no places."""
     if not workers:
         return
     yield counted(len(workers), "worker")
