@@ -418,11 +418,11 @@ def test_csv_is_cut_where_pyarrow_ends_rows(
 
 
 def test_a_stray_quote_does_not_join_the_rows_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("size,name\n" + '5" tall,x\n"6"" tall",y\n' * 50)
+    (tmp_path / "a.csv").write_text('size,name\n5" tall,x\n' + '"6"" tall,\nand wide",y\n' * 50)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stretches, "STRETCH_BYTES", 100)
         found = Csv(tmp_path)
-        assert [item["size"] for item in found] == ['5" tall', '6" tall'] * 50
+        assert [item["size"] for item in found] == ['5" tall', *['6" tall,\nand wide'] * 50]
     assert len(found.block_rows) > 10
 
 
