@@ -94,7 +94,7 @@ class Screen:
         if (
             len(indices) > 1
             and wanted[:3] not in self.careful
-            and not any((wanted.epoch, index) in self.hung for index in indices)
+            and not (self.hung and any((wanted.epoch, index) in self.hung for index in indices))
         ):
             try:
                 return self._read_together(indices, at_once)
@@ -143,7 +143,7 @@ class Screen:
 
         Raises what `collate` raises if no sample alone is to blame.
         """
-        bad = {place: item for place, item in enumerate(items) if isinstance(item, BadSample)}
+        bad = _bad_ones(items)
         good = _without(items, bad)
         batch = self._at_once(good, collate)
         if batch is None and good:
@@ -299,7 +299,16 @@ def _is_finite(numbers: torch.Tensor) -> bool:
     return bool(torch.isfinite(total)) or bool(torch.isfinite(numbers).all())
 
 
+def _bad_ones(items: Sequence[Any]) -> dict[int, BadSample]:
+    """The samples that could not be read, by their places; of most batches there are none, which is soon seen."""
+    if BadSample not in set(map(type, items)):
+        return {}
+    return {place: item for place, item in enumerate(items) if isinstance(item, BadSample)}
+
+
 def _without(items: Sequence[Any], bad: Mapping[int, BadSample]) -> list[Any]:
+    if not bad:
+        return list(items)
     return [item for place, item in enumerate(items) if place not in bad]
 
 

@@ -56,7 +56,7 @@ class QuarantineFiles:
         self._limit = limit
         self._attempt = attempt
         self._note = note
-        self._read: dict[str, list[Record]] = {}
+        self._files = RecordFiles(self._folder)
 
     def keep(self, shard: Shard, bad: Mapping[int, BadSample]) -> None:
         """Write a shard's bad samples, by position; raises QuarantineFull if the run has more than the limit."""
@@ -86,18 +86,16 @@ class QuarantineFiles:
         }
 
     def _count(self, name: str, records: Sequence[Record]) -> None:
-        self._read = {
-            one: self._read.get(one) or read_records(self._folder, one) for one in record_files(self._folder)
-        }
-        known = distinct(others for one, others in self._read.items() if one != name)
+        found = self._files.look()
+        known = distinct(others for one, others in found.items() if one != name)
         for record in records:
             if (self._dataset, record["sample_index"]) not in known:
                 self._note(f"set aside: {told(record)}")
-        if len(distinct(self._read.values())) > self._limit:
-            raise QuarantineFull(self._says_too_many())
+        if len(distinct(found.values())) > self._limit:
+            raise QuarantineFull(self._says_too_many(found))
 
-    def _says_too_many(self) -> str:
-        firsts = {(one["dataset"], one["sample_index"]): one for records in self._read.values() for one in records}
+    def _says_too_many(self, found: Mapping[str, Sequence[Record]]) -> str:
+        firsts = {(one["dataset"], one["sample_index"]): one for records in found.values() for one in records}
         lines = [f"\n  {told(record)}" for record in list(firsts.values())[:SHOWN]]
         lines += [f"\n  and {len(firsts) - SHOWN} more"] * (len(firsts) > SHOWN)
         advice = "mend them, or set on_error.quarantine higher and run the job again"
@@ -161,6 +159,21 @@ def count_quarantined(run: Storage) -> int:
         return len(distinct([pq.read_table(stream, columns=["dataset", "sample_index"]).to_pylist()]))
 
 
+class RecordFiles:
+    """The files of records in a folder, each of which is read once."""
+
+    def __init__(self, folder: Storage) -> None:
+        self._folder = folder
+        self._read: dict[str, list[Record]] = {}
+
+    def look(self) -> dict[str, list[Record]]:
+        """The records of each file that is there by now, in the order of steps and shards."""
+        self._read = {
+            name: self._read.get(name) or read_records(self._folder, name) for name in record_files(self._folder)
+        }
+        return self._read
+
+
 class Missing:
     """The positions of a prediction that have no outputs, since their samples were set aside.
 
@@ -168,20 +181,14 @@ class Missing:
     """
 
     def __init__(self, run: Storage, grows: bool) -> None:
-        self._folder = run.child(QUARANTINE)
+        self._files = RecordFiles(run.child(QUARANTINE))
         self._grows = grows
-        self._read: dict[str, list[int]] = {}
-        self._look()
+        self._found = self._files.look()
 
     def __call__(self) -> list[int]:
         if self._grows:
-            self._look()
-        return sorted(position for positions in self._read.values() for position in positions)
-
-    def _look(self) -> None:
-        for name in record_files(self._folder):
-            if name not in self._read:
-                self._read[name] = [record["position"] for record in read_records(self._folder, name)]
+            self._found = self._files.look()
+        return sorted(record["position"] for records in self._found.values() for record in records)
 
 
 def positions_set_aside(run: Storage) -> list[int]:
