@@ -19,6 +19,7 @@ from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import sparse_parameters
 from dp_ray.replica.step import OnShard
+from dp_ray.replica.step_clock import Part, StepClock
 from dp_ray.replica.user_code import at, place, raising
 from dp_ray.replica.world import World
 from dp_ray.system.waiting import waiting
@@ -33,9 +34,16 @@ class BatchGradient:
     """
 
     def __init__(
-        self, job: Job, model: nn.Module, loss: ShardLoss, optimizer_step: OptimizerStep, world: World
+        self,
+        job: Job,
+        model: nn.Module,
+        loss: ShardLoss,
+        optimizer_step: OptimizerStep,
+        world: World,
+        clock: StepClock,
     ) -> None:
         self._job = job
+        self._clock = clock
         self._world = world
         self._optimizer_step = optimizer_step
         self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -88,10 +96,12 @@ class BatchGradient:
                 self._buffers.restore()
             self._shard(shard, batch, rows, stats, shard is filled[-1], on_shard)
         if not filled and self._world.world_size > 1:
+            self._clock.enter(Part.BACKWARD)
             self._last_backward(self._reduction, self._reduction.replica(None, 0), stats, f"step {step}")
         self._reduction.check(step)
         self._buffers.finish()
         self._reduction.finish()
+        self._clock.enter(Part.OTHER)
 
     def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any]) -> Reduction:
         """The reduction for the job; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
@@ -103,7 +113,12 @@ class BatchGradient:
         unused = self._job.find_unused_parameters
         if unused == "auto":
             unused = self._finds_unused(shards, batches)
-        return DdpReduction(self._loss, sums, self._world, self._parameters, self._sparse, bool(unused))
+        return DdpReduction(
+            self._loss, sums, self._world, self._parameters, self._sparse, bool(unused), self._begin_exchange
+        )
+
+    def _begin_exchange(self) -> None:
+        self._clock.enter(Part.EXCHANGE)
 
     def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
         """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
@@ -135,17 +150,22 @@ class BatchGradient:
             on_shard(shard, batch, self._loss.step_output)
             if shard.shard == 0:
                 self._buffers.keep()
+            self._clock.enter(Part.BACKWARD)
             if is_last:
                 reduction.before_last()
                 self._last_backward(reduction, loss / rows, stats, place(shard))
             else:
                 _backward(self._optimizer_step.scaled(loss / rows), place(shard))
         reduction.after(shard.shard, is_last)
+        if not is_last:
+            self._clock.enter(Part.OTHER)
 
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
+        self._clock.enter(Part.FORWARD)
         self._seeds.begin(shard)
         with at(place(shard)):
             loss: torch.Tensor = replica(batch, shard.rows)
+        self._clock.enter(Part.OTHER)
         return loss
 
     def _last_backward(self, reduction: Reduction, loss: torch.Tensor, stats: torch.Tensor, where: str) -> None:

@@ -25,6 +25,7 @@ from dp_ray.replica.read_requests import IndexLists, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.sample_order import hold_blocks, order_of
 from dp_ray.replica.screening import Screen
+from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads
 from dp_ray.replica.targets import build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
@@ -196,7 +197,7 @@ def load_shards(
     times, keys = times or StepTimes(), item_keys(job)
     columns = whole_columns(job, dataset, keys)
     samples = Samples(dataset, job.seed, name, keys, columns, times, carry=carried_keys(job))
-    return times.waiting(on_device(make(job, samples, work, device, pick), device))
+    return times.waiting(on_device(make(job, samples, work, device, pick), device, times.clock))
 
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
@@ -292,19 +293,23 @@ def check_rows(job: Job, inputs: Any, rows: int, what: str) -> None:
         )
 
 
-def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def on_device(batches: Iterator[Batch], device: torch.device, clock: StepClock | None = None) -> Iterator[Batch]:
     """Yield the batches on `device`; on a GPU the next batch is copied while the current one is computed."""
     if device.type != "cuda":
         yield from batches if device.type == "cpu" else (_move(batch, device) for batch in batches)
         return
+    clock = clock or SilentClock()
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     ready = None
     for batch in batches:
+        before = clock.enter(Part.HOST_TO_DEVICE)
         with torch.cuda.stream(copies):
             coming = _move(batch, device), copies.record_event()
-        if ready is not None:
-            yield _wait_for(*ready, device)
-        ready = coming
+        given = _wait_for(*ready, device) if ready is not None else None
+        clock.enter(before)
+        if given is not None:
+            yield given
+        ready, given = coming, None
     if ready is not None:
         yield _wait_for(*ready, device)
 

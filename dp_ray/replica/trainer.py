@@ -19,6 +19,7 @@ from dp_ray.replica.rng import seed_all
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import make_gradients_dense
 from dp_ray.replica.step import Metrics, OnShard, Step
+from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.stop_vote import StopVote
 from dp_ray.replica.world import World
 
@@ -43,9 +44,17 @@ class Trainer:
     """The training state on one worker, the same on all workers, and the step that changes it."""
 
     def __init__(
-        self, job: Job, model: nn.Module, called: nn.Module, step: Step, measures: Metrics, world: World
+        self,
+        job: Job,
+        model: nn.Module,
+        called: nn.Module,
+        step: Step,
+        measures: Metrics,
+        world: World,
+        clock: StepClock | None = None,
     ) -> None:
         self.model = model
+        self._clock = clock or SilentClock()
         self.real: Real = as_planned
         self._job = job
         self._world = world
@@ -55,7 +64,7 @@ class Trainer:
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         loss = ShardLoss(called, step, measures, job, world.device)
-        self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world)
+        self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world, self._clock)
         self.measure_names = list(measures.functions)
         self._stop_vote = StopVote(world.device)
 
@@ -103,8 +112,11 @@ class Trainer:
         stats = self._stats(split.shards, wants_stop)
         with advised(self._job, f"step {step}", shards[0].rows if shards else 0):
             self._gradient.compute(split, step, shards, batches, on_shard, stats, self.real)
+        self._clock.enter(Part.UPDATE)
         with advised(self._job, f"step {step}", None):
-            return self._update(split, step, stats)
+            update = self._update(split, step, stats)
+        self._clock.enter(Part.OTHER)
+        return update
 
     def _update(self, split: Split, step: int, stats: torch.Tensor) -> Update:
         """Update the parameters from their gradients."""

@@ -17,11 +17,13 @@ from dp_ray.replica.model import compiled
 from dp_ray.replica.predict import predict
 from dp_ray.replica.quarantine import as_planned, load_good
 from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.step_clock import StepClock, clock_on
 from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.user_code import place
 from dp_ray.replica.world import World
 from dp_ray.results.manifest import OUTPUTS, forget_lost
 from dp_ray.results.outputs import PartWriter
+from dp_ray.results.preview import Previews
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.rundir import ledger
@@ -32,6 +34,7 @@ from dp_ray.task.merging import AgreedCut, Merger
 from dp_ray.task.notices import Note, Send, WorkerTimes
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset, model_with_weights
+from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 
 
@@ -63,16 +66,19 @@ def predict_outputs(
         with (
             Recorder(world, send) as recorder,
             Probe(model, job.batch_dim) as probe,
+            slowed(model, control, world),
             PartWriter(
                 *(run.child(PARTS), work.shards, cut.find, job.batch_dim, recorder.keep, begun.attempt, note),
                 num_workers=world.world_size,
             ) as writer,
         ):
-            keeper = OutputKeeper(recorder, probe, writer, merger, control)
-            times, inputs = StepTimes(), PredictInputs(job, bare, note)
+            times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, note)
+            keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock)
             batches = load_good(job, dataset, work, world.device, quarantine, inputs, times=times)
+            previews = Previews(run, split.rows_kept, job.batch_dim)
             on = keeper.on_shard, keeper.on_step, keeper.goes_on
-            predict(model, job, world.device, work, batches, *on, real, tell)
+            predict(model, job, world.device, work, batches, *on, real, tell, times.clock, previews.on_inputs)
+            recorder.on_times(times.clock.rest())
             control.through()
             if quarantine is not None and not keeper.stops:
                 cut.find(0.0)  # by rank 0, if all its rows were set aside
@@ -100,7 +106,13 @@ class OutputKeeper:
     """Writes and reports each shard of a prediction, and ends it before the next step if the worker is to stop."""
 
     def __init__(
-        self, recorder: Recorder, probe: Probe, writer: PartWriter, merger: Merger, control: StepControl
+        self,
+        recorder: Recorder,
+        probe: Probe,
+        writer: PartWriter,
+        merger: Merger,
+        control: StepControl,
+        clock: StepClock,
     ) -> None:
         self.stops = False
         self._recorder = recorder
@@ -108,6 +120,8 @@ class OutputKeeper:
         self._writer = writer
         self._merger = merger
         self._control = control
+        self._clock = clock
+        self._clock.restart()
 
     def goes_on(self, step: int) -> bool:
         """Whether to run `step`; commits the outputs so far if that is asked for, or if the merging is far behind."""
@@ -130,6 +144,8 @@ class OutputKeeper:
         self._recorder.on_step(step)
         self._writer.on_step(step)
         self._merger.on_step(step)
+        if rows := self._recorder.take_rows():
+            self._recorder.on_times(self._clock.end_step(step, rows))
 
 
 @contextmanager
