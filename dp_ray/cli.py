@@ -323,17 +323,18 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
 @cli.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 @JSON
-@click.option("--html", metavar="FILE", help="Write a page that compares the runs, their curves laid over each other.")
+@click.option("--html", metavar="FILE", help="Write a page with the runs' curves laid over each other.")
 def compare(run_dirs: tuple[str, ...], as_json: bool, html: str | None) -> None:
     """Compare runs: what differs in their jobs and environments, their metrics, speed and curves."""
     if len(run_dirs) < 2:
         raise click.UsageError("compare takes at least two RUN_DIRs")
     if html is not None:
-        from dp_ray.report.page import save_page
+        from dp_ray.report.comparison import comparison_of
+        from dp_ray.storage import Storage
 
-        click.echo(save_page(run_dirs, html), err=True)
-        if not as_json:
-            return
+        place = Path(html).absolute()
+        page = comparison_of([Storage(run_dir) for run_dir in run_dirs])
+        Storage(str(place.parent)).write_text(place.name, page)
     _compare(run_dirs, as_json)
 
 

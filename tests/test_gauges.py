@@ -84,6 +84,7 @@ def test_prometheus_scrapes_the_gauges_of_a_run(run_in_session: Run, tmp_path: P
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             wait_for_port(port, process)
+            scraped(port, 'ray_dp_ray_running{run="gauged"} == 0')
             found = {name: scraped(port, f'ray_{name}{{run="gauged"}}') for name in GAUGES}
         finally:
             process.kill()

@@ -123,7 +123,7 @@ def plotting_scripts() -> tuple[str, ...]:
 def _templates() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(HERE)
     found = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True, lstrip_blocks=True
     )
     found.filters |= {"number": number, "duration": duration, "text": as_text}
     return found
