@@ -286,8 +286,10 @@ def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json:
 def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | None = None) -> None:
     """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
     if html is not None:
-        from dp_ray.report.page import save_page
+        from dp_ray.report.save import save_page
 
+        if len(run_dirs) > 1 and not html:
+            raise click.UsageError("--html needs a FILE for the page that compares several runs")
         click.echo(save_page(run_dirs, html or None))
         return
     if len(run_dirs) > 1:
