@@ -189,7 +189,7 @@ def test_only_who_has_the_token_and_the_right_host_gets_the_page(tmp_path: Path)
 
 def test_a_page_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short_training(tmp_path, "one", epochs=1)
-    monkeypatch.setattr(servers, "page_of", lambda run, live: {}["<b>"])
+    monkeypatch.setattr(servers, "page_of", lambda run, live: dict[str, str]()["<b>"])
     with served(Storage(str(tmp_path / "one"))) as server:
         _, body, _ = asked(server, f"/?token={server.token}")
     assert b"The page cannot be made: KeyError: &#x27;&lt;b&gt;&#x27;" in body
