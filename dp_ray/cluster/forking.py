@@ -86,7 +86,7 @@ def threads_of(keys: WorkerKeys) -> str:
 @contextmanager
 def _started(listener: socket.socket, threads: str) -> Iterator[None]:
     """Run the server's program while the block runs; should this process be killed, the program's stdin ends."""
-    given = json.dumps([sys.path, MODULES])
+    given = json.dumps([list(map(str, sys.path)), MODULES])
     line = [sys.executable, fork_server.__file__, str(listener.fileno()), given]
     nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is the driver's
