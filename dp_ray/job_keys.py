@@ -245,6 +245,11 @@ class JobKeys(WorkerKeys, WorkKeys):
         description="How many times all workers are started again, after a loss, a hang or an error that may pass, "
         "before the job fails.",
     )
+    profile: str | None = Field(
+        default=None,
+        description="Steps to trace with torch.profiler, and the rank: `10-20:3`, or `10-20:slowest` in a training. "
+        "Without a rank: rank 0. slowest alone: five steps from step 10 on.",
+    )
     storage: Annotated[str, Field(min_length=1)] = Field(
         default="runs",
         description="Folder or URL (`s3://...`, `gs://...`) of the run directories. All workers must share it.",

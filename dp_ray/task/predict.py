@@ -31,6 +31,7 @@ from dp_ray.rundir.quarantine_files import Missing
 from dp_ray.storage import Storage
 from dp_ray.task.merging import AgreedCut, Merger
 from dp_ray.task.notices import Note, Send, WorkerTimes
+from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.slowness import slowed
@@ -71,12 +72,14 @@ def predict_outputs(
                 num_workers=world.world_size,
             ) as writer,
         ):
+            profiler = StepProfiler(job, world, run, split.total_steps, send)
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, note)
-            keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock)
+            keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock, profiler)
             batches = load_good(job, dataset, work, world.device, quarantine, inputs, times=times)
             on = keeper.on_shard, keeper.on_step, keeper.goes_on
             predict(model, job, world.device, work, batches, *on, real, tell, times.clock)
             recorder.on_times(times.clock.rest())
+            profiler.close()
             control.through()
             if quarantine is not None and not keeper.stops:
                 cut.find(0.0)  # by rank 0, if all its rows were set aside
@@ -111,6 +114,7 @@ class OutputKeeper:
         merger: Merger,
         control: StepControl,
         clock: StepClock,
+        profiler: StepProfiler,
     ) -> None:
         self.stops = False
         self._recorder = recorder
@@ -119,6 +123,7 @@ class OutputKeeper:
         self._merger = merger
         self._control = control
         self._clock = clock
+        self._profiler = profiler
         self._clock.restart()
 
     def goes_on(self, step: int) -> bool:
@@ -128,6 +133,8 @@ class OutputKeeper:
             self.stops = True
         elif self._control.take_save():
             self._writer.commit()
+        if not self.stops:
+            self._profiler.before(step)
         return not self.stops
 
     def on_shard(self, shard: Shard, indices: Indices, outputs: Any, carried: dict[str, list[Plain]]) -> None:
@@ -138,6 +145,7 @@ class OutputKeeper:
 
     def on_step(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
+        self._profiler.after(step)
         self._recorder.on_step(step)
         self._writer.on_step(step)
         self._merger.on_step(step)
