@@ -245,6 +245,11 @@ class JobKeys(WorkerKeys, WorkKeys):
         description="How many times all workers are started again, after a loss, a hang or an error that may pass, "
         "before the job fails.",
     )
+    flops: bool = Field(
+        default=False,
+        description="train and predict: count the floating-point operations of a row. Rank 0 runs its first shard "
+        "once more for it, without a trace in the result.",
+    )
     profile: str | None = Field(
         default=None,
         description="Steps to trace with torch.profiler, and the rank: `10-20:3`, or `10-20:slowest` in a training. "

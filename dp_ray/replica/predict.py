@@ -12,6 +12,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.carry import Plain, unloaded
 from dp_ray.replica.devices import mixed_devices
+from dp_ray.replica.flops import Flops, counted_flops
 from dp_ray.replica.kept import Kept
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.out_of_memory import advised
@@ -34,6 +35,7 @@ def predict(
     real: Real = as_planned,
     tell: Callable[[str], None] = lambda text: None,
     clock: StepClock | None = None,
+    on_flops: Callable[[Flops], None] | None = None,
 ) -> None:
     """Run the model over each shard of `work`, in eval and inference mode.
 
@@ -41,6 +43,7 @@ def predict(
     its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
     worker has no rows in it. The loop ends before the first step for which `goes_on` is false. `real` gives a shard
     without the samples set aside. `tell` gets lines for the user. `clock` splits the time of the steps.
+    `on_flops` gets the operations of a row, counted over the first shard, which runs once more.
     Raises ModelError, naming step and shard, if the model raises.
     """
     kept, clock = Kept(job, device, tell), clock or SilentClock()
@@ -54,6 +57,12 @@ def predict(
                     indices, batch = next(batches)
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)
+                        if on_flops is not None:
+                            run = functools.partial(_forward, model, inputs, job.call, shard, SilentClock())
+                            seeds.begin(shard)
+                            on_flops(counted_flops(run, shard.rows, job, device))
+                            buffers.restore()
+                            on_flops = None
                         clock.enter(Part.FORWARD)
                         seeds.begin(shard)
                         # No name holds the outputs: what is left out is free before the next shard.

@@ -45,7 +45,8 @@ class Result:
     `metrics` are those at the end of a training, or those of an evaluation. `best` describes the best checkpoint, if
     the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights. `quarantined` counts the
     samples that were set aside, which `quarantine.parquet` lists. `time_split` has the shares of a step's parts in
-    the workers' time, and `verdict` says in words what limits the run.
+    the workers' time, and `verdict` says in words what limits the run. With the key `flops`, `flops_per_row` has
+    the operations of a row, and `mfu` their share of the peak of the devices, if that is known.
     """
 
     run_dir: str
@@ -69,6 +70,8 @@ class Result:
     data_wait_share: float | None = None
     time_split: dict[str, Any] | None = None
     verdict: str | None = None
+    flops_per_row: float | None = None
+    mfu: float | None = None
     outputs_path: str | None = None
     outputs_sha256: str | None = None
     weights_path: str | None = None

@@ -72,14 +72,14 @@ def predict_outputs(
                 num_workers=world.world_size,
             ) as writer,
         ):
-            profiler = StepProfiler(job, world, run, split.total_steps, send)
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, note)
+            profiler = StepProfiler(job, world, run, split.total_steps, send)
             keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock, profiler)
             batches = load_good(job, dataset, work, world.device, quarantine, inputs, times=times)
             on = keeper.on_shard, keeper.on_step, keeper.goes_on
-            predict(model, job, world.device, work, batches, *on, real, tell, times.clock)
-            recorder.on_times(times.clock.rest())
-            profiler.close()
+            more = tell, times.clock, send if job.flops and world.rank == 0 else None
+            predict(model, job, world.device, work, batches, *on, real, *more)
+            keeper.close()
             control.through()
             if quarantine is not None and not keeper.stops:
                 cut.find(0.0)  # by rank 0, if all its rows were set aside
@@ -151,6 +151,11 @@ class OutputKeeper:
         self._merger.on_step(step)
         if rows := self._recorder.take_rows():
             self._recorder.on_times(self._clock.end_step(step, rows))
+
+    def close(self) -> None:
+        """Record the times that are left, and end a trace that goes on."""
+        self._recorder.on_times(self._clock.rest())
+        self._profiler.close()
 
 
 @contextmanager

@@ -83,6 +83,8 @@ def train(
         ):
             loop.run(work, batches, world, recorder, reporting(recorder, probe))
             send(WorkerTimes(world.rank, times.to_json()))
+            if trainer.flops is not None:
+                send(trainer.flops)
     if train_state.step < split.total_steps:
         control.leave()
     control.end()
