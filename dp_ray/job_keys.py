@@ -255,6 +255,11 @@ class JobKeys(WorkerKeys, WorkKeys):
         description="Steps to trace with torch.profiler, and the rank: `10-20:3`, or `10-20:slowest` in a training. "
         "Without a rank: rank 0. slowest alone: five steps from step 10 on.",
     )
+    trackers: list[Literal["tensorboard", "mlflow", "wandb", "trackio"]] | None = Field(
+        default=None,
+        description="Where a run's history goes besides its directory, like `[tensorboard, mlflow]`. null: "
+        "tensorboard. The others are extras, which their own environment variables configure.",
+    )
     storage: Annotated[str, Field(min_length=1)] = Field(
         default="runs",
         description="Folder or URL (`s3://...`, `gs://...`) of the run directories. All workers must share it.",

@@ -1,6 +1,7 @@
 """The result of a run, kept whether the run is done, failed or was interrupted."""
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from dp_ray.replica.flops import Flops, utilization
 from dp_ray.replica.step_times import share_of_wait
 from dp_ray.results.manifest import outputs_path, outputs_sha256
 from dp_ray.results.result import Result, with_best_weights
-from dp_ray.results.shown import measured, relative
+from dp_ray.results.short import measured, relative
 from dp_ray.results.step_times_table import read_step_times
 from dp_ray.results.time_split import rows_per_second, split_line, steady, time_split, worker_splits
 from dp_ray.results.verdicts import facts_of, verdict_of
@@ -27,9 +28,11 @@ from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine_files import count_quarantined, has_set_aside, merge_quarantine
 from dp_ray.rundir.unfinished import kept_steps
 from dp_ray.rundir.weights import WEIGHTS
+from dp_ray.secrets import hide
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import sha256_of
 from dp_ray.text import percent
+from dp_ray.tracebacks import frames_of
 
 NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
 
@@ -124,7 +127,21 @@ def result_of(
         weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
         best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
+        failure=None if error is None else failure_of(error),
     )
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Where an error was raised, as far as its text tells, and the frames of the user's code."""
+    text = str(error)
+    worker = re.search(r"\brank (\d+) on ([^\s:,]+)", text)
+    found = {name: re.search(rf"\b{name} (\d+)", text) for name in ("step", "sample")}
+    return {
+        "rank": int(worker[1]) if worker else None,
+        "node": worker[2] if worker else None,
+        **{name: int(match[1]) if match else None for name, match in found.items()},
+        "frames": hide(frames_of(error)),
+    }
 
 
 def _times_told(job: Job, claimed: RunDir, seconds: float | None, monitor: Monitor | None) -> dict[str, Any]:

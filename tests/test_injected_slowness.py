@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pytest
 
 from dp_ray.job import Job
@@ -80,3 +81,27 @@ def test_slowness_is_named_five_times_of_five(tmp_path: Path, seed: int) -> None
         else:
             verdict = verdict_on(folder, 0.0, Slow(commit=seconds), checkpoint={"every_steps": 1}, **keys)
             assert verdict.kind == "checkpoint", verdict
+
+
+@pytest.mark.ray
+def test_a_worker_that_is_slowed_on_ray_is_named_in_the_result(run_in_session: Any) -> None:
+    given = {
+        "task": "train",
+        "model": "tests.support.training:mlp",
+        "dataset": {"target": "tests.support.training:Pairs", "args": {"length": 2 * STEPS * 8}},
+        "loss": "torch.nn:CrossEntropyLoss",
+        "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
+    }
+    slow = "slow worker 1 by 200ms from step 4"
+    result = run_in_session(**given, batch_size=8, workers=2, inject=slow, profile="slowest")
+    assert sorted(path.name for path in Path(result.run_dir, "profile").iterdir()) == ["rank-1.json.gz"]
+    table = read_step_times(result.storage())
+    assert table.num_rows == 2 * STEPS * 2
+    forward = {rank: table.filter(pc.equal(table["rank"], rank))["forward"].to_pylist() for rank in range(2)}
+    assert [seconds >= 0.2 for seconds in forward[1][:8]] == [False] * 4 + [True] * 4
+    assert max(forward[0][4:]) < 0.2
+    assert "worker 1 on " in str(result.verdict)
+    assert "slower in forward than the others with equal rows" in str(result.verdict)
+    split = result.time_split
+    assert split is not None
+    assert split["workers"][0]["shares"]["waiting"] > 0.5 > split["workers"][1]["shares"]["waiting"]

@@ -5,8 +5,9 @@ from typing import Any
 
 from dp_ray.monitor.console import Console, Progressed
 from dp_ray.monitor.losses import Losses
+from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.shapes import ShapeReports
-from dp_ray.monitor.tensorboard import TensorBoardWriter
+from dp_ray.monitor.writers import Writer
 from dp_ray.replica.flops import Flops
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_recorder import Keep
@@ -21,13 +22,19 @@ class TaskMessages:
     """
 
     def __init__(
-        self, reports: ShapeReports, tensorboard: TensorBoardWriter, progress: Progressed, console: Console
+        self,
+        reports: ShapeReports,
+        tensorboard: Writer,
+        progress: Progressed,
+        console: Console,
+        recent: RecentHistory | None = None,
     ) -> None:
         self.metrics: dict[str, float] = {}
         self.times: dict[int, dict[str, float]] = {}
         self.flops: Flops | None = None
         self._reports = reports
         self._tensorboard = tensorboard
+        self._recent = recent
         self._progress = progress
         self._console = console
         self._losses = Losses(console)
@@ -52,9 +59,13 @@ class TaskMessages:
         """Show and write rows of the history."""
         self._progress.last = rows[-1]
         self._tensorboard.add(rows)
+        if self._recent is not None:
+            self._recent.add(rows)
         for row in rows:
             self._losses.say(row)
 
     def close(self) -> None:
-        """Finish TensorBoard's files."""
+        """Finish TensorBoard's files, and keep the rows of the history that no checkpoint has."""
         self._tensorboard.close()
+        if self._recent is not None:
+            self._recent.save()

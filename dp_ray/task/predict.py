@@ -23,6 +23,7 @@ from dp_ray.replica.user_code import place
 from dp_ray.replica.world import World
 from dp_ray.results.manifest import OUTPUTS, forget_lost
 from dp_ray.results.outputs import PartWriter
+from dp_ray.results.preview import Previews
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.rundir import ledger
@@ -46,11 +47,7 @@ def predict_outputs(
     bare = model_with_weights(job, world, run, send)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
-    for folder in (PARTS, FILES, OUTPUTS):
-        run.child(folder).create()
-    if world.rank == 0:
-        forget_lost(run)
-    begun = begin_attempt(run)
+    begun = _begin(run, world)
     split = split_of(job, len(dataset))
     done = Done(ledger.done_ranges(begun.parts))
     work = Work(split, world.world_size, world.rank, done)
@@ -76,9 +73,12 @@ def predict_outputs(
             profiler = StepProfiler(job, world, run, split.total_steps, send)
             keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock, profiler)
             batches = load_good(job, dataset, work, world.device, quarantine, inputs, times=times)
+            previews = Previews(run, split.rows_kept, job.batch_dim)
             on = keeper.on_shard, keeper.on_step, keeper.goes_on
-            more = tell, times.clock, send if job.flops and world.rank == 0 else None
-            predict(model, job, world.device, work, batches, *on, real, *more)
+            on_flops = send if job.flops and world.rank == 0 else None
+            predict(
+                model, job, world.device, work, batches, *on, real, tell, times.clock, previews.on_inputs, on_flops
+            )
             keeper.close()
             control.through()
             if quarantine is not None and not keeper.stops:
@@ -88,6 +88,15 @@ def predict_outputs(
     if not is_whole:
         control.leave()
     control.end()
+
+
+def _begin(run: Storage, world: World) -> ledger.Ledger:
+    """Make the folders that the workers write to, and begin an attempt."""
+    for folder in (PARTS, FILES, OUTPUTS):
+        run.child(folder).create()
+    if world.rank == 0:
+        forget_lost(run)
+    return begin_attempt(run)
 
 
 def _tellers(world: World, send: Send) -> tuple[Callable[[str], None], Callable[[str], None]]:
@@ -127,8 +136,9 @@ class OutputKeeper:
         self._clock.restart()
 
     def goes_on(self, step: int) -> bool:
-        """Whether to run `step`; commits the outputs so far if that is asked for."""
+        """Whether to run `step`; commits the outputs so far if that is asked for, or if the merging is far behind."""
         self._control.before(step)
+        self._merger.make_room(self._writer.commit, self._control)
         if self._control.wants_stop:
             self.stops = True
         elif self._control.take_save():
