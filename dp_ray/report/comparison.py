@@ -48,13 +48,14 @@ def labels(runs: Sequence[RunData]) -> list[str]:
 
 
 def overlaid(runs: Sequence[RunData]) -> list[Chart]:
-    """A chart for each value that a run measured, with a series for each run."""
+    """A chart for each value that a run measured, with a series for each run, of the same colour everywhere."""
     found: dict[str, Chart] = {}
-    for label, run in zip(labels(runs), runs, strict=True):
+    for at, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
         for mine in charts_of(run.history):
             chart = found.setdefault(mine.title, Chart(f"chart-{len(found)}", mine.title, []))
             for number, series in enumerate(mine.series):
-                chart.series.append({**series, "name": f"{label}: {series['name']}" if number else label})
+                name = f"{label}: {series['name']}" if number else label
+                chart.series.append({**series, "name": name, "color": at, "dash": at + number})
     return list(found.values())
 
 

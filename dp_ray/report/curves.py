@@ -42,14 +42,14 @@ class Chart:
         return [figures_of(one) for one in self.series]
 
 
-def charts_of(history: pa.Table | None, label: str = "") -> list[Chart]:
-    """A chart for each measured value and its evaluation, in the order of interest; `label` names the run."""
+def charts_of(history: pa.Table | None) -> list[Chart]:
+    """A chart for each measured value and its evaluation, in the order of interest."""
     if history is None or not len(history):
         return []
     found = []
     for number, (name, columns) in enumerate(_groups(history.column_names).items()):
-        series = [series_of(label or one, history, one) for one in columns]
-        series = [one for one in series if one["x"] or one["odd"]]
+        series = [series_of(one, history, one) for one in columns]
+        series = [{**one, "color": at, "dash": at} for at, one in enumerate(series) if one["x"] or one["odd"]]
         if series:
             found.append(Chart(f"chart-{number}", TITLES.get(name, name), series))
     return found
@@ -112,7 +112,7 @@ def workers_chart(incidents: IncidentLog, last_step: int) -> list[Chart]:
     points = list(_sizes(incidents, last_step))
     x, y = [one[0] for one in points], [one[1] for one in points]
     series = {"name": "workers", "source": "workers", "x": x, "y": y, "meanX": [], "meanY": [], "width": 1}
-    series |= {"odd": [], "numOdd": 0, "points": len(x), "isSparse": False, "isStep": True}
+    series |= {"color": 0, "dash": 0, "odd": [], "numOdd": 0, "points": len(x), "isSparse": False, "isStep": True}
     return [Chart("chart-workers", "Workers", [series])]
 
 

@@ -72,8 +72,8 @@
   }
 
   function addSeries(figure, chart, series, at) {
-    const color = theme().series[at % 7], is_visible = !hidden.has(`${chart.key}/${at}`);
-    const name = series.name, dash = DASHES[Math.floor(at / 7) % 7 || at % 7];
+    const color = theme().series[series.color % 7], is_visible = !hidden.has(`${chart.key}/${at}`);
+    const name = series.name, dash = DASHES[series.dash % 7];
     const raw = new Bokeh.ColumnDataSource({ data: { x: series.x, y: series.y } });
     const soft = new Bokeh.ColumnDataSource({ data: smoothed(series) });
     const style = { line_color: color, line_width: 1.5, line_dash: dash, visible: is_visible };

@@ -15,13 +15,11 @@ import numpy as np
 import yaml
 from markupsafe import Markup
 
-from dp_ray.errors import StorageError
 from dp_ray.report.curves import Chart, charts_of, epochs_of, workers_chart
 from dp_ray.report.facts import color_of, duration, facts_of, metrics_of, number, spoken, time_split
 from dp_ray.report.run_data import RunData, as_text, read_run
 from dp_ray.report.worker_grid import WorkerGrid
 from dp_ray.results.arrow_numbers import known_numbers
-from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.storage import Storage
 
@@ -34,22 +32,6 @@ EVALUATIONS = 50  # the newest, in the table
 def write_page(run: Storage) -> None:
     """Write `report.html` into a run directory."""
     run.write_text(REPORT, page_of(run))
-
-
-def save_page(run_dirs: Sequence[str], file: str | None = None) -> str:
-    """Write the page of a run to `file`, or as `report.html` into its directory; return where it is.
-
-    Raises StorageError if the directory holds no run.
-    """
-    run = Storage(run_dirs[0])
-    if not (run.exists(RUN) or run.exists(RESULT)):
-        raise StorageError(f"{run}: is not a run directory")
-    if file is None:
-        write_page(run)
-        return run.shown(REPORT)
-    place = Path(file).absolute()
-    Storage(str(place.parent)).write_text(place.name, page_of(run))
-    return str(place)
 
 
 def page_of(run: Storage, live: float | None = None) -> str:
@@ -122,8 +104,9 @@ def plotting_scripts() -> tuple[str, ...]:
 @functools.cache
 def _templates() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(HERE)
+    # What an earlier version did not keep is left out.
     found = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True, lstrip_blocks=True
     )
     found.filters |= {"number": number, "duration": duration, "text": as_text}
     return found
