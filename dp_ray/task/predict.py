@@ -17,7 +17,7 @@ from dp_ray.replica.model import compiled
 from dp_ray.replica.predict import predict
 from dp_ray.replica.quarantine import as_planned, load_good
 from dp_ray.replica.read_requests import Indices
-from dp_ray.replica.step_clock import StepClock, clock_on
+from dp_ray.replica.step_clock import Part, StepClock, clock_on
 from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.user_code import place
 from dp_ray.replica.world import World
@@ -138,7 +138,10 @@ class OutputKeeper:
     def goes_on(self, step: int) -> bool:
         """Whether to run `step`; commits the outputs so far if that is asked for, or if the merging is far behind."""
         self._control.before(step)
-        self._merger.make_room(self._writer.commit, self._control)
+        if self._merger.is_far_behind:
+            before = self._clock.enter(Part.OUTPUTS)
+            self._merger.make_room(self._writer.commit, self._control)
+            self._clock.enter(before)
         if self._control.wants_stop:
             self.stops = True
         elif self._control.take_save():
