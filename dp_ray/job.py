@@ -38,7 +38,7 @@ class Job(JobKeys):
         (
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
             *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
-            *("timeouts", "storage", "env", "outputs.file_bytes"),
+            *("timeouts", "trackers", "storage", "env", "outputs.file_bytes"),
         )
     )
 

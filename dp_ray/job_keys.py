@@ -245,6 +245,11 @@ class JobKeys(WorkerKeys, WorkKeys):
         description="How many times all workers are started again, after a loss, a hang or an error that may pass, "
         "before the job fails.",
     )
+    trackers: list[Literal["tensorboard", "mlflow", "wandb", "trackio"]] | None = Field(
+        default=None,
+        description="Where a run's history goes besides its directory, like `[tensorboard, mlflow]`. null: "
+        "tensorboard. The others are extras, which their own environment variables configure.",
+    )
     storage: Annotated[str, Field(min_length=1)] = Field(
         default="runs",
         description="Folder or URL (`s3://...`, `gs://...`) of the run directories. All workers must share it.",

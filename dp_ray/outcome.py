@@ -14,7 +14,7 @@ from dp_ray.plan.split import Split
 from dp_ray.replica.step_times import share_of_wait
 from dp_ray.results.manifest import outputs_path, outputs_sha256
 from dp_ray.results.result import Result, with_best_weights
-from dp_ray.results.shown import measured, relative
+from dp_ray.results.short import measured, relative
 from dp_ray.results.step_times_table import read_step_times
 from dp_ray.results.time_split import split_line, time_split
 from dp_ray.results.verdicts import facts_of, verdict_of

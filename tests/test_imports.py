@@ -35,9 +35,11 @@ FLOORS = [
     "replica",
     "rundir",
     "results",
+    "trackers",
     "task",
     "monitor",
     "report",
+    "watch",
     "cluster",
     "planning",
     "checks",
@@ -64,6 +66,7 @@ LAZY = {
     "dp_ray/planning.py",
     "dp_ray/several.py",
     "dp_ray/cluster/ray_internals/core.py",
+    "dp_ray/trackers/child.py",
     "dp_ray/data/decode.py",
 }
 

@@ -17,7 +17,7 @@ from dp_ray import cli
 from dp_ray.errors import RunInterrupted, StorageError
 from dp_ray.job import Job
 from dp_ray.rundir.claim import claim
-from dp_ray.rundir.lease import LEASE
+from dp_ray.rundir.lease_file import LEASE
 from dp_ray.storage import Storage
 from tests.support import forked, models
 

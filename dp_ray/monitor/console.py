@@ -111,6 +111,7 @@ class Progressed:
         self.rows = 0
         self.last: dict[str, Any] = {}  # the training's last row of history
         self.workers: dict[int, tuple[World, int]] = {}
+        self.seconds: dict[int, list[float]] = {}  # by rank: those of each part of a step, of its newest steps
         self._doing = "starting"
         self._since = time.monotonic()
         self._ran: tuple[float, int] | None = None  # time and rows when the attempt's first step began
@@ -124,6 +125,7 @@ class Progressed:
     def start(self, worlds: list[World]) -> None:
         """Start an attempt with these workers."""
         self.workers = {world.rank: (world, 0) for world in worlds}
+        self.seconds = {}
         self.begin("building the dataset and the model")
 
     def run(self, step: int) -> None:
@@ -141,6 +143,15 @@ class Progressed:
         """Add rows that one worker has finished."""
         world, before = self.workers[rank]
         self.workers[rank] = (world, before + rows)
+
+    def timed(self, rank: int, seconds: list[float]) -> None:
+        """Note the mean seconds of each part of a worker's newest steps."""
+        self.seconds[rank] = seconds
+
+    @property
+    def phase(self) -> str:
+        """What happens before the first step, or while no step runs; empty while steps run."""
+        return self._doing
 
     @property
     def rows_per_second(self) -> float:

@@ -30,7 +30,7 @@ from dp_ray.monitor.planned_stop import PlannedStop
 from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.shapes import ShapeReports
 from dp_ray.monitor.task_messages import TaskMessages
-from dp_ray.monitor.tensorboard import TensorBoardWriter
+from dp_ray.monitor.writers import Writer
 from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
 from dp_ray.results.shape_journal import Journal
@@ -50,7 +50,7 @@ class Monitor:
         job: Job,
         split: Split,
         file: ReportFile,
-        tensorboard: TensorBoardWriter,
+        tensorboard: Writer,
         console: Console,
         shapes: bool,
         save_incidents: Callable[[IncidentLog], None] = lambda incidents: None,
@@ -167,7 +167,10 @@ class Monitor:
 
     def _shapes(self, shapes: Shapes) -> None:
         if self._attempts.is_current(shapes.attempt):
-            self.progress.add(shapes.report.world.rank, self._reports.take(shapes.report))
+            report = shapes.report
+            self.progress.add(report.world.rank, self._reports.take(report))
+            if report.times is not None:
+                self.progress.timed(report.world.rank, report.times.seconds.mean(axis=0).tolist())
         else:
             self._attempts.keep(shapes)
 

@@ -7,7 +7,7 @@ from dp_ray.monitor.console import Console, Progressed
 from dp_ray.monitor.losses import Losses
 from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.shapes import ShapeReports
-from dp_ray.monitor.tensorboard import TensorBoardWriter
+from dp_ray.monitor.writers import Writer
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_recorder import Keep
 from dp_ray.task.notices import Measured, Note, WorkerTimes
@@ -22,7 +22,7 @@ class TaskMessages:
     def __init__(
         self,
         reports: ShapeReports,
-        tensorboard: TensorBoardWriter,
+        tensorboard: Writer,
         progress: Progressed,
         console: Console,
         recent: RecentHistory | None = None,

@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from dp_ray.report.thinning import thinned
 from dp_ray.results.arrow_numbers import known_numbers, numbers
+from dp_ray.rundir.history_file import is_inner
 from dp_ray.rundir.incidents import IncidentLog
-from dp_ray.tensors.digest import is_inner
 
 TITLES = {
     "loss": "Loss",

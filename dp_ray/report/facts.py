@@ -8,7 +8,7 @@ from typing import Any
 from dp_ray.report.run_data import RunData
 from dp_ray.results.arrow_numbers import numbers
 from dp_ray.results.step_times_table import STEP_PARTS
-from dp_ray.tensors.digest import is_inner
+from dp_ray.rundir.history_file import is_inner
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dp_ray.errors import Error
 from dp_ray.key_hints import renamed
 from dp_ray.report.samples import output_samples
 from dp_ray.report.worker_grid import WorkerGrid, worker_grid
-from dp_ray.results.shown import relative
+from dp_ray.results.short import relative
 from dp_ray.results.step_times_table import read_step_times
 from dp_ray.results.time_split import time_split
 from dp_ray.results.verdicts import facts_of, verdict_of

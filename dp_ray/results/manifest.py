@@ -13,7 +13,8 @@ from dp_ray.rundir.ledger import FILES
 from dp_ray.storage import Storage
 
 OUTPUTS = "outputs"  # the folder of the files
-MANIFEST = "outputs/manifest.json"
+MANIFEST = "outputs_manifest.json"  # beside the folder, which polars cannot read if it holds any other file
+EARLIER_MANIFEST = "outputs/manifest.json"
 MERGED = "outputs.parquet"  # what earlier versions wrote in place of the folder
 
 
@@ -85,7 +86,13 @@ def write_manifest(run: Storage, records: Sequence[FileRecord]) -> str:
     outputs_sha256 = hash_of_steps(records)
     told = {"rows": sum(one.rows for one in records), "outputs_sha256": outputs_sha256}
     write_json(run, MANIFEST, {**told, "files": [one.described() for one in records if one.rows]})
+    run.delete(EARLIER_MANIFEST)
     return outputs_sha256
+
+
+def _manifest_of(run: Storage) -> str | None:
+    """The name of a run's manifest, which earlier versions wrote into the folder; None if there is none."""
+    return next(filter(run.exists, (MANIFEST, EARLIER_MANIFEST)), None)
 
 
 def file_names(run: Storage) -> list[str]:
@@ -93,22 +100,22 @@ def file_names(run: Storage) -> list[str]:
 
     Raises StorageError if the manifest is damaged.
     """
-    if not run.exists(MANIFEST):
+    if (manifest := _manifest_of(run)) is None:
         return [MERGED]
     try:
-        return [f"{OUTPUTS}/{one['name']}" for one in read_json(run, MANIFEST)["files"]]
+        return [f"{OUTPUTS}/{one['name']}" for one in read_json(run, manifest)["files"]]
     except (KeyError, TypeError) as error:
-        raise StorageError(f"{run}/{MANIFEST}: is damaged: {error!r}") from None
+        raise StorageError(f"{run}/{manifest}: is damaged: {error!r}") from None
 
 
 def outputs_sha256(run: Storage) -> str:
     """The hash of a finished run's outputs, as the manifest tells it."""
-    return str(read_json(run, MANIFEST)["outputs_sha256"])
+    return str(read_json(run, _manifest_of(run) or MANIFEST)["outputs_sha256"])
 
 
 def names_so_far(run: Storage) -> list[str]:
     """The files of the outputs that are whole, from the first on without a gap, while a run goes on."""
-    if run.exists(MANIFEST) or run.exists(MERGED):
+    if _manifest_of(run) or run.exists(MERGED):
         return file_names(run)
     records = ledger.records_in(ledger.committed(run))
     whole = [number for number in range(len(records)) if all(before in records for before in range(number + 1))]
@@ -117,4 +124,4 @@ def names_so_far(run: Storage) -> list[str]:
 
 def outputs_path(run: Storage) -> str:
     """The folder of the outputs, or the one file that an earlier version wrote."""
-    return str(run.child(OUTPUTS if run.exists(MANIFEST) or not run.exists(MERGED) else MERGED))
+    return str(run.child(OUTPUTS if _manifest_of(run) or not run.exists(MERGED) else MERGED))

@@ -17,7 +17,13 @@ METRICS = "metrics.parquet"
 HISTORY = "history"
 RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
+DIGEST = "outputs_digest"  # the metric that `verify` adds
 SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+
+
+def is_inner(name: str) -> bool:
+    """Whether a metric was added by `verify` for its own use, and not by the user."""
+    return name.removeprefix("eval_") == DIGEST
 
 
 def forget(folder: Storage, step: int) -> None:

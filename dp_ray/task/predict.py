@@ -124,8 +124,9 @@ class OutputKeeper:
         self._clock.restart()
 
     def goes_on(self, step: int) -> bool:
-        """Whether to run `step`; commits the outputs so far if that is asked for."""
+        """Whether to run `step`; commits the outputs so far if that is asked for, or if the merging is far behind."""
         self._control.before(step)
+        self._merger.make_room(self._writer.commit, self._control)
         if self._control.wants_stop:
             self.stops = True
         elif self._control.take_save():
