@@ -325,7 +325,9 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
 @cli.command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
 @JSON
-@click.option("--html", metavar="FILE", help="Write a page that compares the runs, their curves laid over each other.")
+@click.option(
+    "--html", metavar="FILE", help="Write a page that compares the runs, their curves laid over each other."
+)
 def compare(run_dirs: tuple[str, ...], as_json: bool, html: str | None) -> None:
     """Compare runs: what differs in their jobs and environments, their metrics, speed and curves."""
     if len(run_dirs) < 2:
