@@ -249,7 +249,7 @@ class Execution:
         elif self._job.task == "train":
             merge_history(run.child(HISTORY), run, split.total_steps, first_step(run))
         if self._job.on_error is not None or has_set_aside(run):
-            merge_quarantine(run)
+            merge_quarantine(run, (self._job.outputs.carry or ()) if self._job.task == "predict" else ())
 
     def _result(self, status: str, error: BaseException | None = None) -> Result:
         return result_of(self._job, self._split, self._claimed, self._monitor, self._started, status, error)

@@ -44,19 +44,18 @@ def monitoring(
     reported = _reported(job, claimed.storage)
     with claimed.storage.writing(SHAPES) as stream:
         incidents = read_incidents(claimed.storage) if claimed.is_resumed else IncidentLog()
-        file, tensorboard = ReportFile(stream), Writers(_writers(job, claimed.storage, trackers))
+        file, writer = ReportFile(stream), Writers(_writers(job, claimed.storage, trackers))
         journal = Journal(claimed.storage.child(REPORTS))
         monitor = Monitor(
             job,
             split,
             file,
-            tensorboard,
+            writer,
             console,
             shapes,
             incidents=incidents,
             save_incidents=save_incidents,
             journal=journal,
-            recent=RecentHistory(claimed.storage),
             times=StepTimeWriter(claimed.storage.child(TIMES)),
         )
         monitor.restore(reported)
@@ -75,6 +74,7 @@ def _writers(job: Job, run: Storage, trackers: RunTrackers) -> Iterator[Writer]:
     """What writes the rows of the history, besides the workers."""
     if job.trackers is None or "tensorboard" in job.trackers:
         yield TensorBoardWriter(run)
+    yield RecentHistory(run)
     yield trackers
 
 

@@ -95,6 +95,17 @@ def test_environments_are_compared_as_far_as_both_runs_tell(here: Path) -> None:
     assert compared_values([one, three])["environment"] == {}
 
 
+def test_a_page_that_compares_is_written(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, lr in (("one", 0.1), ("two", 0.3)):
+        train(here, name, lr=lr, epochs=1)
+    assert status_of(monkeypatch, "compare", "one", "two", "--html", "both.html") == 0
+    assert "the same weights" not in capsys.readouterr().out
+    page = (here / "both.html").read_text()
+    assert "optimizer.args.lr" in page and "one" in page and "two" in page
+
+
 def test_the_time_split_of_the_results_is_compared(here: Path) -> None:
     results = [train(here, name, epochs=1) for name in ("one", "two")]
     path = here / "one" / "result.json"

@@ -18,7 +18,10 @@ import ray
 from dp_ray.cluster import gauges
 from dp_ray.cluster.gauges import GAUGES, exports_metrics, values_of
 from dp_ray.monitor.console import Progressed
+from dp_ray.replica.step_clock import PARTS, TimedStep
 from dp_ray.replica.world import World
+from dp_ray.results.shape_recorder import Report
+from dp_ray.results.step_time_files import packed
 from tests.support.cluster import ROOT, Run, free_port, wait_for_port
 
 PROMETHEUS = shutil.which("prometheus")
@@ -30,8 +33,9 @@ def progressed() -> Progressed:
     progress.run(0)
     progress.advance(10, 100)
     progress.last = {"step": 9, "loss": 0.5, "right": float("nan"), "eval_loss": None, "rows": 10}
-    progress.timed(0, [0.1] * 10)
-    progress.timed(1, [0.3] * 10)
+    for rank, seconds in enumerate((0.1, 0.3)):
+        times = packed([TimedStep(9, 5, [seconds] * len(PARTS))])
+        progress.take(Report(World(rank), 9, {}, [], times), 5)
     return progress
 
 
@@ -84,6 +88,7 @@ def test_prometheus_scrapes_the_gauges_of_a_run(run_in_session: Run, tmp_path: P
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             wait_for_port(port, process)
+            scraped(port, 'ray_dp_ray_running{run="gauged"} == 0')
             found = {name: scraped(port, f'ray_{name}{{run="gauged"}}') for name in GAUGES}
         finally:
             process.kill()

@@ -54,6 +54,7 @@ FLOORS = [
     "verify",
     "early_start",
     "cli_options",
+    "cli_runs",
     "cli",
     "__main__",
 ]
@@ -61,6 +62,7 @@ FLOORS = [
 LAZY = {
     "dp_ray/__init__.py",
     "dp_ray/cli.py",
+    "dp_ray/cli_runs.py",
     "dp_ray/driver.py",
     "dp_ray/early_start.py",
     "dp_ray/planning.py",

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dp_ray.errors import StorageError
+from dp_ray.errors import ModelError, StorageError
 from dp_ray.plan.file_cut import FileCut, num_files
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard, Split
@@ -330,6 +330,36 @@ def test_files_that_do_not_make_up_the_job_are_refused(
     whole_files(tmp_path, Split(40, 10, 2), files=2)
     with pytest.raises(StorageError, match=says) if says else nullcontext():
         prove_outputs(Storage(str(tmp_path)), rows, missing)
+
+
+@pytest.mark.parametrize(
+    ("after", "says"),
+    [
+        (lambda samples: {"x": torch.from_numpy(samples) / 2}, "output 'x' is not alike on all shards: int64 on one"),
+        (lambda samples: {"y": torch.from_numpy(samples)}, "are not nested alike on all shards"),
+        (lambda samples: {"x": torch.from_numpy(samples)[:, None]}, None),  # the shapes may differ
+    ],
+)
+def test_files_that_cannot_be_read_as_one_are_told_with_their_steps(tmp_path: Path, after: Any, says: str) -> None:
+    """As a resumed run may make them, whose model gives another dtype."""
+    run, split, order = Storage(str(tmp_path)), Split(40, 10, 1), Order(40, shuffle=False)
+    for folder in (PARTS, FILES, OUTPUTS):
+        run.child(folder).create()
+    ledger.note_files(run, "", 2)
+    cut = FileCut(2, 4)
+    for number, give in enumerate([lambda samples: {"x": torch.from_numpy(samples)}, after]):
+        writer = PartWriter(run.child(PARTS), range(1), lambda row_bytes: cut)
+        for step in cut.steps_of(number):
+            (shard,) = split.worker(1, 0, step)
+            samples = order.indices(shard.start, shard.stop)
+            writer.on_shard(shard, samples, give(samples))
+            writer.on_step(step)
+        assert FileMerge(run, ledger.read(run), cut, number, split, order).advance()
+    if says is None:
+        prove_outputs(run, 40)
+    else:
+        with pytest.raises(ModelError, match=rf"the outputs of steps 2 to 3 do not go with those.*{says}"):
+            prove_outputs(run, 40)
 
 
 def test_positions_that_are_known_to_be_missing_may_be_missing() -> None:

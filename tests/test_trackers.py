@@ -4,6 +4,7 @@ Each is skipped where its package is not installed. MLflow's server needs anothe
 an environment of its own: DP_RAY_MLFLOW names its program, by default `mlflow` if there is one.
 """
 
+import importlib
 import json
 import os
 import shutil
@@ -214,7 +215,7 @@ def test_wandb_writes_each_step_to_its_offline_files(tmp_path: Path) -> None:
 
 def _wandb_records(file: Path) -> Any:
     """The history, the config and the summary in an offline file."""
-    from wandb.proto import wandb_internal_pb2
+    wandb_internal_pb2: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
 
     history: list[dict[str, Any]] = []
     config: dict[str, Any] = {}

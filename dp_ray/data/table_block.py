@@ -31,8 +31,8 @@ class TableBlock:
         return dicts({name: give(rows) for name, give in self._values.items()}, len(rows))
 
     def some(self, rows: Rows, names: Sequence[str]) -> list[dict[str, Any]] | None:
-        """The values of some rows, of some columns alone; None if one is not there, or a value is missing."""
-        if not self._has_all or not self._values.keys() >= set(names):
+        """The values of some rows, of some columns alone; None if one of these is not there."""
+        if not self._values.keys() >= set(names):
             return None
         return dicts({name: self._values[name](rows) for name in names}, len(rows))
 

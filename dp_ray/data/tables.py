@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import ClassVar
 
@@ -62,6 +63,19 @@ class Table(Blocks[Source]):
             for place, item in zip(places, given, strict=True):
                 items[place] = item
         return {name: torch.from_numpy(whole) for name, whole in found.items()}, items
+
+    def read_values(self, index: int, names: Sequence[str]) -> Item:
+        """The values of these columns of a sample alone, also if it cannot be decoded.
+
+        Left out are columns that are decoded, that are not there, or that lack the value.
+        """
+        found: Item = {}
+        for _, block, rows in self._by_block([index]):
+            for name in names:
+                with suppress(DataError):
+                    given = None if self._decode and name in self._decode else block.some(rows, [name])
+                    found |= given[0] if given else {}
+        return found
 
     def _place(
         self,

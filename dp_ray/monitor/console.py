@@ -19,6 +19,7 @@ from rich.text import Text
 
 from dp_ray.monitor.status_line import honours_carriage_returns, rewritten
 from dp_ray.replica.world import World
+from dp_ray.results.shape_recorder import Report
 from dp_ray.secrets import hide
 
 LINE_SECONDS = 5.0
@@ -144,9 +145,11 @@ class Progressed:
         world, before = self.workers[rank]
         self.workers[rank] = (world, before + rows)
 
-    def timed(self, rank: int, seconds: list[float]) -> None:
-        """Note the mean seconds of each part of a worker's newest steps."""
-        self.seconds[rank] = seconds
+    def take(self, report: Report, rows: int) -> None:
+        """Take in a worker's report of so many rows, and the mean seconds of each part of its steps."""
+        self.add(report.world.rank, rows)
+        if report.times is not None:
+            self.seconds[report.world.rank] = report.times.seconds.mean(axis=0).tolist()
 
     @property
     def phase(self) -> str:

@@ -27,7 +27,6 @@ from dp_ray.monitor.messages import (
     WorkerReady,
 )
 from dp_ray.monitor.planned_stop import PlannedStop
-from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.shapes import ShapeReports
 from dp_ray.monitor.task_messages import TaskMessages
 from dp_ray.monitor.writers import Writer
@@ -50,13 +49,12 @@ class Monitor:
         job: Job,
         split: Split,
         file: ReportFile,
-        tensorboard: Writer,
+        writer: Writer,
         console: Console,
         shapes: bool,
         save_incidents: Callable[[IncidentLog], None] = lambda incidents: None,
         incidents: IncidentLog | None = None,
         journal: Journal | None = None,
-        recent: RecentHistory | None = None,
         times: StepTimeWriter | None = None,
     ) -> None:
         self.node_control = NodeControl()
@@ -69,7 +67,7 @@ class Monitor:
         self._console = console
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
         self._reports = ShapeReports(file, journal, times, console, shapes, job.batch_dim, self._on_steps)
-        self.task_messages = TaskMessages(self._reports, tensorboard, self.progress, console, recent)
+        self.task_messages = TaskMessages(self._reports, writer, self.progress, console)
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -144,7 +142,7 @@ class Monitor:
         return self.planned_stop.ask(self.node_control, runs_a_step, signal_name)
 
     def close(self) -> None:
-        """Finish the shape reports and TensorBoard's files; workers can no longer be asked to stop."""
+        """Finish the shape reports and the history; workers can no longer be asked to stop."""
         self.planned_stop.is_closed = True
         self._reports.close()
         self.task_messages.close()
@@ -167,10 +165,7 @@ class Monitor:
 
     def _shapes(self, shapes: Shapes) -> None:
         if self._attempts.is_current(shapes.attempt):
-            report = shapes.report
-            self.progress.add(report.world.rank, self._reports.take(report))
-            if report.times is not None:
-                self.progress.timed(report.world.rank, report.times.seconds.mean(axis=0).tolist())
+            self.progress.take(shapes.report, self._reports.take(shapes.report))
         else:
             self._attempts.keep(shapes)
 

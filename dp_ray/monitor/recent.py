@@ -34,6 +34,10 @@ class RecentHistory:
         if time.monotonic() >= self._due:
             self.save()
 
+    def close(self) -> None:
+        """Write what is left."""
+        self.save()
+
     def save(self) -> None:
         """Write the rows that no piece holds; a storage that fails is left to what must be written."""
         began = time.monotonic()

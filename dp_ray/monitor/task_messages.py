@@ -5,7 +5,6 @@ from typing import Any
 
 from dp_ray.monitor.console import Console, Progressed
 from dp_ray.monitor.losses import Losses
-from dp_ray.monitor.recent import RecentHistory
 from dp_ray.monitor.shapes import ShapeReports
 from dp_ray.monitor.writers import Writer
 from dp_ray.results.history import Logged
@@ -19,19 +18,11 @@ class TaskMessages:
     `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank.
     """
 
-    def __init__(
-        self,
-        reports: ShapeReports,
-        tensorboard: Writer,
-        progress: Progressed,
-        console: Console,
-        recent: RecentHistory | None = None,
-    ) -> None:
+    def __init__(self, reports: ShapeReports, writer: Writer, progress: Progressed, console: Console) -> None:
         self.metrics: dict[str, float] = {}
         self.times: dict[int, dict[str, float]] = {}
         self._reports = reports
-        self._tensorboard = tensorboard
-        self._recent = recent
+        self._writer = writer
         self._progress = progress
         self._console = console
         self._losses = Losses(console)
@@ -53,14 +44,10 @@ class TaskMessages:
     def _log(self, rows: Sequence[dict[str, Any]]) -> None:
         """Show and write rows of the history."""
         self._progress.last = rows[-1]
-        self._tensorboard.add(rows)
-        if self._recent is not None:
-            self._recent.add(rows)
+        self._writer.add(rows)
         for row in rows:
             self._losses.say(row)
 
     def close(self) -> None:
-        """Finish TensorBoard's files, and keep the rows of the history that no checkpoint has."""
-        self._tensorboard.close()
-        if self._recent is not None:
-            self._recent.save()
+        """Write what is left of the history, when no more rows come."""
+        self._writer.close()

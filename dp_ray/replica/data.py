@@ -3,6 +3,7 @@
 import functools
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from dp_ray.job_target import Target
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
-from dp_ray.replica.carry import Carrying, CarryingBatch, carried_keys, carried_of, collate_carrying
+from dp_ray.replica.carry import Carrying, CarryingBatch, Plain, carried_keys, carried_of, collate_carrying
 from dp_ray.replica.collating import Batch, LoaderError, collate_of, collated, loader_error
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
@@ -82,7 +83,7 @@ class Samples(Dataset[Any]):
         self._columns = columns
         self.screen = screen
         if screen is not None:
-            screen.source = self._unscreened
+            screen.source, screen.carry, screen.carried_alone = self._unscreened, carry, self._carried_alone
         self._keys = keys
         self.carry = carry
         self.name = name
@@ -130,6 +131,15 @@ class Samples(Dataset[Any]):
         if self._keys is None and not self.carry:
             return items
         return [self._picked(*one) for one in zip(indices, items, strict=True)]
+
+    def _carried_alone(self, index: int) -> dict[str, Plain]:
+        """The carried values of a sample that cannot be read, as far as the dataset reads columns alone."""
+        read, found = getattr(self.dataset, "read_values", None), dict[str, Plain]()
+        item = {} if read is None else read(index, self.carry)
+        for key in item:
+            with suppress(DataError):  # a value that cannot be carried
+                (found[key],) = carried_of(item, [key])
+        return found
 
     def _picked(self, index: int, item: Any) -> Any:
         try:

@@ -22,8 +22,9 @@ MERGED = "outputs.parquet"  # what earlier versions wrote in place of the folder
 class FileRecord:
     """A file of the outputs: its name, and the positions `first .. end - 1` that it holds.
 
-    `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order. Where all samples were set
-    aside, there is a record without rows and no file.
+    `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order. `layout` is its columns, as
+    the file's metadata has them; earlier versions did not keep it. Where all samples were set aside, there is a
+    record without rows and no file.
     """
 
     name: str
@@ -33,6 +34,7 @@ class FileRecord:
     bytes: int
     sha256: str
     steps: tuple[str, ...]
+    layout: str = ""
 
     @property
     def path(self) -> str:
@@ -42,7 +44,7 @@ class FileRecord:
     def described(self) -> dict[str, Any]:
         """The file as the manifest tells it: a hash in place of the digests of its steps."""
         values = asdict(self)
-        del values["steps"], values["end"]
+        del values["steps"], values["end"], values["layout"]
         return {**values, "steps_sha256": hash_of_steps([self])}
 
 

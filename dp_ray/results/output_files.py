@@ -14,7 +14,7 @@ from dp_ray.plan.file_cut import FileCut
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Frontier, Range
-from dp_ray.results.columns import SAMPLE_INDEX, Layout
+from dp_ray.results.columns import METADATA, SAMPLE_INDEX, Layout
 from dp_ray.results.manifest import OUTPUTS, FileRecord, write_record
 from dp_ray.results.output_parts import AGAIN, POSITION, PartReader, RowsInOrder
 from dp_ray.results.proof import RowProof
@@ -225,7 +225,8 @@ class OpenFile:
         self._stream.commit()
         written = self._stream.tell()
         steps = tuple(self._digests.done)
-        return FileRecord(self._name, self._num_rows, first, end, written, self._stream.sha256, steps)
+        layout = self.layout.metadata[METADATA].decode()
+        return FileRecord(self._name, self._num_rows, first, end, written, self._stream.sha256, steps, layout)
 
     def close(self) -> None:
         """Close what is read."""

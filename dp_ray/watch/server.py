@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from dp_ray.errors import Error, JobError
+from dp_ray.errors import JobError
 from dp_ray.report.page import page_of
 from dp_ray.rundir.files import RUN
 from dp_ray.storage import Storage
@@ -57,14 +57,15 @@ class LivePage:
             if not self._run.exists(RUN):
                 return waiting_page(f"There is no run at {self._run} yet. This page waits for it.")
             return page_of(self._run, None if is_last else LIVE_SECONDS)
-        except Error as error:
-            return waiting_page(str(error))
+        except Exception as error:  # a damaged file of any kind, which may be whole at the next look
+            return waiting_page(f"The page cannot be made: {type(error).__name__}: {error}")
 
 
 def waiting_page(text: str) -> str:
     """A page with a line of text that asks again."""
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{LIVE_SECONDS:g}">'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+        f'<link rel="icon" href="data:,">'
         f'<meta name="color-scheme" content="light dark"><title>waiting</title><p>{html.escape(text)}</p></html>'
     )
 

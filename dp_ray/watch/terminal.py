@@ -50,7 +50,7 @@ def _lines(snapshot: Snapshot, width: int) -> Iterator[str]:
     if not snapshot.has_begun:
         yield f"{row.name}: waiting, there is no run yet"
         return
-    yield _title(snapshot)
+    yield from _wrapped(_title(snapshot), width)
     if row.steps:
         yield _bar((row.step or 0) / row.steps, width)
     if row.status == "running" and progress.get("phase"):
@@ -63,7 +63,7 @@ def _lines(snapshot: Snapshot, width: int) -> Iterator[str]:
     yield from _end(snapshot, width)
 
 
-def _title(snapshot: Snapshot) -> str:
+def _title(snapshot: Snapshot) -> Iterator[str]:
     row = snapshot.row
     parts = [row.name, row.task or "", row.status]
     if row.steps:
@@ -72,7 +72,7 @@ def _title(snapshot: Snapshot) -> str:
         parts.append(f"{time_span(left)} left")
     elif row.status != "running" and row.age is not None:
         parts.append(f"{time_span(row.age)} ago")
-    return "  ".join(filter(None, parts))
+    return filter(None, parts)
 
 
 def _left(progress: dict[str, Any]) -> float | None:
