@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,23 @@ def test_a_page_that_cannot_be_made_fails_no_run(
     monkeypatch.setattr(page, "write_page", raises)
     assert train(tmp_path, quiet=False).status == "done"
     assert "no page of the run: RuntimeError: no template" in capsys.readouterr().err
+
+
+def test_what_a_run_was_made_with_is_written_after_the_clearing_of_unfinished_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    clear = Storage.remove_unfinished
+
+    def cleared(storage: Storage, recursive: bool = False) -> None:
+        time.sleep(0.05 * recursive)
+        order.extend(["cleared"] * recursive)
+        clear(storage, recursive)
+
+    monkeypatch.setattr(Storage, "remove_unfinished", cleared)
+    monkeypatch.setattr("dp_ray.rundir.about.git_state", lambda: order.append("kept"))
+    train(tmp_path)
+    assert order == ["cleared", "kept", "cleared"]
 
 
 def test_nothing_of_the_page_is_imported_before_a_runs_end() -> None:
