@@ -16,7 +16,7 @@ from dp_ray.errors import StorageError
 from dp_ray.replica.step_clock import PARTS, DeviceClock, Part, SilentClock, StepClock
 from dp_ray.replica.world import World
 from dp_ray.results import step_time_files
-from dp_ray.results.step_time_files import SCHEMA, TIMES, StepTimeWriter, TimedSteps
+from dp_ray.results.step_time_files import SCHEMA, TIMES, StepTimeWriter, TimedSteps, packed
 from dp_ray.results.step_times_table import STEP_PARTS, read_step_times
 from dp_ray.storage import Storage
 from tests.support.training import Pairs, mlp
@@ -156,6 +156,18 @@ def test_parts_may_lie_in_one_another() -> None:
     assert timed.seconds[Part.UPDATE] >= 2 * SECONDS
     assert sum(timed.seconds) == pytest.approx(whole, abs=1e-3)
     assert SilentClock().end_step(0, 1) == []
+
+
+def test_a_step_costs_microseconds() -> None:
+    """A step of one shard has some ten marks."""
+    clock, began = StepClock(), time.perf_counter()
+    timed = []
+    for step in range(2000):
+        for part in (*Part, Part.FORWARD, Part.BACKWARD):
+            clock.enter(part)
+        timed += clock.end_step(step, 8)
+    packed(timed)
+    assert (time.perf_counter() - began) / 2000 < 100e-6, "on a busy machine; it takes about 4 on a quiet one"
 
 
 def steps(first: int, num: int, exchange: float = 0.0, forward: float = 1.0) -> TimedSteps:
