@@ -31,6 +31,7 @@ MODULES = [
     "sklearn.datasets",
 ]
 MODULES += ["tensorboardX", "pydantic", "requests", "yaml", "fsspec", "jsonschema", "click", "rich", "filelock"]
+MODULES += ["google.protobuf.json_format", "attr", "pytest", "hypothesis"]
 ASKS = str(Path(__file__).with_name("ray_fork.py"))
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="  # arguments of Ray's setup_worker.py alone
 
