@@ -61,8 +61,8 @@ def pytest_sessionfinish() -> None:
 
 
 def environment() -> dict[str, str]:
-    """os.environ, without what pytest, torch at its first DDP, and boto3 when it is imported write there."""
-    theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "CRC32C_")
+    """os.environ, without what pytest, torch at its first DDP, and boto3 and Ray when imported write there."""
+    theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "CRC32C_", "RAY_CLIENT_MODE")
     return {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
 
 
