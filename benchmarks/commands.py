@@ -1,7 +1,7 @@
 """Whole commands, from the shell's call to its end, with no Ray up.
 
 Predict 200,000 rows on two workers, against `accelerate launch` and against a script with Ray Data; and `verify` on
-four numbers of workers, against four runs.
+four numbers of workers, against four runs. A list of many runs, against an import of torch.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from benchmarks.cluster import scratch
-from benchmarks.compare import at_most, compared
+from benchmarks.compare import Goal, at_most, compared
 from benchmarks.predict import ROWS, check_outputs
 from benchmarks.rows import make_rows
 from benchmarks.table import Row, time_text
@@ -22,6 +22,8 @@ from benchmarks.table import Row, time_text
 ROOT = Path(__file__).parent.parent
 REPEATS = 3
 COUNTS = (1, 2, 3, 8)
+LISTED = 1_000
+WITHIN = Goal("at most 2.0 s", 2.0, is_least=False, absolute=True)
 DP_RAY = (sys.executable, "-m", "dp_ray")
 PREDICT = (*DP_RAY, "run", "benchmarks/predict.yaml", "--quiet")
 # Without --multi_gpu, accelerate launches one process on a machine without GPUs.
@@ -42,6 +44,20 @@ def measure() -> Iterator[Row]:
         yield compared(what, pairs, time_text, name, FASTER)
     what = f"commands: dp-ray verify on {', '.join(map(str, COUNTS))} workers"
     yield compared(what, [_verify_and_runs() for _ in range(REPEATS)], time_text, "four runs", at_most(0.4))
+    what = f"commands: dp-ray list of {LISTED:,} runs"
+    yield compared(what, list(_lists_and_imports()), time_text, "python -c 'import torch'", WITHIN)
+
+
+def _lists_and_imports() -> Iterator[tuple[float, float]]:
+    """Seconds of a list of many finished runs, and of an import of torch, which it does without."""
+    with scratch() as folder:
+        run = ("run", "jobs/tutorial.yaml", "--quiet", "--workers=0", f"--storage={folder}")
+        _run((*DP_RAY, *run, "--name=run-0"))
+        shutil.rmtree(folder / "run-0" / "tensorboard", ignore_errors=True)
+        for number in range(1, LISTED):
+            shutil.copytree(folder / "run-0", folder / f"run-{number}", copy_function=os.link)
+        for _ in range(2 * REPEATS):
+            yield _run((*DP_RAY, "list", str(folder))), _run((sys.executable, "-c", "import torch"))
 
 
 def _ours(rows: Path, out: Path) -> tuple[str, ...]:

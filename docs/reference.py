@@ -88,6 +88,8 @@ def _values(key: dict[str, Any]) -> Iterator[str]:
             yield f"`{name}`"
         case {"$ref": _}:
             yield "a mapping"
+        case {"type": "array", "items": {"enum": names}}:
+            yield f"a list of {', '.join(f'`{name}`' for name in names)}"
         case {"type": "array", "items": {"type": "string"}}:
             yield "a list of text"
         case {"type": "array"}:

@@ -1,4 +1,4 @@
-"""The command line: run, plan, verify, submit, evaluate, predict, retry, report, schema."""
+"""The command line: run, plan, verify, submit, evaluate, predict, retry, schema, and those that show runs."""
 
 import json
 import shlex
@@ -17,6 +17,7 @@ from dp_ray.cli_options import (
     JOB,
     JSON,
     OVERWRITE,
+    PROFILE,
     QUIET,
     RESULT_JSON,
     SETTINGS,
@@ -26,6 +27,7 @@ from dp_ray.cli_options import (
     WORKERS,
     of_a_training,
 )
+from dp_ray.cli_runs import compare, list_runs, report, track, watch
 from dp_ray.early_start import begun, say_import
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job
@@ -85,6 +87,7 @@ def cli() -> None:
 @OVERWRITE
 @SHAPES
 @INJECT
+@PROFILE
 @click.option("--keep-going", is_flag=True, help="Of several jobs: run the rest after one has failed.")
 @RESULT_JSON
 @QUIET
@@ -96,6 +99,7 @@ def run(
     settings: tuple[str, ...],
     name: str | None,
     storage: str | None,
+    profile: str | None,
     keep_going: bool,
     as_json: bool,
     env_from: str | None,
@@ -106,7 +110,7 @@ def run(
         from dp_ray.cluster.submit import take_settings
 
         settings = (*settings, *take_settings(env_from))
-    jobs = [_load(job_file, workers, settings, name=name, storage=storage) for job_file in job_files]
+    jobs = [_load(job_file, workers, settings, name=name, storage=storage, profile=profile) for job_file in job_files]
     _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver import Options
     from dp_ray.several import running
@@ -190,10 +194,11 @@ def verify(
 @OVERWRITE
 @SHAPES
 @INJECT
+@PROFILE
 @RESULT_JSON
 def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it."""
-    _load(job_file, workers, settings, name=options["name"], storage=options["storage"])
+    _load(job_file, workers, settings, name=options["name"], storage=options["storage"], profile=options["profile"])
     from dp_ray.cluster.ray_version import check_ray
 
     check_ray()
@@ -202,7 +207,8 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
 
     flags = ["--workers", workers] if workers else []
     flags += [part for setting in settings if not is_env(setting) for part in ("--set", setting)]
-    flags += [part for key in ("name", "storage", "inject") if options[key] for part in (f"--{key}", options[key])]
+    valued = [key for key in ("name", "storage", "inject", "profile") if options[key]]
+    flags += [part for key in valued for part in (f"--{key}", options[key])]
     flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
     flags += ["--json"] if options["as_json"] else []
     program = ["python", "-m", "dp_ray", "run", job_file, *flags]
@@ -273,43 +279,6 @@ def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json:
 
 
 @cli.command()
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
-@SHAPES
-@RESULT_JSON
-def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool) -> None:
-    """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
-    from dp_ray.results.report import compared, compared_values, lines
-    from dp_ray.results.result import load
-    from dp_ray.rundir.unfinished import unfinished
-
-    found = unfinished(run_dirs[0]) if len(run_dirs) == 1 and not shapes else None
-    if found and not as_json:
-        click.echo(found)
-        if found.status != "running":
-            click.echo("run the same command to resume")
-    if found and not found.has_result:
-        if as_json:
-            click.echo(json.dumps(found.to_json()))
-        return
-    result, *others = map(load, run_dirs)
-    if others:
-        if shapes:
-            raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")
-        results = [result, *others]
-        click.echo(json.dumps(compared_values(results)) if as_json else compared(results))
-        return
-    if shapes:
-        for line in result.shape_lines():
-            click.echo(line)
-    if as_json:
-        click.echo(json.dumps(result.to_json()))
-    elif not shapes:
-        if result.status == "failed":
-            click.echo(f"failed: {result.error}")
-        click.echo("\n".join(lines(result)))
-
-
-@cli.command()
 @click.option(
     "--out", metavar="FILE", type=click.File("w", atomic=True), default="-", help="File to write; default stdout."
 )
@@ -318,6 +287,10 @@ def schema(out: TextIO) -> None:
     from dp_ray.job_schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2), file=out)
+
+
+for command in (report, compare, list_runs, watch, track):
+    cli.add_command(command)
 
 
 def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:

@@ -18,18 +18,22 @@ from dp_ray.job_file import job_from
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.outcome import result_of, save_unfinished, summary_of, wait_of
+from dp_ray.outcome import result_of, save_unfinished, summary_of, time_lines
 from dp_ray.plan.plan import Plan
+from dp_ray.plan.table import table
 from dp_ray.planning import dataset_rows, make_plan, taken_over
 from dp_ray.results.proof import prove_outputs
 from dp_ray.results.result import Result
-from dp_ray.results.shown import relative
+from dp_ray.results.short import relative
 from dp_ray.rundir import ledger
+from dp_ray.rundir.about import recorded_about
 from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, with_full_init_from, with_shards_of_run
-from dp_ray.rundir.history_file import HISTORY, merge_history
+from dp_ray.rundir.history_file import HISTORY, RECENT, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
-from dp_ray.rundir.lease import Lease, held, wait_until_free
+from dp_ray.rundir.lease import held, wait_until_free
+from dp_ray.rundir.lease_file import Lease
 from dp_ray.rundir.ledger import FILES, PARTS
+from dp_ray.rundir.progress_file import PROGRESS
 from dp_ray.rundir.quarantine_files import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.rundir.weights import LINKS, first_step
@@ -37,6 +41,8 @@ from dp_ray.system.environment import environment
 from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StopRequested
 from dp_ray.tracebacks import shorten
+from dp_ray.trackers.process import check_installed
+from dp_ray.trackers.run_trackers import RunTrackers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +125,17 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
         console.say(line)
     execution = Execution(prepared, claimed, options, console, started, on_ray or _on_own_workers(options))
     with held(claimed, lambda: execution.steps_done):
-        return execution.run()
+        try:
+            with recorded_about(claimed.storage, table(plan)):
+                return execution.run()
+        finally:
+            execution.write_page()
 
 
 def prepare(job: Job, options: Options, console: Console) -> Prepared:
     """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
     job = job.for_task()
+    check_installed(job.trackers or ())
     faults = parse_faults(options.inject)
     if faults and job.max_workers == 0:
         raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
@@ -184,6 +195,7 @@ class Execution:
         self._started = started
         self._on_ray = on_ray
         self._monitor: Monitor | None = None
+        self._trackers = RunTrackers(self._job, self._storage, console.say)
 
     @property
     def steps_done(self) -> int:
@@ -220,7 +232,9 @@ class Execution:
     def _follow(self) -> None:
         """Run the workers to their end, followed by a monitor."""
         job, prepared = self._job, self._prepared
-        with monitoring(job, self._split, self._claimed, self._console, self._options.shapes) as monitor:
+        with monitoring(
+            job, self._split, self._claimed, self._console, self._options.shapes, self._trackers
+        ) as monitor:
             self._monitor = monitor
             if job.max_workers == 0:
                 run_in_process(job, self._claimed, monitor, prepared.plan.rows)
@@ -235,14 +249,15 @@ class Execution:
         elif self._job.task == "train":
             merge_history(run.child(HISTORY), run, split.total_steps, first_step(run))
         if self._job.on_error is not None or has_set_aside(run):
-            merge_quarantine(run)
+            merge_quarantine(run, (self._job.outputs.carry or ()) if self._job.task == "predict" else ())
 
     def _result(self, status: str, error: BaseException | None = None) -> Result:
         return result_of(self._job, self._split, self._claimed, self._monitor, self._started, status, error)
 
     def _keep_unfinished(self, status: str, error: BaseException) -> None:
         check_ours(self._claimed)
-        save_unfinished(self._result(status, error), self._storage, self._split, self._monitor)
+        save_unfinished(result := self._result(status, error), self._storage, self._split, self._monitor)
+        self._trackers.finish(status, result.metrics)
 
     def _finish(self) -> Result:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
@@ -252,10 +267,20 @@ class Execution:
         is_to_retry = result.task == "predict" and result.quarantined > 0
         for folder in (PARTS, HISTORY, QUARANTINE, LINKS, *[FILES] * (not is_to_retry)):
             self._storage.child(folder).remove()
-        for name in (INCIDENTS, *[ledger.LEDGER] * (not is_to_retry)):
+        for name in (INCIDENTS, RECENT, PROGRESS, *[ledger.LEDGER] * (not is_to_retry)):
             self._storage.delete(name)
         self._storage.remove_unfinished(recursive=True)
-        if waited := wait_of(result):
-            self._console.say(waited)
+        for line in time_lines(result):
+            self._console.say(line)
         self._console.say(summary_of(result, self._claimed.is_resumed))
+        self._trackers.finish("done", result.metrics)
         return result
+
+    def write_page(self) -> None:
+        """Write the page of the run; a page that cannot be made is told of, and fails no run."""
+        try:
+            from dp_ray.report.page import write_page  # only now: a run does not wait for it at its start
+
+            write_page(self._storage)
+        except Exception as error:  # whatever it is, the run's result stands
+            self._console.say(f"no page of the run: {type(error).__name__}: {error}")

@@ -1,19 +1,26 @@
 """The result of a run, kept whether the run is done, failed or was interrupted."""
 
 import contextlib
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import pyarrow as pa
 
 from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.plan.split import Split
+from dp_ray.replica.flops import Flops, utilization
 from dp_ray.replica.step_times import share_of_wait
 from dp_ray.results.manifest import outputs_path, outputs_sha256
 from dp_ray.results.result import Result, with_best_weights
-from dp_ray.results.shown import measured, relative
+from dp_ray.results.short import measured, relative
+from dp_ray.results.step_times_table import read_step_times
+from dp_ray.results.time_split import rows_per_second, split_line, steady, time_split, worker_splits
+from dp_ray.results.verdicts import facts_of, verdict_of
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history_file import best_of, summary
@@ -21,10 +28,13 @@ from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine_files import count_quarantined, has_set_aside, merge_quarantine
 from dp_ray.rundir.unfinished import kept_steps
 from dp_ray.rundir.weights import WEIGHTS
+from dp_ray.secrets import hide
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import sha256_of
+from dp_ray.text import percent
+from dp_ray.tracebacks import frames_of
 
-LONG_SHARE, LONG_SECONDS = 0.25, 10.0
+NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
 
 
 def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor | None) -> None:
@@ -61,12 +71,15 @@ def summary_of(result: Result, is_resumed: bool) -> str:
     return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
 
 
-def wait_of(result: Result) -> str:
-    """A line on the wait for data, if it took a good part of a run that is no trial; else nothing."""
-    share, loops = result.data_wait_share, [worker.get("loop_seconds", 0.0) for worker in result.workers]
-    if share is None or share < LONG_SHARE or max(loops) < LONG_SECONDS:
-        return ""
-    return f"the workers waited for data in {share:.0%} of their time: more loader.processes may help"
+def time_lines(result: Result) -> Iterator[str]:
+    """Lines on where the time of the steps went, and what limits the run."""
+    if result.time_split is not None:
+        yield f"time of the steps: {split_line(result.time_split)}"
+    if result.verdict is not None:
+        yield result.verdict
+    if result.flops_per_row is not None:
+        share = "" if result.mfu is None else f", {percent(result.mfu)} of the devices' peak (MFU)"
+        yield f"{result.flops_per_row:,.0f} floating-point operations a row{share}"
 
 
 def result_of(
@@ -84,6 +97,7 @@ def result_of(
     storage, times = claimed.storage, monitor.task_messages.times if monitor else {}
     merged = status == "done" and job.task == "predict"
     trained = status == "done" and job.task == "train"
+    seconds = round(time.monotonic() - started, 3)
     best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
     return Result(
         run_dir=str(storage),
@@ -105,14 +119,52 @@ def result_of(
         interruptions=incidents.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
         quarantined=count_quarantined(storage),
-        seconds=round(time.monotonic() - started, 3),
+        seconds=seconds,
+        **_times_told(job, claimed, None if claimed.is_resumed else seconds, monitor),
         outputs_path=outputs_path(storage) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=str(storage.child(WEIGHTS)) if trained else None,
         weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
         best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
+        failure=None if error is None else failure_of(error),
     )
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Where an error was raised, as far as its text tells, and the frames of the user's code."""
+    text = str(error)
+    worker = re.search(r"\brank (\d+) on ([^\s:,]+)", text)
+    found = {name: re.search(rf"\b{name} (\d+)", text) for name in ("step", "sample")}
+    return {
+        "rank": int(worker[1]) if worker else None,
+        "node": worker[2] if worker else None,
+        **{name: int(match[1]) if match else None for name, match in found.items()},
+        "frames": hide(frames_of(error)),
+    }
+
+
+def _times_told(job: Job, claimed: RunDir, seconds: float | None, monitor: Monitor | None) -> dict[str, Any]:
+    """What a result tells of the steps' times; nothing of files that cannot be read, since they only inform."""
+    with contextlib.suppress(StorageError):
+        table = read_step_times(claimed.storage, NEWEST_TIMES)
+        verdict = verdict_of(table, facts_of(job.describe(), seconds))
+        flops = monitor.task_messages.flops if monitor else None
+        return {
+            "time_split": time_split(table),
+            "verdict": verdict and verdict.text,
+            **_flops_told(flops, job, table),
+        }
+    return {}
+
+
+def _flops_told(flops: Flops | None, job: Job, table: pa.Table) -> dict[str, Any]:
+    """What a result tells of the operations of a row."""
+    if flops is None:
+        return {}
+    shown = steady(table)
+    devices = job.num_devices * len(worker_splits(shown))
+    return {"flops_per_row": flops.per_row, "mfu": utilization(flops, rows_per_second(shown), max(1, devices))}
 
 
 def _told(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:

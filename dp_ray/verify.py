@@ -14,9 +14,8 @@ from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.results.result import Result
 from dp_ray.rundir.checkpoint import CHECKPOINTS, load_checkpoint, name_of
-from dp_ray.rundir.history_file import CLOCKED
+from dp_ray.rundir.history_file import CLOCKED, DIGEST, is_inner
 from dp_ray.several import running
-from dp_ray.tensors.digest import DIGEST, is_inner
 from dp_ray.tensors.nested import flatten
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}

@@ -126,3 +126,41 @@ def test_on_ray_a_killed_worker_changes_nothing(run_in_session: Run, tmp_path: P
     with pytest.raises(DataError, match="2 samples cannot be used"):
         run_in_session(**keys(tmp_path, name="full", workers=2, on_error={"quarantine": 1}))
     assert dp_ray.load(tmp_path / "full").restarts == 0
+
+
+@pytest.mark.ray
+def test_on_ray_what_is_kept_and_carried_is_whole_after_a_retry(run_in_session: Run, tmp_path: Path) -> None:
+    """Two of three bad samples are mended; the third one is in the quarantine, with nothing carried."""
+    args = {"length": 23, "raises": [3, 9, 20], "mended": str(tmp_path / "mended")}
+    given = keys(tmp_path, task="predict", dataset={"target": "tests.support.bad_data:Named", "args": args})
+    given |= {"inputs": ["x"], "model": "tests.test_bad_records_of_runs:Doubled", "on_error": {"quarantine": 3}}
+    given |= {"outputs": {"keep": ["twice"], "carry": ["id"], "file_bytes": 200}, "workers": 2, "order": "shuffled"}
+    first = run_in_session(**given)
+    assert first.quarantined == 3 and not {"row 3", "row 9", "row 20"} & {*first.carried["id"]}
+    (tmp_path / "mended").write_text("3 9")
+    retried(first.run_dir, {})
+    second = run_in_session(**given)
+    (bad,) = quarantined(Path(second.run_dir))
+    assert (bad["sample_index"], bad["carried.id"]) == (20, None)
+    assert sorted(second.sample_index.tolist()) == [one for one in range(23) if one != 20]
+    there = second.sample_index.tolist()
+    assert second.carried["id"] == [f"row {index}" for index in there]
+    assert second.outputs.keys() == {"twice"}
+    assert torch.equal(second.outputs["twice"], training.Pairs(23).inputs[there] * 2)
+
+
+class Doubled(torch.nn.Module):
+    """Twice and thrice its inputs."""
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"twice": inputs * 2, "thrice": inputs * 3}
+
+
+@pytest.mark.ray
+def test_on_ray_a_stream_with_bad_records_is_that_of_one_process(run_in_session: Run, tmp_path: Path) -> None:
+    args = {"iterable": "tests.support.bad_data:lines", "rows": 23, "decode": "tests.support.bad_data:inputs_of"}
+    given = keys(tmp_path, task="predict", dataset={"target": "dp_ray.data:Stream", "args": args}, shards=3)
+    alone = dp_ray.run(**{**given, "name": "alone", "workers": 0})
+    result = run_in_session(**{**given, "workers": 2})
+    assert samples(result) == samples(alone) == [(0, 5), (0, 17)]
+    assert result.outputs_sha256 == alone.outputs_sha256

@@ -16,10 +16,14 @@ from torch import nn
 import dp_ray
 from dp_ray.errors import DataError
 from dp_ray.job import Job
+from dp_ray.plan.split import Shard
+from dp_ray.replica.screening import BadSample
 from dp_ray.results import outputs
 from dp_ray.results.carried import KINDS, CarriedColumn, carried_arrays
 from dp_ray.results.columns import Layout, converted, rows_of
 from dp_ray.results.manifest import outputs_sha256
+from dp_ray.rundir.quarantine_files import QUARANTINE, QuarantineFiles, merge_quarantine, unmerge_quarantine
+from dp_ray.storage import Storage
 from tests.support.alone import predict_parts
 from tests.support.group import StopsBefore
 from tests.support.merging import merged
@@ -230,6 +234,62 @@ def test_of_samples_that_are_set_aside_nothing_is_carried(tmp_path: Path, scatte
     assert sorted(there) == [index for index in range(ROWS) if index not in (3, 4, 5, 8, 20)]
     assert result.carried == {key: [expected(index)[key] for index in there] for key in KEYS}
     assert torch.equal(result.outputs, DATA[there] * 2)
+    (file,) = tmp_path.glob("run/quarantine.parquet")
+    found = pq.read_table(file).sort_by("sample_index").to_pylist()
+    for row in found:  # of those that could be read, all values; of the others none
+        was_read = row["sample_index"] in (8, 20)
+        assert was_read or row["type"] == "ValueError"
+        wanted = expected(row["sample_index"]) if was_read else dict.fromkeys(KEYS)
+        assert {key: row[f"carried.{key}"] for key in KEYS} == {key: wanted[key] for key in KEYS}
+
+
+def decoded(value: int) -> torch.Tensor:
+    if value % 5 == 0:
+        raise OSError("not an image")
+    return torch.tensor([value]).repeat(3 if value % 7 else 4).float()
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_row_of_a_table_that_cannot_be_decoded_is_set_aside_with_what_it_carries(
+    tmp_path: Path, processes: int
+) -> None:
+    """But for what is decoded itself, and what has no value."""
+    rows: dict[str, Any] = {"x": range(1, 31), "id": [f"row {n}" for n in range(1, 31)], "size": range(30)}
+    rows["gap"] = [None if n == 9 else n / 2 for n in range(30)]
+    pq.write_table(pa.table(rows), tmp_path / "x.parquet", row_group_size=8)
+    args = {"paths": str(tmp_path / "x.parquet"), "decode": {"x": f"{__name__}:decoded", "size": "builtins:int"}}
+    keys: dict[str, Any] = {"storage": str(tmp_path), "name": "run", "batch_size": 7, "workers": 0, "quiet": True}
+    keys |= {"loader": {"processes": processes, "context": "fork" if processes else None}}
+    keys |= {"inputs": ["x"], "outputs": {"carry": ["id", "size", "gap"]}, "on_error": {"quarantine": 11}}
+    result = dp_ray.run(model=Inputs(), dataset={"target": "dp_ray.data:Parquet", "args": args}, shards=3, **keys)
+    found = pq.read_table(tmp_path / "run" / "quarantine.parquet").to_pylist()
+    assert [one["sample_index"] for one in found] == [4, 6, 9, 13, 14, 19, 20, 24, 27, 29]
+    assert [one["carried.id"] for one in found] == [f"row {n + 1}" for n in (4, 6, 9, 13, 14, 19, 20, 24, 27, 29)]
+    sizes = [6, 13, 20, 27]  # misshapen ones were decoded
+    assert [one["carried.size"] for one in found] == [
+        n if n in sizes else None for n in (4, *[6, 9, 13, 14, 19, 20, 24, 27, 29])
+    ]
+    assert [one["carried.gap"] for one in found][:4] == [2.0, 3.0, None, 6.5]
+    assert len(result.carried["id"]) == 20
+
+
+def test_a_quarantine_is_merged_and_taken_apart_again_with_what_is_carried(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    run.child(QUARANTINE).create()
+    files = QuarantineFiles(run, "dataset", 10, None, lambda text: None)
+    rows: list[Any] = [{"id": 1, "mixed": 2}, {"id": None, "mixed": "two"}, None]
+    for at, carried in enumerate(rows):
+        files.keep(Shard(at, 0, at, at + 1), {at: BadSample(at, "Misshapen", "", "", carried)})
+    merge_quarantine(run, ("id", "mixed"))
+    found = pq.read_table(tmp_path / "quarantine.parquet")
+    assert found["carried.id"].to_pylist() == [1, None, None]
+    assert found["carried.mixed"].to_pylist() == ["2", "two", None]
+    run.child(QUARANTINE).remove()
+    unmerge_quarantine(run)
+    merge_quarantine(run, ("id", "mixed"))
+    assert pq.read_table(tmp_path / "quarantine.parquet").equals(found)
+    merge_quarantine(run)
+    assert "carried.id" not in pq.read_table(tmp_path / "quarantine.parquet").column_names
 
 
 def test_columns_cut_as_a_whole_give_what_is_carried_too(tmp_path: Path) -> None:

@@ -14,9 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import dp_ray
 from dp_ray.data import Parquet, files
 from dp_ray.data.blocks import Block
+from dp_ray.driver import Options, execute
 from dp_ray.errors import DataError
+from dp_ray.retry import retried
+from dp_ray.storage import Storage
 from tests.support.feeds import MEMORY, PREDICT, ROWS, job_of, loader, predicted, rows, trained
 from tests.support.group import ProcessExit, run_group
 from tests.support.tables import shard
@@ -161,3 +165,38 @@ def breaking(server: "Server") -> Iterator[None]:
         yield
     finally:
         broken.unlink()
+
+
+ROTTEN = {4, 30}
+
+
+def good(number: int) -> int:
+    """A decoder that raises for some numbers."""
+    if number in ROTTEN:
+        raise ValueError(f"{number} is rotten")
+    return number
+
+
+def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
+    """They are set aside with what they carry, and what is mended takes its place."""
+    numbers = range(ROWS)
+    table = pa.table({"x": rows()[0].tolist(), "number": numbers, "id": [f"row {one}" for one in numbers]})
+    with Storage(server.url("bad-data")).writing("a.parquet") as stream:
+        pq.write_table(table, stream, row_group_size=5)
+    args = {"paths": server.url("bad-data"), "decode": {"number": f"{__name__}:good"}}
+    keys: dict[str, Any] = {"dataset": {"target": "dp_ray.data:Parquet", "args": args}, "inputs": ["x"], "shards": 3}
+    keys |= {"model": "torch.nn:Identity", "batch_size": 9, "workers": 0, "order": "shuffled", "quiet": True}
+    keys |= {"outputs": {"carry": ["id"]}, "on_error": {"quarantine": 2}, "storage": server.url("bad-runs")}
+    first = dp_ray.run(**keys, name="run")
+    assert sorted(first.sample_index.tolist()) == [one for one in numbers if one not in ROTTEN]
+    run = Storage(server.url("bad-runs/run"))
+    with run.open("quarantine.parquet") as stream:
+        found = pq.read_table(stream).to_pylist()
+    assert sorted((one["sample_index"], one["carried.id"]) for one in found) == [(4, "row 4"), (30, "row 30")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "ROTTEN", {4})
+        second = execute(retried(run.location, {}), Options(quiet=True))
+    there = second.sample_index.tolist()
+    assert second.quarantined == 1 and sorted(there) == [one for one in numbers if one != 4]
+    assert second.carried["id"] == [f"row {one}" for one in there]
+    assert torch.equal(second.outputs.float(), rows()[0][there])

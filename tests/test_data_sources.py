@@ -3,6 +3,7 @@
 import csv
 import datetime
 import errno
+import io
 import json
 import os
 import pickle
@@ -17,8 +18,9 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import csv as pacsv
 from torch.utils.data import default_collate
 
 from dp_ray.data import (
@@ -381,6 +383,47 @@ def test_csv_without_a_line_of_names_and_with_other_delimiters(tmp_path: Path) -
     (tmp_path / "a.tsv").write_text("1\tx\n2\ty\n")
     dataset = Csv(tmp_path, names=["n", "t"], delimiter="\t", types={"n": "float32"})
     assert [(item["n"], item["t"]) for item in dataset] == [(1.0, "x"), (2.0, "y")]
+
+
+PLAIN = st.text(alphabet='a" \\', min_size=1, max_size=5).filter(lambda text: not text.startswith('"'))
+QUOTED = st.text(alphabet='a",\n\r ', max_size=6).map(lambda text: '"' + text.replace('"', '""') + '"')
+BEHIND = st.tuples(QUOTED, st.text(alphabet='a "', max_size=3).filter(lambda text: not text.startswith('"'))).map(
+    "".join
+)
+FIELDS = st.one_of(PLAIN, QUOTED, BEHIND)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(FIELDS, FIELDS), min_size=1, max_size=12),
+    ends=st.sampled_from(["\n", "\r\n"]),
+    begin=st.sampled_from(["", "\ufeff"]),
+    piece=st.sampled_from([1, 7, 40]),
+)
+def test_csv_is_cut_where_pyarrow_ends_rows(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], ends: str, begin: str, piece: int
+) -> None:
+    """With quotes within plain values, and text behind quoted ones; the oracle reads the whole file."""
+    folder = tmp_path_factory.mktemp("csv")
+    text = (begin + "".join(f"{a},{b}{ends}" for a, b in rows)).encode()
+    (folder / "a.csv").write_bytes(text)
+    kinds = pacsv.ConvertOptions(column_types={"a": pa.string(), "b": pa.string()}, strings_can_be_null=False)
+    reads = pacsv.ReadOptions(use_threads=False, column_names=["a", "b"], block_size=1 << 20)
+    whole = pacsv.read_csv(io.BytesIO(text), reads, pacsv.ParseOptions(newlines_in_values=True), kinds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stretches, "STRETCH_BYTES", piece)
+        found = Csv(folder, names=["a", "b"], types={"a": "string", "b": "string"})
+        assert [found[at] for at in range(len(found))] == whole.to_pylist()
+    assert len(found.block_rows) == len(rows) or piece > 1
+
+
+def test_a_stray_quote_does_not_join_the_rows_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('size,name\n5" tall,x\n' + '"6"" tall,\nand wide",y\n' * 50)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stretches, "STRETCH_BYTES", 100)
+        found = Csv(tmp_path)
+        assert [item["size"] for item in found] == ['5" tall', *['6" tall,\nand wide'] * 50]
+    assert len(found.block_rows) > 10
 
 
 def test_a_column_has_one_type_over_all_files(tmp_path: Path) -> None:

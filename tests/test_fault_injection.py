@@ -22,6 +22,21 @@ def test_the_plan_of_the_manual() -> None:
     assert parse_faults("") == ()
 
 
+def test_a_slow_worker_is_slow_from_its_step_on() -> None:
+    slow = parse_faults("slow worker 1 by 50ms from step 10; slow worker 0 by 1.5s from step 0")
+    assert [(one.action, one.which, one.seconds, one.step) for one in slow] == [
+        ("slow", "1", 0.05, 10),
+        ("slow", "0", 1.5, 0),
+    ]
+    assert [str(one) for one in slow] == [
+        "slow worker 1 by 50ms from step 10",
+        "slow worker 0 by 1500ms from step 0",
+    ]
+    assert [slow[0].is_due(World(rank, 2), step) for rank, step in ((1, 9), (1, 10), (1, 30), (0, 30))] == [
+        *(False, True, True, False)
+    ]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -35,6 +50,12 @@ def test_the_plan_of_the_manual() -> None:
         "break worker 1 at step 3",
         "kill worker -1 at step 3",
         "kill worker 1 at 3",
+        "slow worker 1 at step 3",
+        "slow worker 1 by 50 from step 3",
+        "slow worker 1 by 50ms at step 3",
+        "slow node 1 by 50ms from step 3",
+        "slow worker by 50ms from step 3",
+        "kill worker 1 from step 3",
     ],
 )
 def test_what_is_no_fault_is_told_with_what_is(text: str) -> None:

@@ -35,8 +35,11 @@ FLOORS = [
     "replica",
     "rundir",
     "results",
+    "trackers",
     "task",
     "monitor",
+    "report",
+    "watch",
     "cluster",
     "planning",
     "checks",
@@ -51,6 +54,7 @@ FLOORS = [
     "verify",
     "early_start",
     "cli_options",
+    "cli_runs",
     "cli",
     "__main__",
 ]
@@ -58,11 +62,13 @@ FLOORS = [
 LAZY = {
     "dp_ray/__init__.py",
     "dp_ray/cli.py",
+    "dp_ray/cli_runs.py",
     "dp_ray/driver.py",
     "dp_ray/early_start.py",
     "dp_ray/planning.py",
     "dp_ray/several.py",
     "dp_ray/cluster/ray_internals/core.py",
+    "dp_ray/trackers/child.py",
     "dp_ray/data/decode.py",
 }
 

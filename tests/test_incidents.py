@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import dp_ray
-from dp_ray import cli
+from dp_ray.cli_runs import report
 from dp_ray.errors import RunInterrupted, StorageError
 from dp_ray.job import Job
 from dp_ray.rundir.claim import claim
-from dp_ray.rundir.lease import LEASE
+from dp_ray.rundir.lease_file import LEASE
 from dp_ray.storage import Storage
 from tests.support import forked, models
 
@@ -78,8 +78,8 @@ def told(result: dp_ray.Result) -> list[tuple[str, str, int, int]]:
 
 def reported(run_dir: Path, capsys: pytest.CaptureFixture[str], as_json: bool = False) -> str:
     capsys.readouterr()
-    assert cli.report.callback
-    cli.report.callback(run_dirs=(str(run_dir),), shapes=False, as_json=as_json)
+    assert report.callback
+    report.callback(run_dirs=(str(run_dir),), shapes=False, as_json=as_json)
     return capsys.readouterr().out
 
 

@@ -12,7 +12,8 @@ import pytest
 import dp_ray
 from dp_ray.errors import JobError, StorageError
 from dp_ray.rundir import lease
-from dp_ray.rundir.lease import LEASE, held, wait_until_free
+from dp_ray.rundir.lease import held, wait_until_free
+from dp_ray.rundir.lease_file import LEASE
 from dp_ray.storage import Storage
 from dp_ray.system.folders import OWNER, own_folder, remove_orphans
 from dp_ray.system.process import Process, is_dead, this_process

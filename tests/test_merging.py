@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dp_ray.errors import StorageError
+from dp_ray.errors import ModelError, StorageError
 from dp_ray.plan.file_cut import FileCut, num_files
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Done, Work
+from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.work import Done, Frontier, Range, Work
 from dp_ray.results import output_files, outputs
-from dp_ray.results.manifest import OUTPUTS, forget_lost, outputs_sha256
+from dp_ray.results.manifest import MANIFEST, OUTPUTS, forget_lost, outputs_sha256
 from dp_ray.results.merged import Merged
 from dp_ray.results.output_files import FileMerge
 from dp_ray.results.outputs import PartWriter
@@ -222,6 +222,22 @@ def check_whole(run: Storage, split: Split, order: Order) -> None:
     assert np.array_equal(np.concatenate(samples), order.indices(0, split.rows_kept))
 
 
+@given(data=st.data())
+def test_a_frontier_says_what_is_done_whatever_the_order(data: st.DataObject) -> None:
+    """Against a plain set of steps and shards; a shard is asked for only after its step before is done."""
+    frontier, done = Frontier(3), set[tuple[int, int]]()
+    for first, length, shard, width in data.draw(
+        st.lists(st.tuples(st.integers(3, 12), st.integers(1, 5), st.integers(0, 2), st.integers(1, 2)), max_size=12)
+    ):
+        frontier.add(Range(first, first + length, shard, shard + width))
+        done |= {(step, of) for step in range(first, first + length) for of in range(shard, shard + width)}
+    for of in range(4):
+        for step in range(3, 20):
+            piece = Shard(step, of, 0, 1)
+            assert (piece in frontier) == ((step, of) in done)
+            frontier.skip(piece)
+
+
 @given(steps=st.integers(1, 300), data=st.data())
 def test_the_steps_are_cut_evenly_and_each_is_in_the_file_that_says_so(steps: int, data: st.DataObject) -> None:
     cut = FileCut(data.draw(st.integers(1, steps)), steps)
@@ -285,7 +301,7 @@ def test_the_driver_proves_the_files_without_their_rows(tmp_path: Path) -> None:
 
 
 def manifest_of(where: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((where / OUTPUTS / "manifest.json").read_text())
+    manifest: dict[str, Any] = json.loads((where / MANIFEST).read_text())
     return manifest
 
 
@@ -316,6 +332,36 @@ def test_files_that_do_not_make_up_the_job_are_refused(
         prove_outputs(Storage(str(tmp_path)), rows, missing)
 
 
+@pytest.mark.parametrize(
+    ("after", "says"),
+    [
+        (lambda samples: {"x": torch.from_numpy(samples) / 2}, "output 'x' is not alike on all shards: int64 on one"),
+        (lambda samples: {"y": torch.from_numpy(samples)}, "are not nested alike on all shards"),
+        (lambda samples: {"x": torch.from_numpy(samples)[:, None]}, None),  # the shapes may differ
+    ],
+)
+def test_files_that_cannot_be_read_as_one_are_told_with_their_steps(tmp_path: Path, after: Any, says: str) -> None:
+    """As a resumed run may make them, whose model gives another dtype."""
+    run, split, order = Storage(str(tmp_path)), Split(40, 10, 1), Order(40, shuffle=False)
+    for folder in (PARTS, FILES, OUTPUTS):
+        run.child(folder).create()
+    ledger.note_files(run, "", 2)
+    cut = FileCut(2, 4)
+    for number, give in enumerate([lambda samples: {"x": torch.from_numpy(samples)}, after]):
+        writer = PartWriter(run.child(PARTS), range(1), lambda row_bytes: cut)
+        for step in cut.steps_of(number):
+            (shard,) = split.worker(1, 0, step)
+            samples = order.indices(shard.start, shard.stop)
+            writer.on_shard(shard, samples, give(samples))
+            writer.on_step(step)
+        assert FileMerge(run, ledger.read(run), cut, number, split, order).advance()
+    if says is None:
+        prove_outputs(run, 40)
+    else:
+        with pytest.raises(ModelError, match=rf"the outputs of steps 2 to 3 do not go with those.*{says}"):
+            prove_outputs(run, 40)
+
+
 def test_positions_that_are_known_to_be_missing_may_be_missing() -> None:
     order, missing = Order(20, 1), (0, 4, 5, 13, 19)
     kept = np.setdiff1d(np.arange(20), missing)
@@ -332,6 +378,35 @@ def test_positions_that_are_known_to_be_missing_may_be_missing() -> None:
     short.take(table.slice(0, 14))
     with pytest.raises(StorageError, match="end at position 18 of 20"):
         short.end()
+
+
+def test_a_look_takes_in_only_the_parts_that_are_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5,000 parts in 50 looks, the last ones first: each name is read once, and each step is looked at once."""
+    split, names = Split(10_000, 2, 1), list[str]()
+    read, looked_at = counted(monkeypatch, ledger, "_attempt_of"), counted(monkeypatch, Split, "worker")
+    merge = FileMerge(
+        Storage(str(tmp_path)), Ledger("", []), FileCut(1, 5000), 0, split, Order(10_000, shuffle=False)
+    )
+    monkeypatch.setattr(Storage, "names", lambda folder: names)
+    monkeypatch.setattr(FileMerge, "_join", lambda *_: None)
+    monkeypatch.setattr(FileMerge, "_commit", lambda *_: None)
+    parts = [ledger.part_name(Range(step, step + 1, 0, 1), "") for step in range(5000)]
+    for first in range(4900, -100, -100):
+        names[:0] = parts[first : first + 100]
+        assert merge.advance() == (first == 0)
+    assert read[0] == 5000 and looked_at[0] <= 5000 + 50
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    """How often a function is called from now on."""
+    calls, function = [0], getattr(owner, name)
+
+    def counts(*args: Any) -> Any:
+        calls[0] += 1
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, counts)
+    return calls
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.dataset as pads
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,10 +26,11 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Done, Work
 from dp_ray.results import merged, output_files, outputs
-from dp_ray.results.manifest import OUTPUTS, outputs_sha256
+from dp_ray.results.manifest import MANIFEST, OUTPUTS, file_names, names_so_far, outputs_path, outputs_sha256
 from dp_ray.results.merged import Merged
 from dp_ray.results.output_files import OpenFile
 from dp_ray.results.outputs import PartWriter
+from dp_ray.results.proof import prove_outputs
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import PARTS, done_ranges
 from dp_ray.storage import Storage
@@ -407,7 +409,7 @@ def test_a_file_is_not_there_while_it_is_merged(six: Storage, monkeypatch: pytes
     with small_files(1, 1, 1):
         merge_six(six)
     assert len(seen) > 5 and not any(seen)
-    assert six.child(OUTPUTS).names() == ["00000-of-00001.parquet", "manifest.json"]
+    assert six.child(OUTPUTS).names() == ["00000-of-00001.parquet"]
 
 
 @pytest.mark.parametrize("files", [1, 3])
@@ -420,17 +422,32 @@ def test_the_files_open_in_pandas_polars_and_duckdb(tmp_path: Path, files: int) 
     samples = SHUFFLED.indices(0, 30).tolist()
     names = ["sample_index", "wide", "inner.0"]
     wide = WIDE[samples].reshape(30, 6).tolist()
-    frame = pd.read_parquet(paths)  # type: ignore[call-overload]
+    frame = pd.read_parquet(tmp_path / OUTPUTS)
     assert list(frame) == names
     assert frame["sample_index"].tolist() == samples
     assert frame["inner.0"].tolist() == [2 * sample for sample in samples]
     assert [row.tolist() for row in frame["wide"]] == wide
-    table = pl.read_parquet(tmp_path / OUTPUTS / "*.parquet")
+    table = pl.read_parquet(tmp_path / OUTPUTS)
     assert table.columns == names
+    assert pads.dataset(tmp_path / OUTPUTS).to_table()["sample_index"].to_pylist() == samples
     assert table["sample_index"].to_list() == samples
     assert [list(row) for row in table["wide"].to_list()] == wide
     rows = duckdb.execute(f"select sample_index, wide, \"inner.0\" from '{tmp_path / OUTPUTS}/*.parquet'").fetchall()
     assert rows == [(sample, row, 2 * sample) for sample, row in zip(samples, wide, strict=True)]
+
+
+def test_outputs_with_an_earlier_versions_manifest_are_read_and_merged_anew(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    run_workers(run, Split(30, 10, 4), SHUFFLED, 2, files=3)
+    merge_six(run)
+    content = (tmp_path / MANIFEST).read_text()
+    (tmp_path / MANIFEST).rename(tmp_path / OUTPUTS / "manifest.json")
+    assert len(Merged.of(run).names) == 3 and outputs_path(run) == str(tmp_path / OUTPUTS)
+    assert Merged.of(run).sample_index().tolist() == SHUFFLED.indices(0, 30).tolist()
+    assert len(outputs_sha256(run)) == 64 and names_so_far(run) == file_names(run)
+    prove_outputs(run, 30)
+    assert (tmp_path / MANIFEST).read_text() == content
+    assert not (tmp_path / OUTPUTS / "manifest.json").exists()
 
 
 def odd(samples: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,24 +1,15 @@
 """`dp-ray report`: one run for reading, several side by side."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import dp_ray
-from dp_ray.results.report import compared, lines
-from dp_ray.results.shown import relative
+from dp_ray.results.compare import compared, compared_run
+from dp_ray.results.report import lines
+from dp_ray.results.short import relative
 from tests.support.cli import status_of
-from tests.support.trainings import keys_of
-
-
-def train(folder: Path, name: str, lr: float = 0.1, **keys: Any) -> dp_ray.Result:
-    """Three epochs of eight steps over 32 rows."""
-    data = {"target": "tests.support.training:Pairs", "args": {"length": 32}}
-    optimizer = {"target": "torch.optim:SGD", "args": {"lr": lr}}
-    given = keys_of(storage=str(folder), name=name, dataset=data, optimizer=optimizer, epochs=3)
-    return dp_ray.run(**{**given, "metrics": {"right": "tests.support.training:right"}, **keys})
+from tests.support.trainings import short_training as train
 
 
 @pytest.fixture
@@ -60,35 +51,6 @@ def test_a_path_is_relative_where_it_can_be(here: Path) -> None:
     assert relative(str(here)) == "."
 
 
-def test_two_runs_are_compared_side_by_side(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = train(here, "one"), train(here, "two", lr=0.3, epochs=2, checkpoint={"keep": 1})
-    assert status_of(monkeypatch, "report", "one", "two") == 0
-    told = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert told[0] == ["one", "two"]
-    rows = {row[0]: row[1:] for row in told[1:]}
-    assert rows["optimizer.args.lr"] == ["0.1", "0.3"]
-    assert rows["checkpoint.keep"] == ["2", "1"]
-    assert rows["metrics.loss"] == [f"{one.metrics['loss']:.6g}" for one in (first, second)]
-    assert rows["seconds"] == [f"{one.seconds:.1f}" for one in (first, second)]
-    assert rows["epochs"] == ["3", "2"]
-    assert rows["steps"] == ["24", "16"]
-    assert not {"name", "batch_size", "optimizer.target", "model.target"} & rows.keys(), "those that differ alone"
-    assert status_of(monkeypatch, "report", "one", "two", "--json") == 0
-    values = json.loads(capsys.readouterr().out)
-    assert values["job"]["optimizer.args.lr"] == [0.1, 0.3]
-    assert values["metrics"]["loss"] == [first.metrics["loss"], second.metrics["loss"]]
-    assert [one["name"] for one in values["runs"]] == ["one", "two"]
-
-
-def test_runs_of_one_job_differ_in_nothing(here: Path) -> None:
-    first, second = train(here, "one"), train(here, "two")
-    told = compared([first, second]).splitlines()
-    assert told[-1] == "the same job, the same weights"
-    assert compared([first, train(here, "three", seed=1)]).splitlines()[-1] != told[-1]
-
-
 def test_several_runs_have_no_shapes_to_print(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     train(here, "one")
     assert status_of(monkeypatch, "report", "one", "one", "--shapes") == 2
@@ -100,5 +62,5 @@ def test_what_verify_measures_for_itself_is_not_shown(here: Path, capsys: pytest
     result = train(here, "one", metrics=metrics, eval={"dataset": "tests.support.training:Pairs"}, quiet=False)
     told = capsys.readouterr()
     assert "eval_right" in told.err and "digest" not in told.err + told.out
-    assert "digest" not in "\n".join(lines(result)) + compared([result, result])
+    assert "digest" not in "\n".join(lines(result)) + compared([compared_run(result.storage())] * 2)
     assert "eval_outputs_digest" in result.metrics

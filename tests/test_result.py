@@ -20,6 +20,7 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.world import World
+from dp_ray.results.manifest import MANIFEST
 from dp_ray.results.outputs import PartWriter
 from dp_ray.results.result import Result, load
 from dp_ray.results.shape_recorder import Recorder
@@ -165,6 +166,7 @@ def test_the_one_file_of_an_earlier_version_is_read(result: Result) -> None:
     folder = Path(result.run_dir)
     (folder / "outputs" / "00000-of-00001.parquet").rename(folder / "outputs.parquet")
     shutil.rmtree(folder / "outputs")
+    (folder / MANIFEST).unlink()
     path = folder / RESULT
     path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": f"{folder}/outputs.parquet"}))
     found = load(folder)

@@ -21,7 +21,7 @@ from tests.support.cluster import Cluster
 from tests.support.group import run_group
 from tests.support.s3 import IN_URL, SECRET, Server
 
-OUTPUT_FILES = ("outputs/00000-of-00001.parquet", "outputs/manifest.json")
+OUTPUT_FILES = ("outputs/00000-of-00001.parquet", "outputs_manifest.json")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_project")]
 MEGABYTE = 1 << 20

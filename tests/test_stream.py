@@ -215,6 +215,80 @@ def test_a_stream_that_raised_begins_anew() -> None:
     assert found[1] == 1
 
 
+BAD = (0, 7, 8, 21, ROWS - 1)
+
+
+class Opened:
+    """The rows; the reading of some raises, and those after them can be read. It counts how often it is begun."""
+
+    def __init__(self, bad: Sequence[int] = BAD) -> None:
+        self.bad = bad
+        self.times = 0
+
+    def __call__(self) -> Iterator[Any]:
+        self.times += 1
+        return map(self.row, enumerate(pairs()))
+
+    def row(self, numbered: tuple[int, Any]) -> Any:
+        if numbered[0] in self.bad:
+            raise OSError(f"row {numbered[0]} is rotten")
+        return numbered[1]
+
+
+@pytest.mark.parametrize("where", ["source", "decode"])
+def test_bad_records_do_not_make_a_stream_begin_anew(tmp_path: Path, where: str) -> None:
+    """It is begun for the reference, and for the prediction; the good rows are those of the plain loop."""
+    source = Opened(BAD if where == "source" else ())
+    seen = []
+
+    def decode(pair: Any) -> Any:
+        seen.append(pair[0])
+        if where == "decode" and any(torch.equal(pair[0], rows()[0][at]) for at in BAD):
+            raise ValueError("cannot be decoded")
+        return pair
+
+    keys: dict[str, Any] = {**KEYS, "model": torch.nn.Identity(), "inputs": "first", "shuffle": False, "workers": 0}
+    found = Stream(source, ROWS, decode)
+    result = dp_ray.run(
+        **keys, dataset=found, on_error={"quarantine": 9}, storage=str(tmp_path), name="run", quiet=True
+    )
+    good = [at for at in range(ROWS) if at not in BAD]
+    assert result.sample_index.tolist() == good
+    assert torch.equal(result.outputs, rows()[0][good])
+    assert source.times == 2
+    assert len(seen) <= (ROWS if where == "decode" else len(good)) + 7, "each is decoded once, but for the reference"
+
+
+def test_what_is_passed_over_may_raise_and_is_raised_when_asked_for() -> None:
+    source = Opened()
+    found = Stream(source, ROWS)
+    assert torch.equal(found[9][0], rows()[0][9])
+    with pytest.raises(OSError, match="row 21 is rotten"):
+        found.__getitems__([20, 21, 22])
+    assert torch.equal(found[20][0], rows()[0][20])
+    with pytest.raises(OSError, match="row 21 is rotten"):
+        found[21]
+    assert torch.equal(found[22][0], rows()[0][22])
+    assert source.times == 1
+    with pytest.raises(OSError, match="row 21 is rotten"):
+        found[21]
+    assert source.times == 2, "what was told once is read anew"
+
+
+def test_an_iterator_that_ends_where_it_raised_is_told() -> None:
+    def broken() -> Iterator[Any]:
+        yield 0
+        raise OSError("once")
+
+    found = Stream(lambda: map(str, broken()), 4)
+    with pytest.raises(OSError, match="once"):
+        found.__getitems__([0, 1, 2, 3])
+    with pytest.raises(OSError, match="once"):
+        found[1]
+    with pytest.raises(DataError, match=r"the stream gave no more items after one raised OSError\('once'\)"):
+        found[2]
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [({"task": "train", "shuffle": True}, "shuffle: a Stream"), ({"order": "shuffled"}, "order: a Stream")],

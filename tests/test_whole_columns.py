@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
+import dp_ray
 from dp_ray.data import Arrow, JsonLines, Parquet
 from dp_ray.errors import DataError
 from dp_ray.job import Job
+from dp_ray.replica.carry import carried_of
 from dp_ray.replica.item_keys import ItemKeys
 from dp_ray.replica.whole_columns import Cut, WholeColumns, whole_columns
 from tests.support.tables import ROWS, json_lines, parquet
@@ -87,6 +89,73 @@ def test_only_torchs_own_collate_is_left_out(dataset: Parquet) -> None:
     assert whole_columns(job(collate="a:b"), dataset, keys) is None
     assert whole_columns(job(batch_dim=1), dataset, keys) is None
     assert whole_columns(job(), [1, 2], None) is None
+
+
+KEYS = ("text", "id", "price", "ragged", "flag", "vector")
+
+
+@given(indices=st.lists(st.integers(0, ROWS - 1), min_size=1))
+def test_what_is_carried_beside_columns_is_what_items_carry(tables: Parquet, indices: list[int]) -> None:
+    job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 3, "outputs": {"carry": [*KEYS]}}, "job")
+    keys = ItemKeys("vector", None, as_tensors=True)
+    made = whole_columns(job, tables, keys)
+    assert made is not None
+    cut = made.cut(indices)
+    assert cut is not None
+    assert torch.equal(cut.batch.batch, default_collate([tables[index]["vector"] for index in indices]))
+    wanted = {key: [carried_of(tables[index], [key])[0] for index in indices] for key in KEYS}
+    found = cut.batch.carried.columns(indices)
+    assert found == wanted
+    assert [[type(one) for one in values] for values in found.values()] == [
+        [type(one) for one in values] for values in wanted.values()
+    ]
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Parquet:
+    return parquet(tmp_path_factory.mktemp("texts"))
+
+
+class Items:
+    """The same samples, of which only items can be read."""
+
+    def __init__(self, tables: Parquet) -> None:
+        self.tables = tables
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.tables[index]
+
+
+@pytest.mark.parametrize("scatter", ["samples", "batch"])
+def test_a_prediction_that_carries_reads_no_items(
+    tmp_path: Path, tables: Parquet, monkeypatch: pytest.MonkeyPatch, scatter: str
+) -> None:
+    keys: dict[str, Any] = {"inputs": ["vector"], "batch_size": 5, "shards": 2, "workers": 0, "quiet": True}
+    keys |= {"outputs": {"carry": [*KEYS]}, "order": "shuffled", "scatter": scatter, "storage": str(tmp_path)}
+    items = dp_ray.run(model=torch.nn.Identity(), dataset=Items(tables), name="items", **keys)
+    monkeypatch.setattr(Parquet, "__getitems__", None)
+    whole = dp_ray.run(model=torch.nn.Identity(), dataset=tables, name="whole", **keys)
+    assert whole.outputs_sha256 == items.outputs_sha256
+    assert whole.carried == items.carried and len(whole.carried["text"]) == ROWS
+
+
+def test_a_column_that_is_not_there_or_cannot_be_carried_is_left_to_the_items(tables: Parquet) -> None:
+    def cut(*carry: str, dataset: Any = tables) -> Cut | None:
+        job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 3, "outputs": {"carry": [*carry]}}, "job")
+        made = whole_columns(job, dataset, ItemKeys("vector", None, as_tensors=True))
+        return made and made.cut([1, 2])
+
+    assert cut("id") is not None
+    assert cut("nowhere") is None
+
+    class Columns:
+        def read_columns(self, indices: Any, names: Any) -> Any:
+            return {}
+
+    assert cut("id", dataset=Columns()) is None
 
 
 def test_errors_are_left_to_the_items() -> None:

@@ -45,6 +45,8 @@ class Heartbeat(StepControl):
         self._world = world
         self._limit = limit
         self._faults = list(faults)
+        self.slows = any(fault.action == "slow" for fault in faults)
+        self._delay = self._due_delay = 0.0
         self._driver_node = driver_node
         self._loop = threading.get_ident()
         self._step: int | None = None
@@ -68,10 +70,24 @@ class Heartbeat(StepControl):
             send(self._channel, Started(self._attempt, self._world.rank, step), self._number)
         for fault in [one for one in self._faults if one.is_due(self._world, step)]:
             self._faults.remove(fault)
-            if ray.get(self._channel.fire.remote(fault.number)):
-                injected = FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver")
-                send(self._channel, injected, self._number)
-                bring_about(fault, self._driver_node)
+            self._inject(fault)
+        self._due_delay = self._delay
+
+    def _inject(self, fault: Fault) -> None:
+        """Inject a fault, unless an earlier attempt did; a worker is slow in each attempt."""
+        if fault.action != "slow" and not ray.get(self._channel.fire.remote(fault.number)):
+            return
+        injected = FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver")
+        send(self._channel, injected, self._number)
+        if fault.action == "slow":
+            self._delay += fault.seconds or 0.0
+        else:
+            bring_about(fault, self._driver_node)
+
+    def take_delay(self, rank: int) -> float:
+        """The seconds by which faults make the current step slower, once a step."""
+        delay, self._due_delay = self._due_delay, 0.0
+        return delay
 
     def touch(self) -> None:
         """Restart the time in the current step, for instance during an evaluation."""

@@ -10,6 +10,7 @@ import ray
 from dp_ray.cluster.channel import open_channel, receive
 from dp_ray.cluster.connect import check_fits, connected, is_connected, what_begins, worker_resources
 from dp_ray.cluster.early import EarlyConnection
+from dp_ray.cluster.gauges import gauged
 from dp_ray.cluster.launch import launch
 from dp_ray.cluster.node_control import RayNodeControl
 from dp_ray.cluster.ray_internals.failures import why_failed
@@ -69,7 +70,8 @@ class Workers:
         packed = self._packed(job, claimed, rows, faults)
         try:
             ray.get(self._channel.begin.remote(terms, packed))
-            with listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
+            gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.interruptions))
+            with gauges, listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
                 monitor.end.wait()
             if not self._trainer.has_ended:
                 ray.get(self._channel.finish.remote(self._number))

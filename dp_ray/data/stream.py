@@ -1,8 +1,11 @@
 """What can only be read forward, as a dataset: each process reads on, and passes over what others take."""
 
 import bisect
+import collections
+import functools
 import itertools
 import random
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -53,6 +56,7 @@ class Stream(Dataset[Any]):
         self._starts = [0, *itertools.accumulate(_sizes(self._source, rows, self._files))]
         self._lanes = Lanes(len(self), batch_size or len(self) or 1, shards if batch_size else 1)
         self._readers: dict[int, Reader] = {}
+        self._kept: dict[int, Callable[[], Any]] = {}  # of several that were asked for, of which one raised
         if files is None and batch_size is not None:
             raise JobError("Stream: batch_size deals the items of files to shards; without files it is of no use")
 
@@ -63,19 +67,45 @@ class Stream(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The items at these indices; those before them are passed over, and earlier ones are read anew."""
+        """The items at these indices; those before them are passed over, and earlier ones are read anew.
+
+        If one of several raises, they can be asked for one by one without going back.
+        """
+        if len(indices) == 1 and (kept := self._kept.pop(indices[0], None)) is not None:
+            return [kept()]
+        if len(indices) > 1:
+            self._kept = {}
         before = _random_state()
         with _as_without_loader():
-            items = [self._read(*self._lanes.place(self._checked(index))) for index in indices]
+            items = self._each(indices, indices, lambda index: self._read(*self._lanes.place(self._checked(index))))
         if _random_state() != before:
             says = "the iterable of a Stream draws random numbers, so its items depend on which process reads them"
             raise DataError(
                 f"{says}; draw them in decode, or from a generator that it makes itself from a fixed seed"
             )
-        return items if self._decode is None else [self._decode(item) for item in items]
+        return items if self._decode is None else self._each(indices, items, self._decode)
+
+    def _each(self, indices: Sequence[int], given: Sequence[Any], make: Callable[[Any], Any]) -> list[Any]:
+        """What `make` gives for each; if it raises, what there is by then is kept for reads one by one.
+
+        Each item is decoded once, since that may change what was read.
+        """
+        made: list[Any] = []
+        try:
+            for one in given:
+                made.append(make(one))
+        except Exception as error:
+            if len(indices) > 1:
+                is_decoding = given is not indices
+                done = _itself if is_decoding or self._decode is None else self._decode
+                rest = [functools.partial(make, one) for one in given[len(made) + 1 :] if is_decoding]
+                kept = [*(functools.partial(done, one) for one in made), functools.partial(_raised, error), *rest]
+                self._kept = dict(zip(indices, kept, strict=False))
+            raise
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_readers": {}}  # a copy for another process begins by itself
+        return {**self.__dict__, "_readers": {}, "_kept": {}}  # a copy for another process begins by itself
 
     def _checked(self, index: int) -> int:
         if not -len(self) <= index < len(self):
@@ -86,8 +116,9 @@ class Stream(Dataset[Any]):
         reader = self._readers.get(lane) or self._readers.setdefault(lane, self._new_reader())
         try:
             return reader.read(row)
-        except BaseException:
-            del self._readers[lane]  # a generator that has raised gives no more items
+        except BaseException as error:
+            if not (isinstance(error, Exception) and reader.goes_on):
+                del self._readers[lane]
             raise
 
     def _new_reader(self) -> "Reader":
@@ -100,15 +131,25 @@ class Stream(Dataset[Any]):
         return iter(found), f"{given[0]}" if given else "the stream"
 
 
+def _itself(item: Any) -> Any:
+    return item
+
+
+def _raised(error: Exception) -> Any:
+    raise error
+
+
 class Reader:
     """Reads on from where it is; it begins a file anew to go back, and leaves out what lies between.
 
-    With `ends`, a file must end with its last row.
+    With `ends`, a file must end with its last row. An item whose reading raises counts as one: what comes after it
+    can be read, unless the iterator `goes_on` no more, as a generator that has raised.
     """
 
     def __init__(
         self, open_file: Callable[[int], tuple[Iterator[Any], str]], starts: Sequence[int], ends: bool
     ) -> None:
+        self.goes_on = True
         self._open = open_file
         self._starts = starts
         self._ends = ends
@@ -116,22 +157,60 @@ class Reader:
         self._name = ""
         self._next = 0
         self._items: Iterator[Any] = iter(())
+        self._error: Exception | None = None  # that the last item raised
 
     def read(self, row: int) -> Any:
         """The item of a row. Raises DataError if its file has fewer or more items than it was said to have."""
         file = bisect.bisect_right(self._starts, row) - 1
         if file != self._file or row < self._next:
             (self._items, self._name), self._file, self._next = self._open(file), file, self._starts[file]
-        self._next += sum(1 for _ in itertools.islice(self._items, row - self._next))
-        item = next(self._items, END)
-        rows = self._starts[file + 1] - self._starts[file]
+            self._error = None
+        self._pass_over(row)
+        try:
+            item = next(self._items, END)
+        except Exception as error:
+            self._note(error)
+            raise
         if item is END:
-            got = self._next - self._starts[file]
-            raise DataError(f"{self._name} ended after {got} items, and rows says {rows}; set it to the true number")
+            raise self._ended() from self._error
+        self._error = None
         self._next += 1
         if self._ends and self._next == self._starts[file + 1] and next(self._items, END) is not END:
+            rows = self._starts[file + 1] - self._starts[file]
             raise DataError(f"{self._name} has more than the {rows} items that rows says; set it to the true number")
         return item
+
+    def _pass_over(self, row: int) -> None:
+        """Pass over the items before a row, also those that raise."""
+        while self._next < row:
+            passed = itertools.count()
+            try:
+                collections.deque(
+                    zip(itertools.islice(self._items, row - self._next), passed, strict=False), maxlen=0
+                )
+            except Exception as error:
+                self._next += next(passed)
+                self._note(error)
+                if not self.goes_on:
+                    raise
+                continue
+            count = next(passed)
+            self._error = self._error if count == 0 else None
+            self._next += count
+            return
+
+    def _note(self, error: Exception) -> None:
+        """The next item has raised; a generator gives no more."""
+        self._next += 1
+        self._error = error
+        self.goes_on = not isinstance(self._items, types.GeneratorType)
+
+    def _ended(self) -> DataError:
+        self.goes_on = False
+        got, rows = self._next - self._starts[self._file], self._starts[self._file + 1] - self._starts[self._file]
+        if self._error is not None:
+            return DataError(f"{self._name} gave no more items after one raised {self._error!r}")
+        return DataError(f"{self._name} ended after {got} items, and rows says {rows}; set it to the true number")
 
 
 class Lanes:

@@ -1,5 +1,6 @@
 """The rows of a block of a table: one by one as items, or many at once as columns."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,12 @@ class TableBlock:
     def items(self, rows: Rows) -> list[dict[str, Any]]:
         """The values of some rows, by column."""
         return dicts({name: give(rows) for name, give in self._values.items()}, len(rows))
+
+    def some(self, rows: Rows, names: Sequence[str]) -> list[dict[str, Any]] | None:
+        """The values of some rows, of some columns alone; None if one of these is not there."""
+        if not self._values.keys() >= set(names):
+            return None
+        return dicts({name: self._values[name](rows) for name in names}, len(rows))
 
     def column(self, name: str) -> Column | None:
         """The values of a column, of all rows; None if a batch cannot be cut from them, or a value is missing."""

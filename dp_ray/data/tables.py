@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import ClassVar
 
@@ -44,19 +45,57 @@ class Table(Blocks[Source]):
 
         `names` are the columns that are wanted, by default all. Raises what `__getitems__` raises.
         """
+        found = self.read_columns_beside(indices, names, ())
+        return None if found is None else found[0]
+
+    def read_columns_beside(
+        self, indices: Sequence[int], names: Sequence[str] | None, beside: Sequence[str]
+    ) -> tuple[dict[str, torch.Tensor], list[Item]] | None:
+        """What `read_columns` gives, and items of the columns `beside` alone; None also if a block lacks one."""
         if self._decode:
             return None
         found: dict[str, Column] = {}
+        items: list[Item] = [{}] * len(indices)
         for places, block, rows in self._by_block(indices):
-            for name in block.names if names is None else names:
-                column = block.column(name)
-                if column is None:
-                    return None
-                whole = found.setdefault(name, np.empty((len(indices), *column.shape[1:]), column.dtype))
-                if (whole.shape[1:], whole.dtype) != (column.shape[1:], column.dtype):
-                    return None
-                whole[places] = column[rows]
-        return {name: torch.from_numpy(whole) for name, whole in found.items()}
+            given = block.some(rows, beside)
+            if given is None or not self._place(found, places, block, rows, len(indices), names):
+                return None
+            for place, item in zip(places, given, strict=True):
+                items[place] = item
+        return {name: torch.from_numpy(whole) for name, whole in found.items()}, items
+
+    def read_values(self, index: int, names: Sequence[str]) -> Item:
+        """The values of these columns of a sample alone, also if it cannot be decoded.
+
+        Left out are columns that are decoded, that are not there, or that lack the value.
+        """
+        found: Item = {}
+        for _, block, rows in self._by_block([index]):
+            for name in names:
+                with suppress(DataError):
+                    given = None if self._decode and name in self._decode else block.some(rows, [name])
+                    found |= given[0] if given else {}
+        return found
+
+    def _place(
+        self,
+        found: dict[str, Column],
+        places: Rows,
+        block: TableBlock,
+        rows: Rows,
+        size: int,
+        names: Sequence[str] | None,
+    ) -> bool:
+        """Put rows of a block's columns into their places of a batch; False if a batch cannot be cut from them."""
+        for name in block.names if names is None else names:
+            column = block.column(name)
+            if column is None:
+                return False
+            whole = found.setdefault(name, np.empty((size, *column.shape[1:]), column.dtype))
+            if (whole.shape[1:], whole.dtype) != (column.shape[1:], column.dtype):
+                return False
+            whole[places] = column[rows]
+        return True
 
     def _read(self, block: Block[Source]) -> tuple[TableBlock, int]:
         found = TableBlock(retried(lambda: self._table(block), str(block), block.file.is_local))

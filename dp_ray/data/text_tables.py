@@ -1,9 +1,12 @@
 """Files of JSON lines and of CSV as map-style datasets: an item is a dict of the row's columns."""
 
+import functools
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +20,12 @@ from dp_ray.data.stretches import Stretch, index_of, read_in_pieces, read_stretc
 from dp_ray.data.tables import Table, check_columns
 from dp_ray.errors import DataError, JobError
 
+Rows = np.ndarray[Any, Any]
 Types = Mapping[str, str]
 Ends = Callable[[bytes], list[int]]
 
-NEWLINE, QUOTE = ord("\n"), ord('"')
+NEWLINE, RETURN, QUOTE = ord("\n"), ord("\r"), ord('"')
+BOM = b"\xef\xbb\xbf"  # with which some programs begin a file
 
 
 class TextTable(Table[Stretch]):
@@ -125,13 +130,14 @@ class Csv(TextTable):
         files = find_files(paths, [".csv", ".tsv"])
         named = "" if names is None else f"-{hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]}"
         self._heads: dict[str, bytes] = {}
-        super().__init__(files, f"rows-{ord(delimiter)}{named}", _ends_of_rows, columns, types, decode, cache_bytes)
+        self._ends = functools.partial(ends_of_rows, delimiter=delimiter.encode())
+        super().__init__(files, f"fields-{ord(delimiter)}{named}", self._ends, columns, types, decode, cache_bytes)
 
     def _head(self, file: File) -> bytes:
         if self._names is not None:
             return b""
         if file.name not in self._heads:
-            self._heads[file.name] = _first_row(file)
+            self._heads[file.name] = _first_row(file, self._ends)
         return self._heads[file.name]
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
@@ -143,8 +149,8 @@ class Csv(TextTable):
         )
 
 
-def _first_row(file: File) -> bytes:
-    first = next(_whole_rows(file, lambda text: _ends_of_rows(text)[:1], 0), (0, b""))[1]
+def _first_row(file: File, ends: Ends) -> bytes:
+    first = next(_whole_rows(file, lambda text: ends(text)[:1], 0), (0, b""))[1]
     if not first:
         raise DataError(f"{file}: is empty, it has no line that names its columns")
     return first
@@ -156,12 +162,33 @@ def _ends_of_lines(text: bytes) -> list[int]:
     return found
 
 
-def _ends_of_rows(text: bytes) -> list[int]:
-    """Where rows of CSV end: at line breaks with an even number of quotes before them."""
+def ends_of_rows(text: bytes, delimiter: bytes = b",") -> list[int]:
+    """Where rows of CSV end: at line breaks outside of quoted fields. The text begins with a row.
+
+    A quote opens a quoted field only where a field begins. There a quote that is not doubled closes it, and what
+    follows until the field ends is plain, as pyarrow reads it.
+    """
     numbers = np.frombuffer(text, np.uint8)
-    breaks, quotes = np.flatnonzero(numbers == NEWLINE), np.flatnonzero(numbers == QUOTE)
-    found: list[int] = (breaks[np.searchsorted(quotes, breaks) % 2 == 0] + 1).tolist()
+    breaks, borders = np.flatnonzero(numbers == NEWLINE), np.flatnonzero(numbers == QUOTE)
+    if not _open_and_close_in_turn(text, numbers, borders, delimiter):
+        spans = [match.span() for match in _quoted_fields(text, delimiter)]
+        borders = np.array(spans, np.int64).reshape(-1)
+    found: list[int] = (breaks[np.searchsorted(borders, breaks, side="right") % 2 == 0] + 1).tolist()
     return found
+
+
+def _open_and_close_in_turn(text: bytes, numbers: Rows, quotes: Rows, delimiter: bytes) -> bool:
+    """Whether each second quote opens a field or comes right after a quote, as in most files: no quote is plain."""
+    opens = quotes[::2]
+    before = numbers[opens - 1]
+    is_first = opens == (len(BOM) if text.startswith(BOM) else 0)
+    return bool((is_first | np.isin(before, [NEWLINE, RETURN, QUOTE, ord(delimiter)])).all())
+
+
+def _quoted_fields(text: bytes, delimiter: bytes) -> Iterator[re.Match[bytes]]:
+    """The quoted parts of fields, one after another; the last one may lack its end."""
+    begins = rb"(?:(?<=[\n\r%b])|\A(?:%b)?)" % (re.escape(delimiter), BOM)
+    return re.finditer(begins + rb'"(?:[^"]++|"")*+(?:"|\Z)', text)
 
 
 def _whole_rows(file: File, ends: Ends, skip: int) -> Iterator[tuple[int, bytes]]:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from dp_ray.monitor.status_line import honours_carriage_returns, rewritten
 from dp_ray.replica.world import World
+from dp_ray.results.shape_recorder import Report
 from dp_ray.secrets import hide
 
 LINE_SECONDS = 5.0
@@ -111,6 +112,7 @@ class Progressed:
         self.rows = 0
         self.last: dict[str, Any] = {}  # the training's last row of history
         self.workers: dict[int, tuple[World, int]] = {}
+        self.seconds: dict[int, list[float]] = {}  # by rank: those of each part of a step, of its newest steps
         self._doing = "starting"
         self._since = time.monotonic()
         self._ran: tuple[float, int] | None = None  # time and rows when the attempt's first step began
@@ -124,6 +126,7 @@ class Progressed:
     def start(self, worlds: list[World]) -> None:
         """Start an attempt with these workers."""
         self.workers = {world.rank: (world, 0) for world in worlds}
+        self.seconds = {}
         self.begin("building the dataset and the model")
 
     def run(self, step: int) -> None:
@@ -141,6 +144,17 @@ class Progressed:
         """Add rows that one worker has finished."""
         world, before = self.workers[rank]
         self.workers[rank] = (world, before + rows)
+
+    def take(self, report: Report, rows: int) -> None:
+        """Take in a worker's report of so many rows, and the mean seconds of each part of its steps."""
+        self.add(report.world.rank, rows)
+        if report.times is not None:
+            self.seconds[report.world.rank] = report.times.seconds.mean(axis=0).tolist()
+
+    @property
+    def phase(self) -> str:
+        """What happens before the first step, or while no step runs; empty while steps run."""
+        return self._doing
 
     @property
     def rows_per_second(self) -> float:

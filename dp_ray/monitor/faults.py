@@ -10,19 +10,21 @@ _FAULT = re.compile(
     r"(?P<action>kill|pause|drain) (?P<what>worker|node|driver)(?: (?P<which>[\w.:]+?))?"
     r"(?: for (?P<seconds>\d+(?:\.\d+)?) ?s)? at step (?P<step>\d+)"
 )
+_SLOW = re.compile(r"slow worker (?P<which>\d+) by (?P<number>\d+(?:\.\d+)?) ?(?P<unit>ms|s) from step (?P<step>\d+)")
 _ALLOWED = {("kill", "worker"), ("kill", "node"), ("kill", "driver"), ("pause", "worker"), ("drain", "node")}
 _SAYS = (
     "must be faults with ';' between them: 'kill worker 1 at step 20', 'kill node 2 at step 40' (or its address), "
-    "'kill driver at step 50', 'pause worker 0 for 30s at step 60', 'drain node 1 for 30s at step 70'"
+    "'kill driver at step 50', 'pause worker 0 for 30s at step 60', 'drain node 1 for 30s at step 70', "
+    "'slow worker 1 by 50ms from step 10'"
 )
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to inject once, before its worker's first step at or after `step`.
+    """A fault to inject once, before its worker's first step at or after `step`; a slow worker stays slow.
 
-    `which` is a worker's rank, or a node's rank or address. `seconds` is how long a pause lasts (None: for ever), or
-    how long a drained node has left.
+    `which` is a worker's rank, or a node's rank or address. `seconds` is how long a pause lasts (None: for ever), how
+    long a drained node has left, or by how much each step of a slow worker is slower.
     """
 
     number: int
@@ -33,6 +35,8 @@ class Fault:
     step: int
 
     def __str__(self) -> str:
+        if self.action == "slow":
+            return f"slow worker {self.which} by {(self.seconds or 0) * 1000:g}ms from step {self.step}"
         which = "" if self.what == "driver" else f" {self.which}"
         lasting = "" if self.seconds is None else f" for {self.seconds:g}s"
         return f"{self.action} {self.what}{which}{lasting} at step {self.step}"
@@ -54,6 +58,9 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def _parse(number: int, text: str) -> Fault:
+    if slow := _SLOW.fullmatch(text):
+        seconds = float(slow["number"]) / (1000 if slow["unit"] == "ms" else 1)
+        return Fault(number, "slow", "worker", slow["which"], seconds, int(slow["step"]))
     match = _FAULT.fullmatch(text)
     if not match or (match["action"], match["what"]) not in _ALLOWED:
         raise JobError(f"--inject {text!r}: {_SAYS}")
@@ -62,5 +69,5 @@ def _parse(number: int, text: str) -> Fault:
         raise JobError(f"--inject {text!r}: which {match['what']}? {_SAYS}")
     if match["seconds"] and match["action"] == "kill":
         raise JobError(f"--inject {text!r}: only a pause or a drain takes 'for ...'; {_SAYS}")
-    seconds = float(match["seconds"]) if match["seconds"] else None
-    return Fault(number, match["action"], match["what"], match["which"] or "", seconds, int(match["step"]))
+    lasting = float(match["seconds"]) if match["seconds"] else None
+    return Fault(number, match["action"], match["what"], match["which"] or "", lasting, int(match["step"]))

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from dp_ray.monitor.console import Console
-from dp_ray.results.shown import measured
+from dp_ray.results.short import measured
 
 
 class Losses:

@@ -29,13 +29,14 @@ from dp_ray.monitor.messages import (
 from dp_ray.monitor.planned_stop import PlannedStop
 from dp_ray.monitor.shapes import ShapeReports
 from dp_ray.monitor.task_messages import TaskMessages
-from dp_ray.monitor.tensorboard import TensorBoardWriter
+from dp_ray.monitor.writers import Writer
 from dp_ray.plan.split import Split
 from dp_ray.replica.world import World
 from dp_ray.results.shape_journal import Journal
 from dp_ray.results.shape_recorder import ShardSpan
 from dp_ray.results.shape_reports import ReportFile
 from dp_ray.results.shapes import Seen
+from dp_ray.results.step_time_files import StepTimeWriter
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.text import counted
 
@@ -48,12 +49,13 @@ class Monitor:
         job: Job,
         split: Split,
         file: ReportFile,
-        tensorboard: TensorBoardWriter,
+        writer: Writer,
         console: Console,
         shapes: bool,
         save_incidents: Callable[[IncidentLog], None] = lambda incidents: None,
         incidents: IncidentLog | None = None,
         journal: Journal | None = None,
+        times: StepTimeWriter | None = None,
     ) -> None:
         self.node_control = NodeControl()
         self.failed: Failed | None = None
@@ -64,8 +66,8 @@ class Monitor:
         self._interruptions = Interruptions(incidents or IncidentLog(), console, save_incidents)
         self._console = console
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
-        self._reports = ShapeReports(file, journal, console, shapes, job.batch_dim, self._on_steps)
-        self.task_messages = TaskMessages(self._reports, tensorboard, self.progress, console)
+        self._reports = ShapeReports(file, journal, times, console, shapes, job.batch_dim, self._on_steps)
+        self.task_messages = TaskMessages(self._reports, writer, self.progress, console)
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -140,7 +142,7 @@ class Monitor:
         return self.planned_stop.ask(self.node_control, runs_a_step, signal_name)
 
     def close(self) -> None:
-        """Finish the shape reports and TensorBoard's files; workers can no longer be asked to stop."""
+        """Finish the shape reports and the history; workers can no longer be asked to stop."""
         self.planned_stop.is_closed = True
         self._reports.close()
         self.task_messages.close()
@@ -156,14 +158,14 @@ class Monitor:
         self._interruptions.begin(len(workers))
         worlds = [one.world for one in workers]
         self._console.say(_where(worlds))
-        self._reports.begin(worlds)
+        self._reports.begin(worlds, len(self.incidents.world_sizes) - 1)
         self.progress.start(worlds)
         for shapes in self._attempts.kept():
             self._shapes(shapes)
 
     def _shapes(self, shapes: Shapes) -> None:
         if self._attempts.is_current(shapes.attempt):
-            self.progress.add(shapes.report.world.rank, self._reports.take(shapes.report))
+            self.progress.take(shapes.report, self._reports.take(shapes.report))
         else:
             self._attempts.keep(shapes)
 

@@ -1,4 +1,4 @@
-"""The workers' shape reports: put in order, written, and printed if the user asks for it."""
+"""The workers' shape reports: put in order, written, and printed if the user asks for it; and their steps' times."""
 
 import os
 import sys
@@ -14,6 +14,7 @@ from dp_ray.results.shape_journal import Journal
 from dp_ray.results.shape_recorder import Report, ShardSpan
 from dp_ray.results.shape_reports import Collector, ReportColumns, ReportFile
 from dp_ray.results.shapes import Seen, decode_sizes, shape_lines
+from dp_ray.results.step_time_files import StepTimeWriter
 
 
 class ShapeReports:
@@ -23,6 +24,7 @@ class ShapeReports:
         self,
         file: ReportFile,
         journal: Journal | None,
+        times: StepTimeWriter | None,
         console: Console,
         prints: bool,
         batch_dim: int,
@@ -30,6 +32,7 @@ class ShapeReports:
     ) -> None:
         self._file = file
         self._journal = journal
+        self._times = times
         self._must_keep = False
         self._console = console
         self._prints = prints
@@ -43,13 +46,17 @@ class ShapeReports:
         """Take in the reports that a resumed run has of its finished steps."""
         self._collector.restore(spans)
 
-    def begin(self, worlds: Sequence[World]) -> None:
-        """Begin an attempt with these workers."""
+    def begin(self, worlds: Sequence[World], attempt: int) -> None:
+        """Begin an attempt of the run with these workers; attempts count from 0."""
         self._collector.begin(worlds)
+        if self._times:
+            self._times.begin(attempt)
 
     def take(self, report: Report) -> int:
         """Take in a report; return the number of rows in it."""
         self._collector.take(report)
+        if self._times and report.times is not None:
+            self._times.add(report.world, report.times)
         return sum(self._collector.rows_of(report.world.rank, span) for span in report.spans)
 
     def keep(self) -> None:
@@ -57,8 +64,10 @@ class ShapeReports:
         self._must_keep = True
 
     def emit(self) -> None:
-        """Pass on the steps that all workers have finished, and write the journal if `keep` asked for it."""
+        """Pass on the steps that all workers have finished; write the journal if `keep` asked for it, and times."""
         self._collector.emit()
+        if self._times:
+            self._times.tick()
         if self._must_keep and self._journal:
             self._must_keep = False
             self._journal.save(self._collector)
@@ -67,6 +76,8 @@ class ShapeReports:
         """Pass on all reports, also those of unfinished steps, and finish the file."""
         self._collector.close()
         self._file.close()
+        if self._times:
+            self._times.close()
 
     def _on_rows(self, collector: Collector, rows: ReportColumns) -> None:
         block = self._file.write(collector, rows)

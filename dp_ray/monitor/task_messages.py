@@ -6,7 +6,8 @@ from typing import Any
 from dp_ray.monitor.console import Console, Progressed
 from dp_ray.monitor.losses import Losses
 from dp_ray.monitor.shapes import ShapeReports
-from dp_ray.monitor.tensorboard import TensorBoardWriter
+from dp_ray.monitor.writers import Writer
+from dp_ray.replica.flops import Flops
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_recorder import Keep
 from dp_ray.task.notices import Measured, Note, WorkerTimes
@@ -15,16 +16,16 @@ from dp_ray.task.notices import Measured, Note, WorkerTimes
 class TaskMessages:
     """Takes in what a task sends.
 
-    `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank.
+    `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank; `flops`
+    the operations of a row, if the job asks for them.
     """
 
-    def __init__(
-        self, reports: ShapeReports, tensorboard: TensorBoardWriter, progress: Progressed, console: Console
-    ) -> None:
+    def __init__(self, reports: ShapeReports, writer: Writer, progress: Progressed, console: Console) -> None:
         self.metrics: dict[str, float] = {}
         self.times: dict[int, dict[str, float]] = {}
+        self.flops: Flops | None = None
         self._reports = reports
-        self._tensorboard = tensorboard
+        self._writer = writer
         self._progress = progress
         self._console = console
         self._losses = Losses(console)
@@ -40,16 +41,18 @@ class TaskMessages:
                 self.metrics = metrics
             case WorkerTimes(rank=rank, seconds=seconds):
                 self.times[rank] = seconds
+            case Flops():
+                self.flops = what
             case Logged(rows=rows):
                 self._log(rows)
 
     def _log(self, rows: Sequence[dict[str, Any]]) -> None:
         """Show and write rows of the history."""
         self._progress.last = rows[-1]
-        self._tensorboard.add(rows)
+        self._writer.add(rows)
         for row in rows:
             self._losses.say(row)
 
     def close(self) -> None:
-        """Finish TensorBoard's files."""
-        self._tensorboard.close()
+        """Write what is left of the history, when no more rows come."""
+        self._writer.close()

@@ -31,3 +31,14 @@ class FileCut:
         """The name of a file; the names sort as the files do."""
         width = max(5, len(str(self.files)))
         return f"{number:0{width}}-of-{self.files:0{width}}.parquet"
+
+    def most_ahead(self, num_mergers: int) -> int:
+        """By how many steps a worker's loop may be ahead of what its worker has merged, of the files that it merges.
+
+        They are those of one file for each merging worker: fewer would leave some without anything to merge.
+        """
+        return max(1, num_mergers * self.steps // self.files)
+
+    def enough_room(self, num_mergers: int) -> int:
+        """How far the merging comes near before a loop that has waited goes on: half a file more."""
+        return self.most_ahead(num_mergers) - self.steps // self.files // 2

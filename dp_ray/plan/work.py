@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from dp_ray.plan.split import Shard, Split, worker_shards
@@ -44,6 +45,34 @@ def _append_span(spans: list[tuple[int, int]], first: int, end: int) -> None:
     if spans and first <= spans[-1][1]:
         first, end = spans[-1][0], max(end, spans.pop()[1])
     spans.append((first, end))
+
+
+class Frontier:
+    """How far each shard is done from step `start` on, without a gap; ranges may be added in any order."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._reached: dict[int, int] = {}  # the first step that is not done, by shard
+        self._later: dict[int, list[tuple[int, int]]] = {}  # heaps of spans behind a gap, by shard
+
+    def add(self, done: Range) -> None:
+        """Take in what is done."""
+        for shard in range(done.first_shard, done.end_shard):
+            heappush(self._later.setdefault(shard, []), (done.first_step, done.end_step))
+            self._reach(shard, self._start)
+
+    def skip(self, piece: Shard) -> None:
+        """Take a shard as done up to its step, of which nothing will come."""
+        self._reach(piece.shard, piece.step + 1)
+
+    def __contains__(self, piece: Shard) -> bool:
+        return self._reached.get(piece.shard, self._start) > piece.step
+
+    def _reach(self, shard: int, step: int) -> None:
+        reached, later = max(step, self._reached.get(shard, self._start)), self._later.get(shard, [])
+        while later and later[0][0] <= reached:
+            reached = max(reached, heappop(later)[1])
+        self._reached[shard] = reached
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The gradient of a whole batch: forward and backward of this worker's shards, reduced over all workers."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.replica.buffers import Buffers
+from dp_ray.replica.flops import Flops, counted_flops
 from dp_ray.replica.optimizer_step import OptimizerStep
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
@@ -19,6 +21,7 @@ from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import sparse_parameters
 from dp_ray.replica.step import OnShard
+from dp_ray.replica.step_clock import Part, StepClock
 from dp_ray.replica.user_code import at, place, raising
 from dp_ray.replica.world import World
 from dp_ray.system.waiting import waiting
@@ -33,9 +36,16 @@ class BatchGradient:
     """
 
     def __init__(
-        self, job: Job, model: nn.Module, loss: ShardLoss, optimizer_step: OptimizerStep, world: World
+        self,
+        job: Job,
+        model: nn.Module,
+        loss: ShardLoss,
+        optimizer_step: OptimizerStep,
+        world: World,
+        clock: StepClock,
     ) -> None:
         self._job = job
+        self._clock = clock
         self._world = world
         self._optimizer_step = optimizer_step
         self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -44,6 +54,7 @@ class BatchGradient:
         self._seeds = ForwardSeeds(job.seed, model, world.device)
         self._loss = loss
         self._reduction: Reduction | None = None
+        self.flops: Flops | None = None
 
     def close(self) -> None:
         """Stop the reduction's threads."""
@@ -75,6 +86,8 @@ class BatchGradient:
         if missing := sum(len(shard.missing) for shard in shards):
             stats[-1, MISSING] = missing
         if self._reduction is None:
+            if self._job.flops and self._world.rank == 0 and filled and filled[0] is shards[0]:
+                self.flops = self._counted(shards[0], pending[0])
             self._reduction = self._build_reduction(shards[:1], pending)
         self._reduction.begin([shard.shard for shard in filled], num_filled(rows, split.shards))
         self._buffers.begin(len(filled))
@@ -88,10 +101,12 @@ class BatchGradient:
                 self._buffers.restore()
             self._shard(shard, batch, rows, stats, shard is filled[-1], on_shard)
         if not filled and self._world.world_size > 1:
+            self._clock.enter(Part.BACKWARD)
             self._last_backward(self._reduction, self._reduction.replica(None, 0), stats, f"step {step}")
         self._reduction.check(step)
         self._buffers.finish()
         self._reduction.finish()
+        self._clock.enter(Part.OTHER)
 
     def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any]) -> Reduction:
         """The reduction for the job; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
@@ -103,7 +118,25 @@ class BatchGradient:
         unused = self._job.find_unused_parameters
         if unused == "auto":
             unused = self._finds_unused(shards, batches)
-        return DdpReduction(self._loss, sums, self._world, self._parameters, self._sparse, bool(unused))
+        return DdpReduction(
+            self._loss, sums, self._world, self._parameters, self._sparse, bool(unused), self._begin_exchange
+        )
+
+    def _begin_exchange(self) -> None:
+        self._clock.enter(Part.EXCHANGE)
+
+    def _counted(self, shard: Shard, batch: Any) -> Flops:
+        """The operations of a row of a shard, counted in a trial that changes no state."""
+        self._buffers.begin(2)
+        counted = functools.partial(self._try, shard, batch)
+        flops = counted_flops(counted, shard.rows, self._job, self._world.device)
+        self._buffers.restore()
+        self._optimizer_step.optimizer.zero_grad()
+        return flops
+
+    def _try(self, shard: Shard, batch: Any) -> None:
+        """Forward and backward of a shard on this worker alone."""
+        _backward(self._forward(self._loss, shard, batch), place(shard))
 
     def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
         """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
@@ -113,7 +146,7 @@ class BatchGradient:
             if not shard.rows:
                 found += 1  # it cannot show that all parameters are used
                 continue
-            _backward(self._forward(self._loss, shard, batch), place(shard))
+            self._try(shard, batch)
             sparse = {id(one) for one in self._sparse}
             found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
         self._buffers.restore()
@@ -135,17 +168,22 @@ class BatchGradient:
             on_shard(shard, batch, self._loss.step_output)
             if shard.shard == 0:
                 self._buffers.keep()
+            self._clock.enter(Part.BACKWARD)
             if is_last:
                 reduction.before_last()
                 self._last_backward(reduction, loss / rows, stats, place(shard))
             else:
                 _backward(self._optimizer_step.scaled(loss / rows), place(shard))
         reduction.after(shard.shard, is_last)
+        if not is_last:
+            self._clock.enter(Part.OTHER)
 
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
+        self._clock.enter(Part.FORWARD)
         self._seeds.begin(shard)
         with at(place(shard)):
             loss: torch.Tensor = replica(batch, shard.rows)
+        self._clock.enter(Part.OTHER)
         return loss
 
     def _last_backward(self, reduction: Reduction, loss: torch.Tensor, stats: torch.Tensor, where: str) -> None:

@@ -3,6 +3,7 @@
 import functools
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from dp_ray.job_target import Target
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
-from dp_ray.replica.carry import Carrying, CarryingBatch, carried_keys, carried_of, collate_carrying
+from dp_ray.replica.carry import Carrying, CarryingBatch, Plain, carried_keys, carried_of, collate_carrying
 from dp_ray.replica.collating import Batch, LoaderError, collate_of, collated, loader_error
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
@@ -24,6 +25,7 @@ from dp_ray.replica.read_requests import IndexLists, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.sample_order import hold_blocks, order_of
 from dp_ray.replica.screening import Screen
+from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads
 from dp_ray.replica.targets import build_dataset, dataset_seed, resolve
 from dp_ray.replica.user_code import raising, said
@@ -81,7 +83,7 @@ class Samples(Dataset[Any]):
         self._columns = columns
         self.screen = screen
         if screen is not None:
-            screen.source = self._unscreened
+            screen.source, screen.carry, screen.carried_alone = self._unscreened, carry, self._carried_alone
         self._keys = keys
         self.carry = carry
         self.name = name
@@ -129,6 +131,15 @@ class Samples(Dataset[Any]):
         if self._keys is None and not self.carry:
             return items
         return [self._picked(*one) for one in zip(indices, items, strict=True)]
+
+    def _carried_alone(self, index: int) -> dict[str, Plain]:
+        """The carried values of a sample that cannot be read, as far as the dataset reads columns alone."""
+        read, found = getattr(self.dataset, "read_values", None), dict[str, Plain]()
+        item = {} if read is None else read(index, self.carry)
+        for key in item:
+            with suppress(DataError):  # a value that cannot be carried
+                (found[key],) = carried_of(item, [key])
+        return found
 
     def _picked(self, index: int, item: Any) -> Any:
         try:
@@ -186,7 +197,7 @@ def load_shards(
     times, keys = times or StepTimes(), item_keys(job)
     columns = whole_columns(job, dataset, keys)
     samples = Samples(dataset, job.seed, name, keys, columns, times, carry=carried_keys(job))
-    return times.waiting(on_device(make(job, samples, work, device, pick), device))
+    return times.waiting(on_device(make(job, samples, work, device, pick), device, times.clock))
 
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
@@ -282,19 +293,23 @@ def check_rows(job: Job, inputs: Any, rows: int, what: str) -> None:
         )
 
 
-def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def on_device(batches: Iterator[Batch], device: torch.device, clock: StepClock | None = None) -> Iterator[Batch]:
     """Yield the batches on `device`; on a GPU the next batch is copied while the current one is computed."""
     if device.type != "cuda":
         yield from batches if device.type == "cpu" else (_move(batch, device) for batch in batches)
         return
+    clock = clock or SilentClock()
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     ready = None
     for batch in batches:
+        before = clock.enter(Part.HOST_TO_DEVICE)
         with torch.cuda.stream(copies):
             coming = _move(batch, device), copies.record_event()
-        if ready is not None:
-            yield _wait_for(*ready, device)
-        ready = coming
+        given = _wait_for(*ready, device) if ready is not None else None
+        clock.enter(before)
+        if given is not None:
+            yield given
+        ready, given = coming, None
     if ready is not None:
         yield _wait_for(*ready, device)
 

@@ -21,6 +21,7 @@ from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.stateful import keeps_state
 from dp_ray.replica.step import Metrics, OnShard, Step, StepOutput, as_row, run_step
+from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.targets import bound, build, resolve
 from dp_ray.replica.user_code import at, got, raising
 from dp_ray.replica.world import gathered
@@ -74,9 +75,16 @@ class Evaluation:
     """The evaluation of one worker's shards. Each shard has its own sums, so no result depends on who ran it."""
 
     def __init__(
-        self, job: Job, step: Step, measures: Metrics, states: Mapping[str, Any], device: torch.device
+        self,
+        job: Job,
+        step: Step,
+        measures: Metrics,
+        states: Mapping[str, Any],
+        device: torch.device,
+        clock: StepClock | None = None,
     ) -> None:
         self.job = job
+        self._clock = clock or SilentClock()
         self._step = step
         self._measures = measures
         self._states = {name: metric.to(device) for name, metric in states.items()}
@@ -150,11 +158,14 @@ class Evaluation:
         return {**means, **computed}
 
     def _shard(self, model: nn.Module, shard: Shard, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
+        self._clock.enter(Part.FORWARD)
         with autocast(self.job.precision, self._device):
             step_output = run_step(self._step, model, batch)
             loss = [self._measures.loss(step_output, shard.rows)] if self._has_loss else []
             measured = [*loss, *self._measures(step_output, shard.rows)]
-        return step_output, as_row(measured, self._device) if measured else None
+            row = as_row(measured, self._device) if measured else None
+        self._clock.enter(Part.OTHER)
+        return step_output, row
 
     def _update_states(self, step_output: StepOutput, kept: dict[str, Any]) -> None:
         """Update the shard's own copies of the metrics with a state."""

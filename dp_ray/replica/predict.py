@@ -12,12 +12,14 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.carry import Plain, unloaded
 from dp_ray.replica.devices import mixed_devices
+from dp_ray.replica.flops import Flops, counted_flops
 from dp_ray.replica.kept import Kept
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.out_of_memory import advised
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
+from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.user_code import it_got, place, raising
 
 
@@ -32,16 +34,21 @@ def predict(
     goes_on: Callable[[int], bool] = lambda step: True,
     real: Real = as_planned,
     tell: Callable[[str], None] = lambda text: None,
+    clock: StepClock | None = None,
+    on_inputs: Callable[[Shard, Indices, Any], None] = lambda shard, indices, inputs: None,
+    on_flops: Callable[[Flops], None] | None = None,
 ) -> None:
     """Run the model over each shard of `work`, in eval and inference mode.
 
     `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
     its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
     worker has no rows in it. The loop ends before the first step for which `goes_on` is false. `real` gives a shard
-    without the samples set aside. `tell` gets lines for the user.
+    without the samples set aside. `tell` gets lines for the user. `clock` splits the time of the steps. `on_inputs`
+    gets each shard's inputs before they run. `on_flops` gets the operations of a row, counted over the first shard,
+    which runs once more.
     Raises ModelError, naming step and shard, if the model raises.
     """
-    kept = Kept(job, device, tell)
+    kept, clock = Kept(job, device, tell), clock or SilentClock()
     seeds = ForwardSeeds(job.seed, model, device, kept.after)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
         for step, shards in work:
@@ -52,19 +59,36 @@ def predict(
                     indices, batch = next(batches)
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)
+                        on_inputs(shard, indices, inputs)
+                        if on_flops is not None:
+                            seeds.begin(shard)
+                            on_flops(_flops_of(model, inputs, job, shard, device))
+                            buffers.restore()
+                            on_flops = None
+                        clock.enter(Part.FORWARD)
                         seeds.begin(shard)
                         # No name holds the outputs: what is left out is free before the next shard.
                         kept_of = functools.partial(kept, inputs=inputs, shard=shard)
-                        on_shard(shard, indices, kept_of(_forward(model, inputs, job.call, shard)), carried)
+                        on_shard(shard, indices, kept_of(_forward(model, inputs, job.call, shard, clock)), carried)
+                        clock.enter(Part.OTHER)
                 buffers.restore()
             on_step(step)
 
 
-def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard) -> Any:
+def _flops_of(model: nn.Module, inputs: Any, job: Job, shard: Shard, device: torch.device) -> Flops:
+    run = functools.partial(_forward, model, inputs, job.call, shard, SilentClock())
+    return counted_flops(run, shard.rows, job, device)
+
+
+def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard, clock: StepClock) -> Any:
+    """The model's outputs; what follows in the step is about them."""
+
     def hint(error: BaseException) -> str:
         mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
         one_dict = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
         return one_dict * mistaken + (mixed_devices(model, error) or it_got(inputs))
 
     with raising(f"{place(shard)}: model", hint):
-        return call_model(model, inputs, call)
+        outputs = call_model(model, inputs, call)
+    clock.enter(Part.OUTPUTS)
+    return outputs

@@ -102,7 +102,7 @@ def load_good(
     times = times or StepTimes()
     screen, carry = quarantine.screen(), carried_keys(job)
     samples = Samples(dataset, job.seed, name, item_keys(job), times=times, screen=screen, carry=carry)
-    return times.waiting(on_device(make(job, samples, quarantine, work, device, pick), device))
+    return times.waiting(on_device(make(job, samples, quarantine, work, device, pick), device, times.clock))
 
 
 def _shards(

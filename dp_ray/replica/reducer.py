@@ -13,7 +13,7 @@ Bytes that one of W workers sends for a bucket of B bytes, if each worker's shar
 for 2 and 4 workers, and if W is a power of two that divides the shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -91,10 +91,16 @@ class ShardSums:
 
 
 class TreeReducer:
-    """DDP's communication hook that sums buckets over the workers in the order of the tree."""
+    """DDP's communication hook that sums buckets over the workers in the order of the tree.
 
-    def __init__(self, sums: ShardSums, world_size: int, rank: int) -> None:
+    It calls `on_last` once all gradients of a step are there, before it sums the last bucket.
+    """
+
+    def __init__(
+        self, sums: ShardSums, world_size: int, rank: int, on_last: Callable[[], None] = lambda: None
+    ) -> None:
         self.saw_last = False
+        self._on_last = on_last
         self._sums = sums
         self._root = sums.root
         self._world_size = world_size
@@ -146,6 +152,8 @@ class TreeReducer:
                 view.zero_().neg_()
         held = self._held(parameters, views)
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
+        if bucket.is_last():
+            self._on_last()
         if self._world_size == 2:
             work = dist.all_reduce(flat, async_op=True)
             return work.get_future().then(_first_tensor)  # type: ignore[no-any-return]
@@ -260,8 +268,9 @@ class SumReducer:
     DDP's own hook averages over the workers. Here each loss is already divided by the rows of the whole batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_last: Callable[[], None] = lambda: None) -> None:
         self.saw_last = False
+        self._on_last = on_last
 
     def begin(self, filled: int, last: Node | None) -> None:
         """Begin a step; the arguments are those of `TreeReducer.begin`, unused here."""
@@ -272,7 +281,9 @@ class SumReducer:
 
     def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to sum a bucket over the workers; the future gives the sums, in the bucket's memory."""
-        self.saw_last = self.saw_last or bucket.is_last()
+        if bucket.is_last():
+            self.saw_last = True
+            self._on_last()
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(_first_tensor)  # type: ignore[no-any-return]
 

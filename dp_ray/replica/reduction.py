@@ -1,7 +1,7 @@
 """A step's gradients over all shards and workers: one interface, with a one-worker and a DDP version."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -86,12 +86,14 @@ class DdpReduction(Reduction):
         parameters: dict[str, nn.Parameter],
         sparse: Sequence[nn.Parameter],
         finds_unused: bool,
+        on_last: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(loss, sums, sparse)
         self._parameters = parameters
         self._ddp = wrapped(loss, sparse, finds_unused)
         self.replica = self._ddp
-        self._reducer: Reducer = SumReducer() if sums is None else TreeReducer(sums, world.world_size, world.rank)
+        ranks = world.world_size, world.rank
+        self._reducer: Reducer = SumReducer(on_last) if sums is None else TreeReducer(sums, *ranks, on_last)
         self._ddp.register_comm_hook(None, self._reducer.hook)
 
     def begin(self, shards: Sequence[int], filled: int) -> None:

@@ -7,6 +7,7 @@ collate of the user, it is bad if that cannot collate it together with the refer
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from dp_ray.errors import DataError, Error, JobError
-from dp_ray.replica.carry import Carrying
+from dp_ray.replica.carry import Carrying, Plain
 from dp_ray.replica.read_limit import ReadLimit, ReadTimeout
 from dp_ray.replica.read_requests import ReadRequest
 
@@ -24,12 +25,16 @@ TEXT_LENGTH = 10_000  # kept of a message or a traceback
 
 
 class BadSample(NamedTuple):
-    """Why a sample is bad; it takes the sample's place among those that were read."""
+    """Why a sample is bad; it takes the sample's place among those that were read.
+
+    `carried` are its values of the keys that the job carries, as far as they can be had; None if it carries none.
+    """
 
     sample: int
     kind: str
     message: str
     traceback: str = ""
+    carried: dict[str, Plain] | None = None
 
 
 class Reference(NamedTuple):
@@ -49,9 +54,15 @@ class Screened(NamedTuple):
     bad: dict[int, BadSample]
 
 
+def _nothing(index: int) -> Mapping[str, Plain]:
+    """The carried values of a sample of which none can be read alone; no lambda, so that a Screen can be pickled."""
+    return {}
+
+
 class Screen:
     """Sets bad samples aside where they are loaded; `source` reads samples without it.
 
+    `carry` are the keys that the job carries; `carried_alone` gives their values of a sample that cannot be read.
     `hung` are samples, by epoch, whose read ended its process. `careful` are requests whose samples are to be read
     one by one, since one of them did so.
     """
@@ -60,6 +71,8 @@ class Screen:
         self.limit = limit
         self.reference: Reference | None = None
         self.source: Callable[[list[int]], list[Any]] = list
+        self.carry: tuple[str, ...] = ()
+        self.carried_alone: Callable[[int], Mapping[str, Plain]] = _nothing
         self.hung: dict[tuple[int, int], BadSample] = {}
         self.careful: set[tuple[int, int, int]] = set()
         self._is_finite = is_finite
@@ -81,7 +94,7 @@ class Screen:
         if (
             len(indices) > 1
             and wanted[:3] not in self.careful
-            and not any((wanted.epoch, index) in self.hung for index in indices)
+            and not (self.hung and any((wanted.epoch, index) in self.hung for index in indices))
         ):
             try:
                 return self._read_together(indices, at_once)
@@ -89,7 +102,7 @@ class Screen:
                 raise
             except (Exception, ReadTimeout) as error:  # one by one, to find the bad ones
                 if not at_once and self.limit is not None and (at := self.limit.at) is not None:
-                    found[at] = bad_sample(at, error)
+                    found[at] = self._unread(at, error)
         return [found.get(index) or self._read_one(index) for index in indices]
 
     def _read_together(self, indices: list[int], at_once: bool) -> list[Any]:
@@ -106,7 +119,18 @@ class Screen:
         except (JobError, MemoryError):
             raise
         except (Exception, ReadTimeout) as error:
-            return bad_sample(index, error)
+            return self._unread(index, error)
+
+    def _unread(self, index: int, error: BaseException) -> BadSample:
+        """A sample that could not be read, with those of its carried values that can."""
+        bad = bad_sample(index, error)
+        if not self.carry:
+            return bad
+        found: Mapping[str, Plain] = {}
+        limited = nullcontext() if self.limit is None else self.limit.reading(self._wanted, [index])
+        with suppress(Exception, ReadTimeout), limited:
+            found = self.carried_alone(index)
+        return bad._replace(carried={key: found.get(key) for key in self.carry})
 
     def _within_limit(self, indices: list[int]) -> list[Any]:
         if self.limit is None:
@@ -119,16 +143,22 @@ class Screen:
 
         Raises what `collate` raises if no sample alone is to blame.
         """
-        bad = {place: item for place, item in enumerate(items) if isinstance(item, BadSample)}
+        bad = _bad_ones(items)
         good = _without(items, bad)
         batch = self._at_once(good, collate)
         if batch is None and good:
             for place, index in enumerate(indices):
                 if place not in bad and (found := self._misfit(index, items[place], collate)):
-                    bad[place] = found
+                    bad[place] = self._with_carried(found, items[place])
             good = _without(items, bad)
             batch = collate(good) if good else None
         return Screened(batch, bad)
+
+    def _with_carried(self, bad: BadSample, item: Any) -> BadSample:
+        """With what is carried of the sample, which was read."""
+        if not isinstance(item, Carrying):
+            return bad
+        return bad._replace(carried=dict(zip(self.carry, item.values, strict=True)))
 
     def _at_once(self, good: list[Any], collate: Collate) -> Any:
         """All of them collated, if none is bad; else None."""
@@ -269,7 +299,16 @@ def _is_finite(numbers: torch.Tensor) -> bool:
     return bool(torch.isfinite(total)) or bool(torch.isfinite(numbers).all())
 
 
+def _bad_ones(items: Sequence[Any]) -> dict[int, BadSample]:
+    """The samples that could not be read, by their places; of most batches there are none, which is soon seen."""
+    if BadSample not in set(map(type, items)):
+        return {}
+    return {place: item for place, item in enumerate(items) if isinstance(item, BadSample)}
+
+
 def _without(items: Sequence[Any], bad: Mapping[int, BadSample]) -> list[Any]:
+    if not bad:
+        return list(items)
     return [item for place, item in enumerate(items) if place not in bad]
 
 

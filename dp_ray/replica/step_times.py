@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
 
+from dp_ray.replica.step_clock import Part, StepClock
+
 T = TypeVar("T")
 
 
@@ -13,10 +15,11 @@ class StepTimes:
     """The seconds of one worker's loop, in parts.
 
     `data_wait` is how long the loop waited for its next batch. `load` is how long reading and collating took: in the
-    worker itself, or in its loader processes, all of them together.
+    worker itself, or in its loader processes, all of them together. `clock` splits the steps into parts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: StepClock | None = None) -> None:
+        self.clock = clock or StepClock()
         self.data_wait = 0.0
         self.load = 0.0
         self._began = time.perf_counter()
@@ -26,8 +29,9 @@ class StepTimes:
         """The same batches; the time until each is there counts as `data_wait`."""
         end: Any = object()
         while True:
-            began = time.perf_counter()
+            began, before = time.perf_counter(), self.clock.enter(Part.DATA_WAIT)
             batch = next(batches, end)
+            self.clock.enter(before)
             self.data_wait += time.perf_counter() - began
             if batch is end:
                 return

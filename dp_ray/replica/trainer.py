@@ -10,6 +10,7 @@ from dp_ray.job import Job
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard, Split
 from dp_ray.replica.batch_gradient import MISSING, BatchGradient
+from dp_ray.replica.flops import Flops
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
 from dp_ray.replica.out_of_memory import advised
@@ -19,6 +20,7 @@ from dp_ray.replica.rng import seed_all
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import make_gradients_dense
 from dp_ray.replica.step import Metrics, OnShard, Step
+from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.stop_vote import StopVote
 from dp_ray.replica.world import World
 
@@ -43,9 +45,17 @@ class Trainer:
     """The training state on one worker, the same on all workers, and the step that changes it."""
 
     def __init__(
-        self, job: Job, model: nn.Module, called: nn.Module, step: Step, measures: Metrics, world: World
+        self,
+        job: Job,
+        model: nn.Module,
+        called: nn.Module,
+        step: Step,
+        measures: Metrics,
+        world: World,
+        clock: StepClock | None = None,
     ) -> None:
         self.model = model
+        self._clock = clock or SilentClock()
         self.real: Real = as_planned
         self._job = job
         self._world = world
@@ -55,9 +65,14 @@ class Trainer:
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         loss = ShardLoss(called, step, measures, job, world.device)
-        self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world)
+        self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world, self._clock)
         self.measure_names = list(measures.functions)
         self._stop_vote = StopVote(world.device)
+
+    @property
+    def flops(self) -> Flops | None:
+        """The operations of a row, if the job asks for them, this is rank 0 and it has run a step."""
+        return self._gradient.flops
 
     @property
     def schedule(self) -> Schedule:
@@ -103,8 +118,11 @@ class Trainer:
         stats = self._stats(split.shards, wants_stop)
         with advised(self._job, f"step {step}", shards[0].rows if shards else 0):
             self._gradient.compute(split, step, shards, batches, on_shard, stats, self.real)
+        self._clock.enter(Part.UPDATE)
         with advised(self._job, f"step {step}", None):
-            return self._update(split, step, stats)
+            update = self._update(split, step, stats)
+        self._clock.enter(Part.OTHER)
+        return update
 
     def _update(self, split: Split, step: int, stats: torch.Tensor) -> Update:
         """Update the parameters from their gradients."""

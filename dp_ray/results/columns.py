@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 
 from dp_ray.errors import ModelError, StorageError
+from dp_ray.results.arrow_numbers import plain_values
 from dp_ray.results.carried import CarriedColumn, kind_of
 from dp_ray.tensors.nested import Keys, TreeSpec, difference, flatten, is_plain, unflatten
 from dp_ray.tensors.raw import as_bytes
@@ -207,7 +208,7 @@ def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Ten
     if column.is_struct:
         return torch.empty(len(array), *column.shape, dtype=column.torch_dtype)
     flat = array.storage.flatten() if isinstance(array, pa.ExtensionArray) else array
-    return _to_torch(column, flat.to_numpy(zero_copy_only=False)).reshape(len(array), *column.shape)
+    return _to_torch(column, plain_values(flat)).reshape(len(array), *column.shape)
 
 
 def converted(before: CarriedColumn | Column, after: CarriedColumn | Column, array: pa.Array) -> pa.Array:

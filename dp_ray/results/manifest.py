@@ -13,7 +13,8 @@ from dp_ray.rundir.ledger import FILES
 from dp_ray.storage import Storage
 
 OUTPUTS = "outputs"  # the folder of the files
-MANIFEST = "outputs/manifest.json"
+MANIFEST = "outputs_manifest.json"  # beside the folder, which polars cannot read if it holds any other file
+EARLIER_MANIFEST = "outputs/manifest.json"
 MERGED = "outputs.parquet"  # what earlier versions wrote in place of the folder
 
 
@@ -21,8 +22,9 @@ MERGED = "outputs.parquet"  # what earlier versions wrote in place of the folder
 class FileRecord:
     """A file of the outputs: its name, and the positions `first .. end - 1` that it holds.
 
-    `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order. Where all samples were set
-    aside, there is a record without rows and no file.
+    `sha256` is that of the file's bytes. `steps` are the digests of its steps, in order. `layout` is its columns, as
+    the file's metadata has them; earlier versions did not keep it. Where all samples were set aside, there is a
+    record without rows and no file.
     """
 
     name: str
@@ -32,6 +34,7 @@ class FileRecord:
     bytes: int
     sha256: str
     steps: tuple[str, ...]
+    layout: str = ""
 
     @property
     def path(self) -> str:
@@ -41,7 +44,7 @@ class FileRecord:
     def described(self) -> dict[str, Any]:
         """The file as the manifest tells it: a hash in place of the digests of its steps."""
         values = asdict(self)
-        del values["steps"], values["end"]
+        del values["steps"], values["end"], values["layout"]
         return {**values, "steps_sha256": hash_of_steps([self])}
 
 
@@ -85,7 +88,13 @@ def write_manifest(run: Storage, records: Sequence[FileRecord]) -> str:
     outputs_sha256 = hash_of_steps(records)
     told = {"rows": sum(one.rows for one in records), "outputs_sha256": outputs_sha256}
     write_json(run, MANIFEST, {**told, "files": [one.described() for one in records if one.rows]})
+    run.delete(EARLIER_MANIFEST)
     return outputs_sha256
+
+
+def _manifest_of(run: Storage) -> str | None:
+    """The name of a run's manifest, which earlier versions wrote into the folder; None if there is none."""
+    return next(filter(run.exists, (MANIFEST, EARLIER_MANIFEST)), None)
 
 
 def file_names(run: Storage) -> list[str]:
@@ -93,22 +102,22 @@ def file_names(run: Storage) -> list[str]:
 
     Raises StorageError if the manifest is damaged.
     """
-    if not run.exists(MANIFEST):
+    if (manifest := _manifest_of(run)) is None:
         return [MERGED]
     try:
-        return [f"{OUTPUTS}/{one['name']}" for one in read_json(run, MANIFEST)["files"]]
+        return [f"{OUTPUTS}/{one['name']}" for one in read_json(run, manifest)["files"]]
     except (KeyError, TypeError) as error:
-        raise StorageError(f"{run}/{MANIFEST}: is damaged: {error!r}") from None
+        raise StorageError(f"{run}/{manifest}: is damaged: {error!r}") from None
 
 
 def outputs_sha256(run: Storage) -> str:
     """The hash of a finished run's outputs, as the manifest tells it."""
-    return str(read_json(run, MANIFEST)["outputs_sha256"])
+    return str(read_json(run, _manifest_of(run) or MANIFEST)["outputs_sha256"])
 
 
 def names_so_far(run: Storage) -> list[str]:
     """The files of the outputs that are whole, from the first on without a gap, while a run goes on."""
-    if run.exists(MANIFEST) or run.exists(MERGED):
+    if _manifest_of(run) or run.exists(MERGED):
         return file_names(run)
     records = ledger.records_in(ledger.committed(run))
     whole = [number for number in range(len(records)) if all(before in records for before in range(number + 1))]
@@ -117,4 +126,4 @@ def names_so_far(run: Storage) -> list[str]:
 
 def outputs_path(run: Storage) -> str:
     """The folder of the outputs, or the one file that an earlier version wrote."""
-    return str(run.child(OUTPUTS if run.exists(MANIFEST) or not run.exists(MERGED) else MERGED))
+    return str(run.child(OUTPUTS if _manifest_of(run) or not run.exists(MERGED) else MERGED))

@@ -13,13 +13,13 @@ from dp_ray.errors import StorageError
 from dp_ray.plan.file_cut import FileCut
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard, Split
-from dp_ray.plan.work import Done, Range
-from dp_ray.results.columns import SAMPLE_INDEX, Layout
+from dp_ray.plan.work import Frontier, Range
+from dp_ray.results.columns import METADATA, SAMPLE_INDEX, Layout
 from dp_ray.results.manifest import OUTPUTS, FileRecord, write_record
 from dp_ray.results.output_parts import AGAIN, POSITION, PartReader, RowsInOrder
 from dp_ray.results.proof import RowProof
 from dp_ray.results.step_digests import StepDigests
-from dp_ray.rundir.ledger import PART_NAME, PARTS, Ledger, check_newest, done_ranges, fenced, range_of, record_name
+from dp_ray.rundir.ledger import PART_NAME, PARTS, Ledger, check_newest, fenced, range_of, record_name
 from dp_ray.storage import Storage, UnfinishedFile
 
 GROUP_BYTES = 8 << 20
@@ -54,7 +54,9 @@ class FileMerge:
         self._order = order
         self._find_missing = find_missing
         self._missing: Collection[int] = ()
+        self._seen: set[str] = set()  # all names in the folder of the parts
         self._names: list[str] = []
+        self._done = Frontier(self._steps.start)
         self._through = self._steps.start
         self._open: OpenFile | None = None
 
@@ -63,15 +65,18 @@ class FileMerge:
         """The first step of the file."""
         return self._steps.start
 
+    @property
+    def through(self) -> int:
+        """The first step that is not merged yet."""
+        return self._through
+
     def advance(self) -> bool:
         """Merge the steps all of whose parts are there by now; True once the file has its name.
 
         Raises StorageError if the parts do not hold each position once, or if this attempt is superseded.
         """
-        found = self._ledger.found(self._parts)
+        new = self._look()
         self._missing = frozenset(self._find_missing())  # after the parts: a bad sample is kept before its part
-        new = [name for name in found if name not in self._names and _first_step(name) in self._steps]
-        self._names += new
         self._move_on()
         if new:
             self._join(new)
@@ -85,9 +90,7 @@ class FileMerge:
 
     def refuse(self) -> None:
         """Raise StorageError for a file whose parts are not all there, though no worker will write any more."""
-        done = Done(done_ranges(self._names))
-        shards = self._split.worker(1, 0, self._through)
-        lost = next(shard for shard in shards if shard not in done and not self._is_missing(shard))
+        lost = next(shard for shard in self._shards() if shard not in self._done and not self._is_missing(shard))
         raise StorageError(f"the outputs of position {lost.start} is missing; {AGAIN}")
 
     def close(self) -> None:
@@ -96,13 +99,31 @@ class FileMerge:
             self._open.discard()
             self._open = None
 
+    def _look(self) -> list[str]:
+        """Find the parts of this file that have come since the last look. Only names that are new are looked at."""
+        names = self._parts.names()
+        new = self._ledger.counting(name for name in names if name not in self._seen)
+        self._seen.update(names)
+        parts = [name for name in new if _first_step(name) in self._steps]
+        self._names += parts
+        for name in parts:
+            self._done.add(_range(name))
+        return parts
+
     def _move_on(self) -> None:
         """Find the first step of which parts are missing."""
-        done = Done(done_ranges(self._names))
-        while self._through < self._steps.stop and all(
-            shard in done or self._is_missing(shard) for shard in self._split.worker(1, 0, self._through)
-        ):
+        while self._through < self._steps.stop and all(map(self._is_there, self._shards())):
             self._through += 1
+
+    def _shards(self) -> list[Shard]:
+        """All shards of the first step that is not merged yet."""
+        return self._split.worker(1, 0, self._through)
+
+    def _is_there(self, shard: Shard) -> bool:
+        """Whether a shard's rows are in a part, or will not come."""
+        if shard not in self._done and self._is_missing(shard):
+            self._done.skip(shard)
+        return shard in self._done
 
     def _is_missing(self, shard: Shard) -> bool:
         """Whether no row of a shard will come, since all its samples were set aside."""
@@ -149,10 +170,14 @@ class FileMerge:
         return FileRecord(name, 0, first, end, 0, nothing, (nothing,) * len(self._steps))
 
 
-def _first_step(name: str) -> int:
-    """The first step of a part; -1 if this is not the name of one."""
+def _range(name: str) -> Range:
+    """The steps and shards of a part; an empty range before all steps if this is not the name of one."""
     match = PART_NAME.fullmatch(name)
-    return range_of(match).first_step if match else -1
+    return range_of(match) if match else Range(-1, -1, 0, 0)
+
+
+def _first_step(name: str) -> int:
+    return _range(name).first_step
 
 
 class OpenFile:
@@ -200,7 +225,8 @@ class OpenFile:
         self._stream.commit()
         written = self._stream.tell()
         steps = tuple(self._digests.done)
-        return FileRecord(self._name, self._num_rows, first, end, written, self._stream.sha256, steps)
+        layout = self.layout.metadata[METADATA].decode()
+        return FileRecord(self._name, self._num_rows, first, end, written, self._stream.sha256, steps, layout)
 
     def close(self) -> None:
         """Close what is read."""

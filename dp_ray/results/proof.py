@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dp_ray.errors import DataError, StorageError
+from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.plan.order import Order
-from dp_ray.results.columns import SAMPLE_INDEX
+from dp_ray.results.columns import METADATA, SAMPLE_INDEX, Layout
 from dp_ray.results.manifest import FileRecord, read_records, write_manifest
 from dp_ray.results.output_parts import AGAIN, POSITION
 from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
 
+ANEW = "make them alike, and run the job again with --overwrite (overwrite=True)"
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -78,12 +79,13 @@ class RowProof:
 def prove_outputs(run: Storage, rows: int, missing: Collection[int] = ()) -> None:
     """Prove that the files of a run's outputs are whole, and write their manifest; no row of them is read.
 
-    Raises what `check_files` raises.
+    Raises what `check_files` and `check_layouts` raise.
     """
     records = read_records(run, ledger.committed(run))
     if not records:
         raise StorageError(f"{run}: there are no outputs; {AGAIN}")
     check_files(run, records, rows, missing)
+    check_layouts(run, records)
     if not any(record.rows for record in records):
         raise DataError(f"{run}: there are no outputs: all samples were set aside, see quarantine/")
     write_manifest(run, records)
@@ -108,3 +110,19 @@ def check_files(run: Storage, records: Sequence[FileRecord], rows: int, missing:
         at = record.end
     if at != rows:
         raise StorageError(f"the outputs end at position {at} of {rows}; {AGAIN}")
+
+
+def check_layouts(run: Storage, records: Sequence[FileRecord]) -> None:
+    """Raise ModelError or DataError, which names steps, unless the files can be read as one: alike but for shapes."""
+    joined: Layout | None = None
+    first = 0
+    for record in records:
+        end = first + len(record.steps)
+        if record.layout:
+            layout = Layout.from_metadata({METADATA: record.layout.encode()})
+            try:
+                joined = layout if joined is None else joined.join(layout)
+            except (ModelError, DataError) as error:
+                where = f"the outputs of steps {first} to {end - 1} do not go with those of the steps before"
+                raise type(error)(f"{run}/{record.path}: {where}: {error}; {ANEW}") from error
+        first = end

@@ -28,7 +28,7 @@ from dp_ray.tensors.file import read_tensors
 
 SUMMARY = (
     *("name", "task", "status", "error", "rows", "steps", "quarantined", "metrics", "best", "interruptions"),
-    *("seconds", "outputs", "weights", "run_dir"),
+    *("seconds", "verdict", "outputs", "weights", "run_dir"),
 )
 
 
@@ -44,7 +44,10 @@ class Result:
     `run_dir` hides the secret of a URL. `location` includes it, serves to read the files, and is never written.
     `metrics` are those at the end of a training, or those of an evaluation. `best` describes the best checkpoint, if
     the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights. `quarantined` counts the
-    samples that were set aside, which `quarantine.parquet` lists.
+    samples that were set aside, which `quarantine.parquet` lists. `failure` says where `error` was raised: `rank`,
+    `node`, `step`, `sample` as far as known, and `frames`, those of the user's code. `time_split` has the shares of a
+    step's parts in the workers' time, and `verdict` says in words what limits the run. With the key `flops`,
+    `flops_per_row` has the operations of a row, and `mfu` their share of the peak of the devices, if that is known.
     """
 
     run_dir: str
@@ -66,12 +69,17 @@ class Result:
     quarantined: int = 0
     seconds: float = 0.0
     data_wait_share: float | None = None
+    time_split: dict[str, Any] | None = None
+    verdict: str | None = None
+    flops_per_row: float | None = None
+    mfu: float | None = None
     outputs_path: str | None = None
     outputs_sha256: str | None = None
     weights_path: str | None = None
     weights_sha256: str | None = None
     best: dict[str, Any] | None = None
     error: str | None = None
+    failure: dict[str, Any] | None = None
     location: str = field(default="", repr=False, compare=False)
 
     @cached_property

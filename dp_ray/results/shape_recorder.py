@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dp_ray.plan.split import Shard
+from dp_ray.replica.step_clock import TimedStep
 from dp_ray.replica.world import World
 from dp_ray.results.shapes import Seen
+from dp_ray.results.step_time_files import TimedSteps, packed
 
 REPORTS_A_SECOND = 1000  # of all workers together: each costs the driver's node the same, however many steps it has
 
@@ -24,12 +26,16 @@ class ShardSpan(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One worker's message: spans ordered by first step, the new sizes by their numbers, and the last step done."""
+    """One worker's message: spans ordered by first step, the new sizes by their numbers, and the last step done.
+
+    `times` are those of the steps measured since the last message, None if there are none.
+    """
 
     world: World
     through: int
     seen: dict[int, Seen]
     spans: list[ShardSpan]
+    times: TimedSteps | None = None
 
 
 class Keep(NamedTuple):
@@ -53,6 +59,8 @@ class Recorder:
         self._unsent: dict[int, Seen] = {}
         self._open: dict[int, tuple[int, int, list[float]]] = {}
         self._spans: list[ShardSpan] = []
+        self._rows = 0
+        self._times: list[TimedStep] = []
         self._through = -1
         self._sent_through = -1
         self._lock = threading.Lock()
@@ -63,6 +71,7 @@ class Recorder:
 
     def on_shard(self, shard: Shard, seen: Seen, milliseconds: float) -> None:
         """Record a shard's sizes and the milliseconds of its forward."""
+        self._rows += shard.rows
         with self._lock:
             number = self._numbers.get(seen)
             if number is None:
@@ -78,6 +87,16 @@ class Recorder:
     def on_step(self, step: int) -> None:
         """Record that this worker has finished `step`, with or without rows in it."""
         self._through = step
+
+    def take_rows(self) -> int:
+        """The rows of the shards recorded since the last call."""
+        rows, self._rows = self._rows, 0
+        return rows
+
+    def on_times(self, timed: list[TimedStep]) -> None:
+        """Record how long the parts of steps took."""
+        with self._lock:
+            self._times += timed
 
     def flush(self) -> None:
         """Send all that is recorded; it has arrived when this returns."""
@@ -108,10 +127,11 @@ class Recorder:
             for shard in list(self._open):
                 self._close_run(shard)
             through = self._through  # read once: `on_step` does not take the lock
-            if not self._spans and through == self._sent_through:
+            timed, self._times = self._times, []
+            if not self._spans and not timed and through == self._sent_through:
                 return None
             spans = sorted(self._spans, key=lambda span: span.first_step)
-            report = Report(self._world, through, self._unsent, spans)
+            report = Report(self._world, through, self._unsent, spans, packed(timed) if timed else None)
             self._sent_through, self._unsent, self._spans = through, {}, []
             return report
 

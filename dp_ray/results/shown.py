@@ -1,26 +1,15 @@
 """Formats a result for people: paths, numbers, tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
-from pathlib import Path
 from typing import Any
 
+from dp_ray.results.short import measured, relative
+from dp_ray.results.time_split import split_line
 from dp_ray.rundir.incidents import read_interruption
-from dp_ray.tensors.digest import is_inner
 
 PATHS = ("run_dir", "outputs", "weights")
 WIDTH = 16
-
-
-def relative(path: str) -> str:
-    """A path below the working directory, relative to it; any other path or URL unchanged."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if "://" not in path and Path(path).is_relative_to(here) else path
-
-
-def measured(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The metrics in six digits, without those that `verify` adds."""
-    return {name: f"{value:.6g}" for name, value in metrics.items() if not is_inner(name)}
 
 
 def shown(values: Mapping[str, Any]) -> dict[str, str]:
@@ -32,6 +21,8 @@ def shown(values: Mapping[str, Any]) -> dict[str, str]:
         found["quarantined"] = "-"
     if values["best"]:
         found["best"] = "{metric} {value:.6g} after step {step}".format(**values["best"])
+    if values["time_split"]:
+        found["time_split"] = split_line(values["time_split"])
     metrics = measured(values["metrics"])
     width = max(map(len, metrics), default=0)
     found["metrics"] = "\n".join(f"{name:{width}} {value}" for name, value in metrics.items()) or "-"
@@ -48,13 +39,6 @@ def as_html(found: Mapping[str, str]) -> str:
     """The keys and values as an HTML table."""
     rows = [f"<tr><th>{escape(key)}</th><td>{_html(value)}</td></tr>" for key, value in found.items()]
     return f"<table>{''.join(rows)}</table>"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows with the same number of cells, as text with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(lines)
 
 
 def _html(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dp_ray.results.shown import aligned
+from dp_ray.results.short import aligned
 
 if TYPE_CHECKING:
     import pandas

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,8 +15,15 @@ from dp_ray.storage import Storage
 
 METRICS = "metrics.parquet"
 HISTORY = "history"
+RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
 CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
+DIGEST = "outputs_digest"  # the metric that `verify` adds
 SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+
+
+def is_inner(name: str) -> bool:
+    """Whether a metric was added by `verify` for its own use, and not by the user."""
+    return name.removeprefix("eval_") == DIGEST
 
 
 def forget(folder: Storage, step: int) -> None:
@@ -35,8 +43,7 @@ def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> 
     for name, first, end in _segments(folder):
         if first != at:
             break
-        with folder.open(name) as stream:
-            tables.append(pq.read_table(stream))
+        tables.append(_read(folder, name))
         at = end
     if at != steps:
         raise StorageError(f"{folder}: the history ends at step {at} of {steps}; start anew {replacing(run)}")
@@ -51,8 +58,7 @@ def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
 
     This undoes `merge_history`; the merged file stays.
     """
-    with run.open(METRICS) as stream:
-        table = pq.read_table(stream)
+    table = _read(run, METRICS)
     steps = table.column("step")
     start, last = steps[0].as_py(), steps[-1].as_py() + 1
     ends = [step for step in sorted(checkpoints) if start < step < last]
@@ -62,16 +68,49 @@ def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
         write_piece(folder, f"steps-{first}-{end}.parquet", table.slice(first - start, end - first))
 
 
+def history_so_far(run: Storage) -> pa.Table | None:
+    """The rows that a run has by now, in the order of steps: of pieces and after them, or merged; None if none.
+
+    Of a step that was run again, the newest row counts.
+    """
+    folder = run.child(HISTORY)
+    pieces = [(folder, name) for name, _, _ in _segments(folder)]
+    merged = [(run, METRICS)] * (not pieces and run.exists(METRICS))
+    recent = [(run, RECENT)] * run.exists(RECENT)
+    tables = [_read(*one) for one in (*pieces, *merged, *recent)]
+    if not tables:
+        return None
+    table = pa.concat_tables(tables, promote_options="permissive")
+    steps = np.from_dlpack(table.column("step").combine_chunks())
+    if (steps[1:] > steps[:-1]).all():
+        return table
+    _, last = np.unique(steps[::-1], return_index=True)
+    return table.take((len(steps) - 1 - last).tolist())
+
+
+def end_of_pieces(folder: Storage) -> int:
+    """The step after the last that a piece holds; 0 if there is none."""
+    return max((end for _, _, end in _segments(folder)), default=0)
+
+
+def merged_history(run: Storage) -> pa.Table:
+    """The whole history of a finished training."""
+    return _read(run, METRICS)
+
+
+def _read(folder: Storage, name: str) -> pa.Table:
+    with folder.open(name) as stream:
+        return pq.ParquetFile(stream).read()  # pq.read_table would import pandas, which takes most of a second
+
+
 def read_history(run: Storage) -> Iterator[dict[str, Any]]:
     """Read the rows of `metrics.parquet`, in the order of steps."""
-    with run.open(METRICS) as stream:
-        yield from pq.read_table(stream).to_pylist()
+    yield from _read(run, METRICS).to_pylist()
 
 
 def summary(run: Storage) -> dict[str, float]:
     """The last value of each measured column: loss, metrics, epoch_loss, eval_..."""
-    with run.open(METRICS) as stream:
-        table = pq.read_table(stream)
+    table = _read(run, METRICS)
     not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
     columns = {name: table.column(name).drop_null() for name in table.column_names if name not in not_measured}
     return {name: column[-1].as_py() for name, column in columns.items() if len(column)}

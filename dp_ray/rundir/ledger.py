@@ -44,12 +44,13 @@ class Ledger(NamedTuple):
 
     def found(self, folder: Storage) -> list[str]:
         """The names of the files in a folder that count."""
-        earlier = frozenset(self.parts)
-        return [
-            name
-            for name in folder.names()
-            if (of := _attempt_of(name)) == self.attempt or (name in earlier and of is not None)
-        ]
+        return self.counting(folder.names())
+
+    def counting(self, names: Iterable[str]) -> list[str]:
+        """Those of these names of files that count."""
+        attempts = [(name, _attempt_of(name)) for name in names]
+        earlier = frozenset(self.parts) if any(of not in (None, self.attempt) for _, of in attempts) else ()
+        return [name for name, of in attempts if of == self.attempt or (of is not None and name in earlier)]
 
 
 def _attempt_of(name: str) -> str | None:

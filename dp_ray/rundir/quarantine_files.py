@@ -5,10 +5,10 @@ so that a step that is run again replaces what its first run wrote. Attempts for
 again.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +30,7 @@ SCHEMA = pa.schema(
         *((name, pa.string()) for name in ("type", "message", "traceback", "dataset")),
     ]
 )
+CARRIED = "carried."  # before a key that the job carries, in the name of its column
 SHOWN = 20  # bad samples that an error lists
 
 Record = dict[str, Any]
@@ -55,7 +56,7 @@ class QuarantineFiles:
         self._limit = limit
         self._attempt = attempt
         self._note = note
-        self._read: dict[str, list[Record]] = {}
+        self._files = RecordFiles(self._folder)
 
     def keep(self, shard: Shard, bad: Mapping[int, BadSample]) -> None:
         """Write a shard's bad samples, by position; raises QuarantineFull if the run has more than the limit."""
@@ -74,8 +75,10 @@ class QuarantineFiles:
     def _record(self, shard: Shard, position: int, bad: BadSample) -> Record:
         step = shard.step if self.after is None else self.after
         where = {"sample_index": bad.sample, "epoch": shard.epoch, "step": step, "position": position}
+        beside = {} if bad.carried is None else {"carried": bad.carried}
         return {
             **where,
+            **beside,
             "type": bad.kind,
             "message": bad.message,
             "traceback": bad.traceback,
@@ -83,18 +86,16 @@ class QuarantineFiles:
         }
 
     def _count(self, name: str, records: Sequence[Record]) -> None:
-        self._read = {
-            one: self._read.get(one) or read_records(self._folder, one) for one in record_files(self._folder)
-        }
-        known = distinct(others for one, others in self._read.items() if one != name)
+        found = self._files.look()
+        known = distinct(others for one, others in found.items() if one != name)
         for record in records:
             if (self._dataset, record["sample_index"]) not in known:
                 self._note(f"set aside: {told(record)}")
-        if len(distinct(self._read.values())) > self._limit:
-            raise QuarantineFull(self._says_too_many())
+        if len(distinct(found.values())) > self._limit:
+            raise QuarantineFull(self._says_too_many(found))
 
-    def _says_too_many(self) -> str:
-        firsts = {(one["dataset"], one["sample_index"]): one for records in self._read.values() for one in records}
+    def _says_too_many(self, found: Mapping[str, Sequence[Record]]) -> str:
+        firsts = {(one["dataset"], one["sample_index"]): one for records in found.values() for one in records}
         lines = [f"\n  {told(record)}" for record in list(firsts.values())[:SHOWN]]
         lines += [f"\n  and {len(firsts) - SHOWN} more"] * (len(firsts) > SHOWN)
         advice = "mend them, or set on_error.quarantine higher and run the job again"
@@ -158,6 +159,21 @@ def count_quarantined(run: Storage) -> int:
         return len(distinct([pq.read_table(stream, columns=["dataset", "sample_index"]).to_pylist()]))
 
 
+class RecordFiles:
+    """The files of records in a folder, each of which is read once."""
+
+    def __init__(self, folder: Storage) -> None:
+        self._folder = folder
+        self._read: dict[str, list[Record]] = {}
+
+    def look(self) -> dict[str, list[Record]]:
+        """The records of each file that is there by now, in the order of steps and shards."""
+        self._read = {
+            name: self._read.get(name) or read_records(self._folder, name) for name in record_files(self._folder)
+        }
+        return self._read
+
+
 class Missing:
     """The positions of a prediction that have no outputs, since their samples were set aside.
 
@@ -165,20 +181,14 @@ class Missing:
     """
 
     def __init__(self, run: Storage, grows: bool) -> None:
-        self._folder = run.child(QUARANTINE)
+        self._files = RecordFiles(run.child(QUARANTINE))
         self._grows = grows
-        self._read: dict[str, list[int]] = {}
-        self._look()
+        self._found = self._files.look()
 
     def __call__(self) -> list[int]:
         if self._grows:
-            self._look()
-        return sorted(position for positions in self._read.values() for position in positions)
-
-    def _look(self) -> None:
-        for name in record_files(self._folder):
-            if name not in self._read:
-                self._read[name] = [record["position"] for record in read_records(self._folder, name)]
+            self._found = self._files.look()
+        return sorted(record["position"] for records in self._found.values() for record in records)
 
 
 def positions_set_aside(run: Storage) -> list[int]:
@@ -186,12 +196,40 @@ def positions_set_aside(run: Storage) -> list[int]:
     return Missing(run, grows=False)()
 
 
-def merge_quarantine(run: Storage) -> None:
-    """Merge the files of records into `quarantine.parquet`, one after another."""
+def merge_quarantine(run: Storage, carry: Sequence[str] = ()) -> None:
+    """Merge the files of records into `quarantine.parquet`, one after another, with a column for each carried key."""
     folder = run.child(QUARANTINE)
-    with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, SCHEMA) as writer:
-        for name in record_files(folder):
-            writer.write_table(pa.Table.from_pylist(read_records(folder, name), SCHEMA))
+    names = record_files(folder)
+    values: dict[str, list[Any]] = {key: [] for key in carry}
+    for record in itertools.chain.from_iterable(read_records(folder, name) for name in names if carry):
+        for key in carry:
+            values[key].append(_carried(record, key))
+    kinds = {key: _kind(found) for key, found in values.items()}
+    schema = pa.schema([*SCHEMA, *((CARRIED + key, kind) for key, kind in kinds.items())])
+    with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, schema) as writer:
+        for name in names:
+            records = read_records(folder, name)
+            columns = [pa.array([one[field.name] for one in records], field.type) for field in SCHEMA]
+            columns += [_column([_carried(one, key) for one in records], kind) for key, kind in kinds.items()]
+            writer.write_table(pa.table(columns, schema=schema))
+
+
+def _carried(record: Record, key: str) -> Any:
+    return (record.get("carried") or {}).get(key)
+
+
+def _kind(values: list[Any]) -> pa.DataType:
+    """The type that holds all values of a key; text if they are of several kinds."""
+    try:
+        return pa.array(values).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return pa.string()
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_string(kind):
+        values = [one if one is None else str(one) for one in values]
+    return pa.array(values, kind)
 
 
 def merged_positions(run: Storage) -> list[int]:
@@ -208,12 +246,19 @@ def unmerge_quarantine(run: Storage) -> None:
     if not run.exists(QUARANTINED):
         return
     with run.open(QUARANTINED) as stream:
-        records = pq.read_table(stream).to_pylist()
+        records = [_with_carried(one) for one in pq.read_table(stream).to_pylist()]
     folder = run.child(QUARANTINE)
     folder.create()
     by_step = sorted(records, key=_owner)
-    for (dataset, step), together in groupby(by_step, key=_owner):
+    for (dataset, step), together in itertools.groupby(by_step, key=_owner):
         folder.write_text(f"{dataset}-{step}-again.json", json.dumps(list(together)))
+
+
+def _with_carried(row: Record) -> Record:
+    """A row of `quarantine.parquet` as a record; the inverse of what `merge_quarantine` does."""
+    carried = {name.removeprefix(CARRIED): value for name, value in row.items() if name.startswith(CARRIED)}
+    record = {name: value for name, value in row.items() if not name.startswith(CARRIED)}
+    return {**record, "carried": carried} if carried else record
 
 
 def _owner(record: Record) -> tuple[str, int]:

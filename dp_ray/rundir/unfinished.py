@@ -13,7 +13,8 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import is_finished, read_claim
 from dp_ray.rundir.files import RESULT, RUN
 from dp_ray.rundir.incidents import IncidentKind, Interruption, read_incidents
-from dp_ray.rundir.lease import Lease, last_alive
+from dp_ray.rundir.lease_file import Lease, last_alive
+from dp_ray.rundir.lengths import split_of
 from dp_ray.rundir.weights import first_step
 from dp_ray.storage import Storage
 
@@ -59,7 +60,7 @@ def unfinished(location: str) -> UnfinishedRun | None:
     if rows is None or is_finished(run):
         return None
     job = claimed["job"]
-    split = _split_of(job, rows)
+    split = split_of(job, rows)
     is_driven, heard = last_alive(run)
     return UnfinishedRun(
         status="running" if is_driven else "unfinished",
@@ -117,12 +118,6 @@ def _again(job: Job, overwrite: bool) -> str:
     needs = [f"name={job.run_name!r}"] if NAMED_BY_TIME.fullmatch(job.run_name) else []
     needs += ["resume=True"] if not job.is_all_targets else []
     return f"run it again with {', '.join(needs)}" if needs else "run the same command"
-
-
-def _split_of(job: dict[str, Any], rows: int) -> Split:
-    """How a run cuts the rows of its dataset, from the job in its run.json."""
-    lengths = (job["epochs"], job["max_steps"]) if job["task"] == "train" else (1, None)
-    return Split(rows, job["batch_size"], job["shards"], job["drop_last"], *lengths)
 
 
 def _clock(moment: datetime | None) -> str:

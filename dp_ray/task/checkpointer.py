@@ -6,6 +6,7 @@ from typing import Any
 from dp_ray.job import Job
 from dp_ray.job_plan import checkpoints_of
 from dp_ray.plan.split import Split
+from dp_ray.replica.step_clock import Part
 from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.results.history import History
@@ -34,6 +35,7 @@ class Checkpointer:
         times: StepTimes,
     ) -> None:
         self.before_commit: Callable[[], None] = lambda: None
+        self._clock = times.clock
         self._job = job
         self._run = run
         self._attempt = attempt
@@ -74,8 +76,10 @@ class Checkpointer:
 
     def save(self) -> None:
         """Save a checkpoint of the current state."""
+        before = self._clock.enter(Part.CHECKPOINT)
         with self._pace.saving():
             self._save()
+        self._clock.enter(before)
 
     def _save(self) -> None:
         about = describe(self._job, self._trainer, self._split, self._cut, self._train_state)

@@ -10,15 +10,18 @@ from dp_ray.replica.evaluation import Evaluation, build_metrics
 from dp_ray.replica.model import compiled
 from dp_ray.replica.quarantine import as_planned, load_good
 from dp_ray.replica.step import build_step
+from dp_ray.replica.step_clock import clock_on
 from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Measured, Send, WorkerTimes
+from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.shard_reports import reporting
+from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 
 
@@ -32,20 +35,29 @@ def evaluate(
     called = compiled(model, job)
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
     measures, states = build_metrics(job)
-    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device)
+    clock = clock_on(world.device)
+    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock)
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send))
-    times = StepTimes()
+    times = StepTimes(clock)
     batches = load_good(job, dataset, work, world.device, quarantine, times=times)
-    with Recorder(world, send) as recorder, Probe(called, job.batch_dim) as probe:
+    with Recorder(world, send) as recorder, Probe(called, job.batch_dim) as probe, slowed(called, control, world):
 
         def on_step(step: int) -> None:
             recorder.on_step(step)
+            recorder.on_times(clock.end_step(step, recorder.take_rows()))
+            profiler.after(step)
             control.before(step + 1)
+            profiler.before(step + 1)
 
+        profiler = StepProfiler(job, world, run, work.split.total_steps, send)
         control.before(0)
+        profiler.before(0)
+        clock.restart()
         real = as_planned if quarantine is None else quarantine.real
         metrics = evaluation.run(called, work, batches, reporting(recorder, probe), on_step, real)
+        recorder.on_times(clock.rest())
+        profiler.close()
     send(WorkerTimes(world.rank, times.to_json()))
     if world.rank == 0:
         send(Measured(metrics))

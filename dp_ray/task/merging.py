@@ -1,5 +1,6 @@
 """Merges a worker's files of the outputs in a thread, while its loop runs; `AgreedCut` says which files there are."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -78,6 +79,10 @@ class Looks:
         self._attempt = attempt
         self._checked = self._paused = time.monotonic()
 
+    def begin(self) -> None:
+        """The next look begins now."""
+        self._paused = time.monotonic()
+
     def pause(self, seconds: float, event: threading.Event | None = None) -> None:
         """Wait for so long, or as long as the last look took; `event` ends the wait."""
         now = time.monotonic()
@@ -111,6 +116,9 @@ class Merger:
         self._has_peers = has_peers()
         self._looks = Looks(run, ledger.attempt)
         self._steps = 0  # that the loop has run
+        self._through: float = 0  # the first step that is not merged, of the files that this worker merges
+        self._most_ahead: float = math.inf
+        self._enough_room: float = math.inf
         self._has_ended = threading.Event()
         self._is_stopped = threading.Event()
         self._error: BaseException | None = None
@@ -129,6 +137,32 @@ class Merger:
         """Note that the loop has run `step`; raises the error of the merging, if there is one."""
         self._steps = step + 1
         self._check()
+
+    def make_room(self, commit: Callable[[], None], control: StepControl) -> None:
+        """Wait before a step while the merging is too far behind, so that little of it is left after the last step.
+
+        `commit` is called first: what this worker holds may be what others wait for. No two workers can wait for
+        each other: each waits for parts of steps before those of which it has committed all its own. It does not
+        count as a hang. Raises the error of the merging, if there is one.
+        """
+        if not self.is_far_behind:
+            return
+        commit()
+        with waiting("the merging of the outputs"):
+            while self._ahead > self._enough_room and not control.wants_stop:
+                control.touch()
+                self._thread.join(END_SECONDS)
+                self._check()
+
+    @property
+    def is_far_behind(self) -> bool:
+        """Whether the loop is to wait for the merging before its next step."""
+        return self._ahead > self._most_ahead
+
+    @property
+    def _ahead(self) -> float:
+        """How many steps the loop is ahead of the merging."""
+        return self._steps - self._through
 
     def finish(self, control: StepControl) -> bool:
         """Wait until this worker's files have their names; False if it is asked to stop before.
@@ -152,6 +186,7 @@ class Merger:
         try:
             while (cut := self._cut.known()) is None:
                 self._pause()
+            self._limit_loop(cut)
             whole = records_in(self._ledger.parts)
             left = [number for number in range(cut.files) if number not in whole]
             for number in left[self._world.rank :: self._world.world_size]:
@@ -161,13 +196,23 @@ class Merger:
                 with closing(merge):
                     self._merge(merge)
         except _Stopped:
-            return
+            pass
         except BaseException as error:
             self._error = error
+        finally:
+            self._through = math.inf  # nobody waits for what no thread merges
+
+    def _limit_loop(self, cut: FileCut) -> None:
+        """Have the loop wait if it is too far ahead, unless the other workers run later."""
+        if self._has_peers or self._world.world_size == 1:
+            num_mergers = min(cut.files, self._world.world_size)
+            self._enough_room = cut.enough_room(num_mergers)
+            self._most_ahead = cut.most_ahead(num_mergers)
 
     def _merge(self, merge: FileMerge) -> None:
         """Merge one file, or what is there of it if no other worker runs beside this one."""
         while True:
+            self._through = before = merge.through
             have_all_ended = self._have_all_ended()  # asked first: no part is committed after that
             if self._steps > merge.first_step or self._has_ended.is_set():
                 if merge.advance():
@@ -175,7 +220,10 @@ class Merger:
                 if have_all_ended:
                     self._give_up(merge)
                     return
-            self._pause()
+            if merge.through > before:
+                self._looks.begin()  # at once: parts may have come while these were merged
+            else:
+                self._pause()
 
     def _pause(self) -> None:
         """Wait before the next look, which comes soon once the loop has ended."""

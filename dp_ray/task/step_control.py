@@ -11,10 +11,11 @@ class StepControl:
     """What a worker's loop calls between two steps; this base class asks the worker for nothing.
 
     `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one.
-    `take_save` asks, once, to keep the work so far now.
+    `take_save` asks, once, to keep the work so far now. `slows` says whether `take_delay` may ask to sleep.
     """
 
     wants_stop = False
+    slows = False
 
     def before(self, step: int) -> None:
         """The worker is about to run `step`."""
@@ -28,6 +29,10 @@ class StepControl:
     def take_save(self) -> bool:
         """Whether to keep the work so far now; true once for each request."""
         return False
+
+    def take_delay(self, rank: int) -> float:
+        """The seconds by which the worker's current step is to be slower; 0 from its second call in a step on."""
+        return 0.0
 
     def leave(self) -> None:
         """Called when this worker has kept all its work: wait until the others have, then raise StopRequested."""

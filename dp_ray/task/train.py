@@ -16,6 +16,7 @@ from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.quarantine import load_good
 from dp_ray.replica.step import build_step
+from dp_ray.replica.step_clock import clock_on
 from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Trainer
 from dp_ray.replica.world import World
@@ -29,10 +30,12 @@ from dp_ray.task.checkpointer import Checkpointer
 from dp_ray.task.cut import cut_of
 from dp_ray.task.evaluator import Evaluator
 from dp_ray.task.notices import Note, Send, WorkerTimes
+from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.resume import restore
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset
 from dp_ray.task.shard_reports import reporting
+from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.training_loop import TrainingLoop
 from dp_ray.tensors.file import write_tensors
@@ -53,7 +56,8 @@ def train(
     check_watched(job, states)
     step = build_step(job, world)
     called = compiled(model, job)
-    with closing(Trainer(job, model, called, step, measures, world)) as trainer:
+    clock = clock_on(world.device)
+    with closing(Trainer(job, model, called, step, measures, world, clock)) as trainer:
         attempt = begin_attempt(run).attempt
         cut = cut_of(job, split, dataset)
         train_state = restore(job, trainer, split, cut, run, send)
@@ -64,19 +68,23 @@ def train(
         if quarantine is not None:
             trainer.real = quarantine.real
         evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver, send, attempt)
-        times = StepTimes()
+        times = StepTimes(clock)
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
         checkpointer = keep() if world.rank == 0 else None
-        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control)
+        profiler = StepProfiler(job, world, run, split.total_steps, send)
+        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control, clock, profiler)
         work = Work(split, world.world_size, world.rank, start=train_state.step)
         batches = load_good(job, dataset, work, world.device, quarantine, times=times)
         with (
             closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,
+            slowed(called, control, world),
         ):
             loop.run(work, batches, world, recorder, reporting(recorder, probe))
             send(WorkerTimes(world.rank, times.to_json()))
+            if trainer.flops is not None:
+                send(trainer.flops)
     if train_state.step < split.total_steps:
         control.leave()
     control.end()

@@ -7,6 +7,7 @@ from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.step import OnShard
+from dp_ray.replica.step_clock import Part, StepClock
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.replica.user_code import raising
 from dp_ray.replica.world import World
@@ -14,6 +15,7 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.task.checkpointer import Checkpointer
 from dp_ray.task.evaluator import Evaluator
+from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.step_control import StepControl
 
 
@@ -28,6 +30,8 @@ class TrainingLoop:
         evaluator: Evaluator,
         checkpointer: Checkpointer | None,
         control: StepControl,
+        clock: StepClock,
+        profiler: StepProfiler,
     ) -> None:
         self._trainer = trainer
         self._split = split
@@ -35,6 +39,8 @@ class TrainingLoop:
         self._evaluator = evaluator
         self._checkpointer = checkpointer
         self._control = control
+        self._clock = clock
+        self._profiler = profiler
 
     def run(
         self, work: Work, batches: Iterator[tuple[Indices, Any]], world: World, recorder: Recorder, on_shard: OnShard
@@ -42,12 +48,21 @@ class TrainingLoop:
         """Run the steps of `work` to the last, or to the one after which the workers stop; keep the state."""
         if self._checkpointer:
             self._checkpointer.before_commit = recorder.keep
+        self._clock.restart()
         for step, shards in work:
             self._control.before(step)
+            self._profiler.before(step)
             update = self._trainer.step(self._split, step, shards, batches, on_shard, self._control.wants_stop)
             recorder.on_step(step)
-            if self._after(step, update, is_alone=world.world_size == 1):
+            stops = self._after(step, update, is_alone=world.world_size == 1)
+            self._profiler.after(step)
+            timed = self._clock.end_step(step, recorder.take_rows())
+            self._profiler.on_times(timed)
+            recorder.on_times(timed)
+            if stops:
                 break
+        self._profiler.close()
+        recorder.on_times(self._clock.rest())
         self._control.through()
         if self._checkpointer:
             self._checkpointer.finish()
@@ -70,7 +85,9 @@ class TrainingLoop:
         train_state = self._train_state
         train_state.step = step + 1
         train_state.add(update.totals[:2])
+        self._clock.enter(Part.EVALUATION)
         measured = self._evaluator.after_step(self._split, step)
+        self._clock.enter(Part.OTHER)
         train_state.measured.update(measured)
         if (step + 1) % self._split.steps == 0:
             measured = {**measured, "epoch_loss": train_state.end_epoch()}

@@ -8,13 +8,6 @@ import torch
 from dp_ray.tensors.nested import flatten
 from dp_ray.tensors.raw import as_bytes
 
-DIGEST = "outputs_digest"  # the metric's name, reserved for `verify`
-
-
-def is_inner(name: str) -> bool:
-    """Whether a metric was added by `verify` for its own use, and not by the user."""
-    return name.removeprefix("eval_") == DIGEST
-
 
 def outputs_digest(outputs: Any, target: Any) -> tuple[torch.Tensor, int]:
     """40 bits of a hash of the outputs' bytes, as (sum, weight): the sum over thousands of shards is exact."""

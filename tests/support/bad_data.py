@@ -1,8 +1,9 @@
 """Datasets with bad samples, and the plain loop over the good ones."""
 
+import json
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,26 @@ class InBulk(Broken):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
+
+
+class Named(Broken):
+    """The same as dicts, of which each has an id."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": super().__getitem__(index)[0], "id": f"row {index}"}
+
+
+def lines() -> Iterator[str]:
+    """What a stream gives, one after another: text that `inputs_of` reads."""
+    return (json.dumps([index, index % 3]) for index in range(23))
+
+
+def inputs_of(text: str) -> Any:
+    """The inputs and the target in a text; those of 5 and 17 are not there."""
+    index, target = json.loads(text)
+    if index in (5, 17):
+        raise ValueError(f"no such line: {index}")
+    return torch.full((6,), float(index)), target
 
 
 def padded(items: list[Any]) -> Any:

@@ -3,6 +3,7 @@
 The processes stay from one group to the next of the same test, and end with it: none inherits another's state.
 """
 
+import threading
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -51,7 +52,9 @@ class Stopped(Exception):
 def run_group(job: Job, folder: Path | str, control: StepControl | None = None) -> list[Any]:
     """Run the job on its workers, to its end or until they die; return what they sent.
 
-    Each worker has a copy of `control`, if there is one. Raises ProcessExit with the traceback of what one raised.
+    Each worker has a copy of `control`, if there is one. Raises ProcessExit with the traceback of what one raised. If
+    the control `hears_times`, the shape reports of all workers that tell the times of steps are among what they sent;
+    if it has a `storage`, that makes the run directory of a folder.
     """
     run = Storage(str(folder))
     run.child(PARTS).create()
@@ -147,16 +150,21 @@ def _serve(pipe: Connection) -> None:
 def _work(
     pipe: Connection, rank: int, size: int, job: Job, folder: str, port: int, control: StepControl | None
 ) -> None:
+    one_at_a_time = threading.Lock()  # the recorder's thread sends too
+
     def send(what: Any) -> None:
-        if rank == 0 and "Report" not in type(what).__name__:
-            pipe.send(("told", what))
+        tells_times = getattr(control, "hears_times", False) and getattr(what, "times", None) is not None
+        with one_at_a_time:
+            if tells_times or (rank == 0 and "Report" not in type(what).__name__):
+                pipe.send(("told", what))
 
     try:
         if size > 1:
             dist.init_process_group("gloo", store=TCPStore(LOCALHOST, port), rank=rank, world_size=size)
         devices = tuple(torch.device(name) for name in job.devices or ["cpu"])
         with suppress(Stopped):
-            run_task(job, World(rank, size, all_devices=devices), Storage(folder), send, control)
+            run = getattr(control, "storage", Storage)(folder)
+            run_task(job, World(rank, size, all_devices=devices), run, send, control)
         if size > 1:
             dist.barrier()
             dist.destroy_process_group()

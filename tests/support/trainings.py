@@ -72,3 +72,11 @@ def keys_of(**keys: Any) -> dict[str, Any]:
         "batch_size": 4,
     }
     return {**given, "loss": "torch.nn:CrossEntropyLoss", "optimizer": sgd, "workers": 0, "quiet": True, **keys}
+
+
+def short_training(folder: Path, name: str, lr: float = 0.1, **keys: Any) -> dp_ray.Result:
+    """Three epochs of eight steps over 32 rows."""
+    data = {"target": "tests.support.training:Pairs", "args": {"length": 32}}
+    optimizer = {"target": "torch.optim:SGD", "args": {"lr": lr}}
+    given = keys_of(storage=str(folder), name=name, dataset=data, optimizer=optimizer, epochs=3)
+    return dp_ray.run(**{**given, "metrics": {"right": "tests.support.training:right"}, **keys})

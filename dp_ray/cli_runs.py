@@ -1,0 +1,134 @@
+"""The commands that show runs: report, compare, list, watch, track."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from dp_ray.cli_options import JSON, RESULT_JSON, SHAPES
+
+
+@click.command()
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@SHAPES
+@click.option(
+    "--html",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Write the page of the run, or of several, to FILE; default report.html in the first one's directory.",
+)
+@RESULT_JSON
+def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | None = None) -> None:
+    """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
+    if html is not None:
+        from dp_ray.report.save import save_page
+
+        if len(run_dirs) > 1 and not html:
+            raise click.UsageError("--html needs a FILE for the page that compares several runs")
+        click.echo(save_page(run_dirs, html or None))
+        return
+    if len(run_dirs) > 1:
+        if shapes:
+            raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")
+        _compare(run_dirs, as_json)
+        return
+    from dp_ray.results.report import lines
+    from dp_ray.results.result import load
+    from dp_ray.rundir.unfinished import unfinished
+
+    found = unfinished(run_dirs[0]) if not shapes else None
+    if found and not as_json:
+        click.echo(found)
+        if found.status != "running":
+            click.echo("run the same command to resume")
+    if found and not found.has_result:
+        if as_json:
+            click.echo(json.dumps(found.to_json()))
+        return
+    result = load(run_dirs[0])
+    if shapes:
+        for line in result.shape_lines():
+            click.echo(line)
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+    elif not shapes:
+        if result.status == "failed":
+            click.echo(f"failed: {result.error}")
+        click.echo("\n".join(lines(result)))
+
+
+@click.command()
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@JSON
+@click.option("--html", metavar="FILE", help="Write a page with the runs' curves laid over each other.")
+def compare(run_dirs: tuple[str, ...], as_json: bool, html: str | None) -> None:
+    """Compare runs: what differs in their jobs and environments, their metrics, speed and curves."""
+    if len(run_dirs) < 2:
+        raise click.UsageError("compare takes at least two RUN_DIRs")
+    if html is not None:
+        from dp_ray.report.comparison import comparison_of
+        from dp_ray.storage import Storage
+
+        place = Path(html).absolute()
+        page = comparison_of([Storage(run_dir) for run_dir in run_dirs])
+        Storage(str(place.parent)).write_text(place.name, page)
+    _compare(run_dirs, as_json)
+
+
+def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
+    from dp_ray.results.compare import compared, compared_run, compared_values
+    from dp_ray.storage import Storage
+
+    runs = [compared_run(Storage(run_dir)) for run_dir in run_dirs]
+    click.echo(json.dumps(compared_values(runs)) if as_json else compared(runs))
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@click.option("--plain", is_flag=True, help="Draw the run in the terminal, and serve no page.")
+@click.option("--host", default="127.0.0.1", help="The address to serve at; default 127.0.0.1, this machine alone.")
+@click.option("--port", type=int, default=0, help="The port; default: a free one.")
+@click.option("--until-end", is_flag=True, help="End when the run has ended; --plain always does.")
+def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> None:
+    """Watch a run: its page on localhost while it goes on, or its state in the terminal."""
+    from dp_ray.rundir.location import located_at
+    from dp_ray.storage import Storage
+
+    run = Storage(located_at(run_dir))
+    if plain:
+        from dp_ray.watch.snapshot import LOOK_SECONDS, Watched
+        from dp_ray.watch.terminal import watch_plain
+
+        watch_plain(Watched(run).look, sys.stdout, LOOK_SECONDS[run.is_atomic])
+        return
+    from dp_ray.watch.watch import watch_page
+
+    watch_page(run, host, port, until_end, click.echo)
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+def track(run_dir: str) -> None:
+    """Send to the trackers of a run that has ended what they lack of it."""
+    from dp_ray.trackers.late import send_late
+
+    for line in send_late(run_dir):
+        click.echo(line, err=True)
+
+
+@click.command("list")
+@click.argument("storage", metavar="STORAGE")
+@click.option("--sort", metavar="KEY", default="age", help="A column or a metric; default: age, the newest first.")
+@click.option("--reverse", "is_reversed", is_flag=True, help="The largest first.")
+@JSON
+def list_runs(storage: str, sort: str, is_reversed: bool, as_json: bool) -> None:
+    """List all runs in a storage: status, age, steps, metrics."""
+    from dp_ray.results.listed import list_text
+    from dp_ray.rundir.listing import listed_runs, sorted_by
+    from dp_ray.rundir.location import located_at
+    from dp_ray.storage import Storage
+
+    rows = sorted_by(listed_runs(Storage(located_at(storage))), sort, is_reversed)
+    click.echo(json.dumps([row.to_json() for row in rows]) if as_json else list_text(rows))

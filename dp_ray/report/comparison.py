@@ -1,0 +1,120 @@
+"""Makes the page that compares runs: what differs, their curves laid over each other, their figures side by side."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dp_ray.report.curves import Chart, charts_of
+from dp_ray.report.facts import duration, metrics_of, rows_per_second, speed_text, spoken, time_split
+from dp_ray.report.page import rendered
+from dp_ray.report.run_data import RunData, as_text, read_run
+from dp_ray.storage import Storage
+
+NOT_COMPARED = ("name", "storage")  # each run has its own
+ENVIRONMENT = ("command", "folder", "python", "packages", "host", "platform", "cpus", "gpus")
+Rows = dict[str, list[Any]]
+
+
+def comparison_of(runs: Sequence[Storage]) -> str:
+    """The page that compares runs, as HTML."""
+    return render_comparison([read_run(run) for run in runs])
+
+
+def render_comparison(runs: Sequence[RunData]) -> str:
+    """The page that compares what is known of some runs."""
+    charts = overlaid(runs)
+    tables = {
+        "Figures": figures(runs),
+        "Final metrics": metrics(runs),
+        "Where the time goes": time_splits(runs),
+        "The jobs differ in": differing([run.job for run in runs]),
+        "The environments differ in": differing([environment_of(run) for run in runs]),
+    }
+    drawing = {
+        "steps": max(1, *(run.total_steps for run in runs)),
+        "charts": [one.to_json() for one in charts],
+        "heatMaps": [],
+        "parts": None,
+        "epochs": [],
+        "interruptions": [],
+        "live": None,
+    }
+    return rendered("comparison.html", drawing, names=labels(runs), runs=runs, charts=charts, tables=tables)
+
+
+def labels(runs: Sequence[RunData]) -> list[str]:
+    """A name for each run: its own, or its directory where several have the same."""
+    names = [run.name for run in runs]
+    return [run.where if names.count(run.name) > 1 else run.name for run in runs]
+
+
+def overlaid(runs: Sequence[RunData]) -> list[Chart]:
+    """A chart for each value that a run measured, with a series for each run, of the same colour everywhere."""
+    found: dict[str, Chart] = {}
+    for at, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
+        for mine in charts_of(run.history):
+            chart = found.setdefault(mine.title, Chart(f"chart-{len(found)}", mine.title, []))
+            for number, series in enumerate(mine.series):
+                name = f"{label}: {series['name']}" if number else label
+                chart.series.append({**series, "name": name, "color": at, "dash": at + number})
+    return list(found.values())
+
+
+def figures(runs: Sequence[RunData]) -> Rows:
+    """Status, steps, rows per second and seconds of each run."""
+    seconds = [run.result.get("seconds") for run in runs]
+    return {
+        "status": [run.status for run in runs],
+        "steps": [f"{run.steps_done:,} of {run.total_steps:,}" for run in runs],
+        "rows per second": [speed_text(run) for run in runs],
+        "against the first": [_ratio(rows_per_second(run), rows_per_second(runs[0])) for run in runs],
+        "time": [duration(one) for one in seconds],
+        "interruptions": [len(run.incidents.interruptions) for run in runs],
+    }
+
+
+def _ratio(one: float | None, other: float | None) -> str:
+    return f"{one / other:.2f} x" if one and other else ""
+
+
+def metrics(runs: Sequence[RunData]) -> Rows:
+    """The final metrics of each run."""
+    found = [{one.label: one.value for one in metrics_of(run)} for run in runs]
+    return _side_by_side(found)
+
+
+def time_splits(runs: Sequence[RunData]) -> Rows:
+    """The share of each part of a step in each run."""
+    found = [{spoken(one.name): f"{one.share:.1%}" for one in time_split(run)} for run in runs]
+    return _side_by_side(found)
+
+
+def differing(values: Sequence[Mapping[str, Any]]) -> Rows:
+    """The keys in which mappings differ, as dotted paths, with the value of each."""
+    rows = _side_by_side([dict(_dotted(one)) for one in values])
+    return {
+        key: [as_text(one) for one in row]
+        for key, row in rows.items()
+        if key not in NOT_COMPARED and any(one != row[0] for one in row)
+    }
+
+
+def environment_of(run: RunData) -> dict[str, Any]:
+    """What a run was made with: the code's commit and changed files, versions and machine."""
+    driver = run.drivers[-1] if run.drivers else {}
+    git = driver.get("git") or {}
+    told = {"git": {key: git.get(key) for key in ("commit", "branch", "changed")}} if git else {}
+    return {**{key: driver[key] for key in ENVIRONMENT if key in driver}, **told}
+
+
+def _side_by_side(found: Sequence[Mapping[str, Any]]) -> Rows:
+    keys = dict.fromkeys(key for one in found for key in one)
+    return {key: [one.get(key) for one in found] for key in keys}
+
+
+def _dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings, with their dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value

@@ -1,0 +1,127 @@
+"""The charts of a run over its steps: loss, metrics, learning rate, gradient norm, speed, workers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dp_ray.report.thinning import thinned
+from dp_ray.results.arrow_numbers import known_numbers, numbers
+from dp_ray.rundir.history_file import is_inner
+from dp_ray.rundir.incidents import IncidentLog
+
+TITLES = {
+    "loss": "Loss",
+    "learning_rate": "Learning rate",
+    "gradient_norm": "Gradient norm",
+    "rows_per_second": "Rows per second",
+    "data_wait_seconds": "Waiting for data (s per step)",
+}
+LAST = ("learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds")
+NOT_DRAWN = ("step", "epoch", "rows")
+FEW = 30  # points of a series that are drawn one by one
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart: its series as JSON values for the page's script, and as rows of figures for its table."""
+
+    key: str
+    title: str
+    series: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """What the page's script draws."""
+        return {"key": self.key, "title": self.title, "series": self.series}
+
+    @property
+    def figures(self) -> list[dict[str, Any]]:
+        """The first, last, least and largest value of each series."""
+        return [figures_of(one) for one in self.series]
+
+
+def charts_of(history: pa.Table | None) -> list[Chart]:
+    """A chart for each measured value and its evaluation, in the order of interest."""
+    if history is None or not len(history):
+        return []
+    found = []
+    for number, (name, columns) in enumerate(_groups(history.column_names).items()):
+        series = [series_of(one, history, one) for one in columns]
+        series = [{**one, "color": at, "dash": at} for at, one in enumerate(series) if one["x"] or one["odd"]]
+        if series:
+            found.append(Chart(f"chart-{number}", TITLES.get(name, name), series))
+    return found
+
+
+def _groups(names: Sequence[str]) -> dict[str, list[str]]:
+    """The columns that share a chart: a value, with what an evaluation measured of it."""
+    drawn = [name for name in names if name not in NOT_DRAWN and not is_inner(name)]
+    bare = dict.fromkeys(name.removeprefix("eval_").replace("epoch_loss", "loss") for name in drawn)
+    order = [*(name for name in bare if name not in LAST), *(name for name in LAST if name in bare)]
+    groups = {name: [one for one in (name, f"eval_{name}") if one in drawn] for name in order}
+    if "epoch_loss" in drawn:
+        groups["loss"].insert(1, "epoch_loss")
+    return groups
+
+
+def series_of(name: str, history: pa.Table, source: str) -> dict[str, Any]:
+    """A column of the history, thinned out, as JSON values; `source` is its name there."""
+    steps, values = known_numbers(history, source)
+    points = thinned(steps, values)
+    return {
+        "name": name,
+        "source": source,
+        "x": points.x.tolist(),
+        "y": points.y.tolist(),
+        "meanX": points.mean_x.tolist(),
+        "meanY": points.mean_y.tolist(),
+        "width": points.count,
+        "odd": points.odd,
+        "numOdd": points.num_odd,
+        "points": len(values),
+        "isSparse": len(values) <= FEW,
+    }
+
+
+def figures_of(series: Mapping[str, Any]) -> dict[str, Any]:
+    """A series in figures: its first, last, least and largest value, with the step of each."""
+    x, y = series["x"], series["y"]
+    found = {"name": series["name"], "points": series["points"], "num_odd": series["numOdd"], "odd": series["odd"]}
+    if not y:
+        return found
+    places = {"first": 0, "last": len(y) - 1, "least": int(np.argmin(y)), "largest": int(np.argmax(y))}
+    return {**found, **{name: {"step": x[at], "value": y[at]} for name, at in places.items()}}
+
+
+def epochs_of(history: pa.Table | None) -> list[dict[str, int]]:
+    """The first step of each epoch that the history holds; at most a hundred, evenly."""
+    if history is None or not len(history):
+        return []
+    epochs, steps = (numbers(history.column(name)) for name in ("epoch", "step"))
+    starts = np.flatnonzero(np.diff(epochs)) + 1
+    starts = starts[:: -(-len(starts) // 100) or 1]
+    return [{"epoch": int(epochs[at]), "step": int(steps[at])} for at in starts]
+
+
+def workers_chart(incidents: IncidentLog, last_step: int) -> list[Chart]:
+    """The number of workers over the steps, of a run of several attempts."""
+    if len(incidents.world_sizes) < 2:
+        return []
+    points = list(_sizes(incidents, last_step))
+    x, y = [one[0] for one in points], [one[1] for one in points]
+    series = {"name": "workers", "source": "workers", "x": x, "y": y, "meanX": [], "meanY": [], "width": 1}
+    series |= {"color": 0, "dash": 0, "odd": [], "numOdd": 0, "points": len(x), "isSparse": False, "isStep": True}
+    return [Chart("chart-workers", "Workers", [series])]
+
+
+def _sizes(incidents: IncidentLog, last_step: int) -> Iterator[tuple[int, int]]:
+    """Points of the line: each attempt from its first step to its last, with its number of workers."""
+    start = 0
+    ends = [*incidents.interruptions, None]
+    for size, end in zip(incidents.world_sizes, ends, strict=False):
+        yield start, size
+        yield max(start, end.step if end else last_step), size
+        if end is not None:
+            start = end.step if end.resumed_step is None else end.resumed_step

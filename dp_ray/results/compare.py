@@ -1,0 +1,194 @@
+"""Compares runs in any state: their jobs and environments, metrics, throughput, time and curves; imports no torch."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from dp_ray.errors import StorageError
+from dp_ray.job import Job
+from dp_ray.key_hints import renamed
+from dp_ray.results.short import aligned, measured, relative
+from dp_ray.results.sparkline import sparkline
+from dp_ray.rundir.about import read_about
+from dp_ray.rundir.files import RESULT, RUN, read_json
+from dp_ray.rundir.history_file import history_so_far, is_inner
+from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
+from dp_ray.storage import Storage
+from dp_ray.text import printable
+
+NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
+OF_EACH_DRIVER = ("started", "command", "folder", "plan")
+CURVE_WIDTH = 60
+NO_CURVE = {"step", "epoch", "rows", "rows_per_second", "data_wait_seconds"}
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run as it is compared: its directory, its row in a list, its files."""
+
+    where: str
+    row: ListedRun
+    job: dict[str, Any]
+    result: dict[str, Any]
+    environment: dict[str, Any]
+    history: pa.Table | None
+
+    @property
+    def rows_per_second(self) -> float | None:
+        """The rows of all steps, divided by the steps' seconds; None if unknown."""
+        if self.history is None or not len(self.history):
+            return _whole_rate(self.result)
+        rows, rates = (self.history.column(name).to_pylist() for name in ("rows", "rows_per_second"))
+        timed = [(count, count / rate) for count, rate in zip(rows, rates, strict=True) if rate]
+        seconds = math.fsum(seconds for _, seconds in timed)
+        return sum(count for count, _ in timed) / seconds if seconds else None
+
+    @property
+    def time_split(self) -> dict[str, float]:
+        """The shares of the steps' time, as far as the result tells."""
+        shares = (self.result.get("time_split") or {}).get("all", {})
+        found = {"data_wait_share": self.result.get("data_wait_share")}
+        found |= {f"time_split.{part}": share for part, share in shares.items()}
+        return {key: value for key, value in found.items() if isinstance(value, int | float)}
+
+    def curve(self, name: str) -> list[float | None]:
+        """The values of a column of the history, one for each step; empty if there is none."""
+        has_it = self.history is not None and name in self.history.column_names
+        return self.history.column(name).to_pylist() if has_it and self.history is not None else []
+
+
+def compared_run(run: Storage) -> ComparedRun:
+    """Read a run, whatever its state; raises StorageError if it is no run, or if it is damaged."""
+    row = listed_run(run, run.path.rstrip("/").rpartition("/")[2])
+    if not run.exists(RUN):
+        raise StorageError(f"{run}: holds no {RUN}: not a run directory")
+    if row.status == DAMAGED:
+        raise StorageError(f"{run}: is damaged: {row.note}")
+    drivers = read_about(run)
+    return ComparedRun(
+        where=relative(str(run)),
+        row=row,
+        job=renamed(read_json(run, RUN).get("job", {})),
+        result=read_json(run, RESULT) if run.exists(RESULT) else {},
+        environment=dict(dotted(drivers[-1] if drivers else {})),
+        history=history_so_far(run),
+    )
+
+
+def compared_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """The runs as JSON values: results, what differs in jobs and environments, metrics, throughput, time."""
+    names = dict.fromkeys(name for run in runs for name in run.row.metrics)
+    parts = dict.fromkeys(name for run in runs for name in run.time_split)
+    return {
+        "runs": [run.result or run.row.to_json() for run in runs],
+        "status": [run.row.status for run in runs],
+        "job": differing_keys(runs),
+        "environment": differing_environment(runs),
+        "metrics": {name: [run.row.metrics.get(name) for run in runs] for name in names},
+        "rows_per_second": [run.rows_per_second for run in runs],
+        "time_split": {name: [run.time_split.get(name) for run in runs] for name in parts},
+        "seconds": [run.row.seconds for run in runs],
+    }
+
+
+def compared(runs: Sequence[ComparedRun]) -> str:
+    """The runs side by side: a table of what differs and of their figures, curves as sparklines, a verdict."""
+    rows = [[printable(cell) for cell in row] for row in _table(runs)]
+    return "\n".join([aligned(rows), *_curves(runs), ", ".join(_verdict(runs))])
+
+
+def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+    """The keys in which the jobs of runs differ, as dotted paths, with each job's value."""
+    return _differing([dict(dotted(run.job)) for run in runs], NO_DIFFERENCE)
+
+
+def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+    """The versions, the git commit and the hardware in which the newest drivers of runs differ."""
+    return _differing([run.environment for run in runs if run.environment], OF_EACH_DRIVER, len(runs))
+
+
+def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings with their dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _differing(found: list[dict[str, Any]], left_out: Sequence[str], number: int = 0) -> dict[str, list[Any]]:
+    """The keys whose values differ; none if only some of `number` runs tell them."""
+    if len(found) < number:
+        return {}
+    keys = dict.fromkeys(key for one in found for key in one if key not in left_out)
+    values = {key: [one.get(key) for one in found] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
+    metrics = [measured(run.row.metrics) for run in runs]
+    yield ["", *(run.where for run in runs)]
+    for key, values in (*differing_keys(runs).items(), *differing_environment(runs).items()):
+        yield [key, *map(_as_text, values)]
+    yield ["status", *(run.row.status for run in runs)]
+    yield ["steps", *map(_steps, runs)]
+    for name in dict.fromkeys(name for one in metrics for name in one):
+        yield [f"metrics.{name}", *(one.get(name, "-") for one in metrics)]
+    yield ["rows/s", *(_figure(run.rows_per_second, ",.0f") for run in runs)]
+    for part in dict.fromkeys(name for run in runs for name in run.time_split):
+        yield [part, *(_figure(run.time_split.get(part), ".3g") for run in runs)]
+    yield ["seconds", *(_figure(run.row.seconds, ".1f") for run in runs)]
+
+
+def _steps(run: ComparedRun) -> str:
+    row = run.row
+    return str(row.steps) if row.step == row.steps else f"{row.step}/{_as_text(row.steps)}"
+
+
+def _curves(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """For each measured column of the histories, a sparkline of each run, all on one scale."""
+    columns = dict.fromkeys(name for run in runs if run.history is not None for name in run.history.column_names)
+    longest = max((len(run.history) for run in runs if run.history is not None), default=0)
+    for name in columns:
+        curves = [[value for value in run.curve(name) if value is not None] for run in runs]
+        finite = [value for curve in curves for value in curve if math.isfinite(value)]
+        if name in NO_CURVE or is_inner(name) or len(finite) < 3:
+            continue
+        yield f"{name}, {min(finite):.4g} to {max(finite):.4g}"
+        where = max(len(run.where) for run in runs)
+        for run, curve in zip(runs, curves, strict=True):
+            steps = 0 if run.history is None else len(run.history)
+            line = sparkline(curve, max(1, CURVE_WIDTH * steps // longest), min(finite), max(finite))
+            yield f"  {printable(run.where):{where}}  {line}"
+
+
+def _verdict(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """Whether the runs have the same job, weights and outputs."""
+    counting = {
+        key for key in differing_keys(runs) if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT
+    }
+    yield "different jobs" if counting else "the same job"
+    for what in ("weights", "outputs"):
+        found = [run.result.get(f"{what}_sha256") for run in runs]
+        if all(found):
+            yield f"{'the same' if len(set(found)) == 1 else 'different'} {what}"
+
+
+def _whole_rate(result: Mapping[str, Any]) -> float | None:
+    """The rows of a run without a history, divided by the seconds of its loop; None if it was interrupted."""
+    seconds = max((worker.get("loop_seconds", 0.0) for worker in result.get("workers", [])), default=0.0)
+    if not seconds or len(result.get("world_sizes", [])) != 1:
+        return None
+    return float(result["rows"] * result["epochs"] / seconds)
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _as_text(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,66 @@
+"""Read the time of each worker's steps, of a run that has finished, failed or goes on."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.errors import StorageError
+from dp_ray.replica.step_clock import PARTS
+from dp_ray.results.step_time_files import COLUMNS, SCHEMA, TIMES, part_numbers
+from dp_ray.storage import Storage
+
+# All parts of a step: those that are written, and `waiting`, which is told from `exchange` here.
+STEP_PARTS = (*PARTS[: PARTS.index("exchange") + 1], "waiting", *PARTS[PARTS.index("exchange") + 1 :])
+
+
+def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:
+    """The seconds of each part of each step of each worker: COLUMNS and STEP_PARTS, ordered by step and rank.
+
+    A step that ran twice is there as it ran last. A row's parts add up to its worker's whole step. The table has no
+    rows if the run has no such files. `newest` reads only so many files, those of the last steps. Raises StorageError
+    if a file is damaged.
+    """
+    folder = run.child(TIMES)
+    numbers = part_numbers(folder)
+    tables = [_part(folder, f"part-{number}.parquet") for number in numbers[-(newest or len(numbers)) :]]
+    whole = pa.concat_tables([SCHEMA.empty_table(), *tables]).unify_dictionaries()
+    return _with_waiting(
+        whole.take(_last_runs(*(whole.column(name).to_numpy() for name in ("step", "attempt", "rank"))))
+    )
+
+
+def _part(folder: Storage, name: str) -> pa.Table:
+    try:  # read in one piece: a run that goes on replaces its last file
+        return pq.read_table(pa.BufferReader(folder.read_bytes(name))).cast(SCHEMA)
+    except (pa.ArrowException, OSError) as error:
+        raise StorageError(f"{folder}/{name}: is damaged: {error}") from None
+
+
+def _last_runs(
+    step: np.ndarray[Any, Any], attempt: np.ndarray[Any, Any], rank: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """The places of the rows to keep: of each step those of its newest attempt, ordered by step and rank."""
+    order = np.lexsort((rank, attempt, step))
+    step, attempt, rank = step[order], attempt[order], rank[order]
+    last_of_step = np.searchsorted(step, step, side="right") - 1
+    is_newest = attempt == attempt[last_of_step]
+    is_last = np.append((step[1:] != step[:-1]) | (rank[1:] != rank[:-1]) | (attempt[1:] != attempt[:-1]), True)
+    kept: np.ndarray[Any, Any] = order[is_newest & is_last[: len(order)]]
+    return kept
+
+
+def _with_waiting(table: pa.Table) -> pa.Table:
+    """Tell waiting for late workers from exchanging.
+
+    An exchange ends at about the same moment on all workers. So the worker that arrives last has the shortest one, in
+    which it waits for nobody; what the others have beyond that is waiting. No two workers' clocks are compared.
+    """
+    exchange, step = table.column("exchange").to_numpy(), table.column("step").to_numpy()
+    begins = np.flatnonzero(np.diff(step, prepend=-1))
+    shortest = np.minimum.reduceat(exchange, begins) if len(begins) else exchange
+    own = np.repeat(shortest, np.diff(np.append(begins, len(step))))
+    named = {name: table.column(name) for name in table.column_names}
+    named |= {"exchange": pa.array(own, pa.float32()), "waiting": pa.array(exchange - own, pa.float32())}
+    return pa.table({name: named[name] for name in (*COLUMNS, *STEP_PARTS)})

@@ -1,0 +1,153 @@
+"""Lists the runs in a storage, from the small files of their directories; it imports no torch.
+
+A damaged run, or a folder that holds no run, is a row that says so.
+"""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from pyarrow import fs as pafs
+
+from dp_ray.errors import JobError, StorageError
+from dp_ray.rundir.files import RESULT, RUN, read_json
+from dp_ray.rundir.history_file import is_inner
+from dp_ray.rundir.lease_file import LEASE, is_alive, read_lease
+from dp_ray.rundir.lengths import split_of
+from dp_ray.rundir.progress_file import PROGRESS, read_progress
+from dp_ray.storage import Storage
+from dp_ray.text import did_you_mean
+
+THREADS = 32  # for object stores, where each file is a request
+NO_RUN, DAMAGED = "no run", "damaged"
+SORTABLE = ("name", "task", "status", "age", "step", "steps", "seconds")
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A folder in a storage, as a row of the list.
+
+    `status` is that of `result.json`, or running, unfinished (its driver was killed), damaged, or no run. `age` is
+    the seconds since the run's end or last sign of life. `note` says what is damaged, or the error's first line.
+    """
+
+    name: str
+    status: str
+    task: str | None = None
+    age: float | None = None
+    step: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON values."""
+        return asdict(self)
+
+    def value(self, key: str) -> Any:
+        """The value by which the list is sorted: a column's or a metric's; None if the run has none."""
+        return getattr(self, key) if key in SORTABLE else self.metrics.get(key)
+
+
+def listed_runs(base: Storage, now: datetime | None = None) -> list[ListedRun]:
+    """All folders of a storage as rows, the newest first; raises JobError if there is no such storage."""
+    now = now or datetime.now(UTC)
+    names = _folders(base)
+    if isinstance(base.fs, pafs.LocalFileSystem):
+        rows = [listed_run(base.child(name), name, now) for name in names]
+    else:
+        with ThreadPoolExecutor(THREADS) as pool:
+            rows = list(pool.map(lambda name: listed_run(base.child(name), name, now), names))
+    return sorted_by(rows, "age")
+
+
+def sorted_by(rows: Sequence[ListedRun], key: str, is_reversed: bool = False) -> list[ListedRun]:
+    """Rows sorted by a column or a metric, those without a value last; raises JobError if no run has the key."""
+    known = [*SORTABLE, *dict.fromkeys(name for row in rows for name in row.metrics)]
+    if key not in known:
+        raise JobError(f"--sort: no run has {key!r}; it may be {', '.join(known)}{did_you_mean(key, known)}")
+    valued = sorted((row for row in rows if _has(row, key)), key=lambda row: row.value(key), reverse=is_reversed)
+    return [*valued, *(row for row in rows if not _has(row, key))]
+
+
+def _has(row: ListedRun, key: str) -> bool:
+    """Whether a row has a value that can be ordered: not None, not NaN."""
+    value = row.value(key)
+    return value is not None and value == value
+
+
+def _folders(base: Storage) -> list[str]:
+    if base.exists(RUN):
+        raise JobError(f"{base} is a run, not a folder of runs; `dp-ray report` shows it")
+    try:
+        found = base.fs.get_file_info(pafs.FileSelector(base.path))
+    except OSError as error:
+        raise JobError(f"{base}: cannot be listed: {error}") from None
+    return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
+
+
+def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRun:
+    """A folder as a row of the list."""
+    try:
+        written = _written(run)
+        if RUN not in written:
+            return ListedRun(name, NO_RUN, note=f"has no {RUN}")
+        return _run(run, name, written, now or datetime.now(UTC))
+    except (StorageError, OSError) as error:
+        return ListedRun(name, DAMAGED, note=str(error).removeprefix(f"{run}/"))
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        return ListedRun(name, DAMAGED, note=f"{type(error).__name__}: {error}")
+
+
+def _written(run: Storage) -> dict[str, datetime | None]:
+    """When each file of a run directory was written."""
+    found = run.fs.get_file_info(pafs.FileSelector(run.path))
+    return {info.base_name: info.mtime for info in found if info.is_file}
+
+
+def _run(run: Storage, name: str, written: dict[str, datetime | None], now: datetime) -> ListedRun:
+    claimed = read_json(run, RUN)
+    result = read_json(run, RESULT) if RESULT in written else {}
+    lease = read_lease(run) if LEASE in written else None
+    progress = read_progress(run) if PROGRESS in written else {}
+    is_done = result.get("status") == "done"
+    is_driven = not is_done and is_alive(lease, written.get(LEASE))
+    steps = int(result["total_steps"]) if is_done else _steps(claimed)
+    heard = _newest(written.get(one) for one in ((RESULT,) if is_done else (LEASE, PROGRESS, RESULT, RUN)))
+    return ListedRun(
+        name=name,
+        status="running" if is_driven else str(result.get("status") or "unfinished"),
+        task=str(claimed["job"]["task"]),
+        age=None if heard is None else max(0.0, round((now - heard).total_seconds(), 1)),
+        step=steps if is_done else max(lease.step if lease else 0, int(progress.get("step") or 0)),
+        steps=steps,
+        seconds=_number(result.get("seconds")),
+        metrics=_metrics(result.get("metrics") or progress.get("metrics") or {}),
+        note=_first_line(result.get("error")) if not is_driven else "",
+    )
+
+
+def _steps(claimed: dict[str, Any]) -> int | None:
+    """The steps of a run, from the rows that its claim tells; None if it tells none."""
+    rows = (claimed.get("rows") or {}).get("dataset")
+    return None if rows is None else split_of(claimed["job"], rows).total_steps
+
+
+def _newest(times: Iterable[datetime | None]) -> datetime | None:
+    return max(filter(None, times), default=None)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
+    numbers = {str(name): _number(value) for name, value in values.items() if not is_inner(str(name))}
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def _first_line(text: Any) -> str:
+    return next(iter(str(text or "").splitlines()), "")

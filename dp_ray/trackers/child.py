@@ -1,0 +1,226 @@
+"""Runs as a process of its own for one tracker, so that nothing that its package does reaches the run.
+
+It imports nothing of dp_ray. Requests arrive on stdin and replies leave on stdout, each a JSON object in a line.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
+
+NEXT = "dp_ray.next_step"  # MLflow's tag: the first step that its server lacks
+MOST_METRICS = 1000  # what MLflow takes at once
+MOST_PARAMS = 100
+LONGEST_PARAM = 6000
+
+
+class Client(Protocol):
+    """A tracker's run, opened. `next_step` is the first step that it lacks."""
+
+    run_id: str
+    next_step: int
+
+    def log(self, rows: list[dict[str, Any]], at: float) -> None:
+        """Send rows of the history; `at` is the time that they get, in seconds."""
+
+    def finish(self, status: str, metrics: dict[str, float]) -> None:
+        """End the tracker's run: `status` is done, failed or interrupted."""
+
+    def close(self) -> None:
+        """Leave the tracker's run as it is: the run's driver was killed."""
+
+
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """The values of a row that are drawn over its step."""
+    left_out = ("step", "epoch", "rows")
+    return {name: value for name, value in row.items() if name not in left_out and value is not None}
+
+
+class MlflowClient:
+    """A run on an MLflow server. A tag says which steps it has, so a request without an answer is not sent twice."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+        from mlflow.tracking import MlflowClient
+
+        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self._client = MlflowClient()
+        self.run_id = asked["run_id"] or ""
+        if not self._reopen():
+            self.run_id = self._create(asked)
+            self.next_step = 0
+
+    def _reopen(self) -> bool:
+        """Whether the server has the run; if so it runs again."""
+        from mlflow.exceptions import MlflowException
+
+        if not self.run_id:
+            return False
+        try:
+            found = self._client.get_run(self.run_id)
+            self._client.update_run(self.run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        self.next_step = int(found.data.tags.get(NEXT, 0))
+        return True
+
+    def _create(self, asked: dict[str, Any]) -> str:
+        run = self._client.create_run(
+            self._experiment(), start_time=int(time.time() * 1000), tags=asked["tags"], run_name=asked["name"]
+        )
+        params = [self._param(name, str(value)[:LONGEST_PARAM]) for name, value in asked["params"].items()]
+        for first in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(run.info.run_id, params=params[first : first + MOST_PARAMS])
+        return str(run.info.run_id)
+
+    def _experiment(self) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if not name:
+            return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name))
+
+    def log(self, rows: list[dict[str, Any]], at: float) -> None:
+        """Send rows in requests of whole rows, each with the tag that says how far it goes."""
+        batch: list[Any] = []
+        for row in rows:
+            metrics = [self._metric(name, value, int(at * 1000), row["step"]) for name, value in scalars(row).items()]
+            if len(batch) + len(metrics) > MOST_METRICS:
+                self._send(batch, row["step"])
+                batch = []
+            batch += metrics
+        self._send(batch, rows[-1]["step"] + 1)
+
+    def _send(self, metrics: list[Any], next_step: int) -> None:
+        self._client.log_batch(self.run_id, metrics=metrics, tags=[self._tag(NEXT, str(next_step))])
+
+    def finish(self, status: str, metrics: dict[str, float]) -> None:
+        """End the run. The last values of a training's columns are its metrics already; others are added."""
+        there = self._client.get_run(self.run_id).data.metrics
+        now = int(time.time() * 1000)
+        new = [self._metric(name, value, now, 0) for name, value in metrics.items() if name not in there]
+        self._client.log_batch(self.run_id, metrics=new, tags=[self._tag("dp_ray.status", status)])
+        states = {"done": "FINISHED", "failed": "FAILED"}
+        self._client.set_terminated(self.run_id, states.get(status, "KILLED"))
+
+    def close(self) -> None:
+        """Do nothing: all that was sent is on the server."""
+
+
+class WandbClient:
+    """A run of Weights & Biases, whose own process writes it to a local folder and sends it from there."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            id=asked["run_id"],
+            name=asked["name"],
+            config=asked["params"],
+            tags=[asked["tags"]["dp_ray.task"]],
+            notes=asked["tags"]["dp_ray.run_dir"],
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.run_id = str(self._run.id)
+        self.next_step = max(asked["next_step"], int(self._run.step))
+
+    def log(self, rows: list[dict[str, Any]], at: float) -> None:
+        """Hand rows to the package's own process."""
+        for row in rows:
+            self._run.log(scalars(row), step=row["step"])
+
+    def finish(self, status: str, metrics: dict[str, float]) -> None:
+        """End the run and wait until all of it is sent."""
+        self._run.summary.update({**metrics, "dp_ray.status": status})
+        self._run.finish(exit_code=0 if status == "done" else 1)
+
+    def close(self) -> None:
+        """End the run as one that crashed."""
+        self._run.finish(exit_code=1)
+
+
+class TrackioClient:
+    """A run of Trackio, which keeps what its server does not take yet, and sends it again."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        import trackio
+
+        self._run: Any = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "dp_ray"),
+            name=asked["run_id"] or _unique(asked["name"]),
+            config={**asked["params"], **asked["tags"]},
+            resume="allow",
+            embed=False,
+        )
+        self.run_id = str(self._run.name)  # what Trackio resumes by
+        is_resumed = bool(asked["run_id"])
+        self.next_step = max(asked["next_step"], int(getattr(self._run, "_next_step", 0)) if is_resumed else 0)
+
+    def log(self, rows: list[dict[str, Any]], at: float) -> None:
+        """Hand rows to the package's own thread."""
+        for row in rows:
+            self._run.log(scalars(row), step=row["step"])
+
+    def finish(self, status: str, metrics: dict[str, float]) -> None:
+        """End the run. Trackio has no summary, so what an evaluation measured is its step 0."""
+        if self.next_step == 0 and metrics:
+            self._run.log(dict(metrics), step=0)
+        self._run.finish()
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def _unique(name: str) -> str:
+    """A name that no earlier run of the project has: Trackio would add to that one."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+CLIENTS: dict[str, Callable[[dict[str, Any]], Client]] = {
+    "mlflow": MlflowClient,
+    "wandb": WandbClient,
+    "trackio": TrackioClient,
+}
+
+
+def main(name: str, replies: TextIO) -> None:
+    """Answer requests until the run has finished, or until its driver is gone."""
+    client: Client | None = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            client, reply = answer(name, client, asked)
+        except Exception as error:  # of a package of any kind; the run's driver tells it
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies, flush=True)
+        if asked["do"] == "finish" and "error" not in reply:
+            return
+    if client is not None:
+        client.close()
+
+
+def answer(name: str, client: Client | None, asked: dict[str, Any]) -> tuple[Client | None, dict[str, Any]]:
+    """Do what a request asks; return the opened tracker, and the reply."""
+    if asked["do"] == "open":
+        client = CLIENTS[name](asked)
+        return client, {"run_id": client.run_id, "next_step": client.next_step}
+    assert client is not None, "the first request opens the tracker's run"
+    if asked["do"] == "log":
+        client.log(asked["rows"], asked["at"])
+        client.next_step = asked["rows"][-1]["step"] + 1
+    else:
+        client.finish(asked["status"], asked["metrics"])
+    return client, {}
+
+
+if __name__ == "__main__":
+    # What the packages print goes to stderr: stdout carries replies alone.
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)
+        main(sys.argv[1], replies)

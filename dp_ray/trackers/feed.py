@@ -1,0 +1,203 @@
+"""Feeds one tracker from a thread of its own: what it misses is taken from the history's files and sent again."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dp_ray.errors import StorageError
+from dp_ray.rundir.history_file import history_so_far, is_inner
+from dp_ray.storage import Storage
+from dp_ray.text import counted
+from dp_ray.trackers.memory import Memory, read_memory, write_memory
+from dp_ray.trackers.process import Tracker, TrackerError, TrackerRefused
+
+QUEUED_ROWS = 10_000  # more are forgotten, and read from the history's files later
+ROWS_AT_ONCE = 200
+SEND_SECONDS = 1.0
+REMEMBER_SECONDS = {False: 1.0, True: 10.0}  # between two writes: on a disk, on an object store
+RETRY_SECONDS = (1.0, 2.0, 5.0, 15.0, 30.0)
+END_RETRY_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run ended."""
+
+    status: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Feed:
+    """One tracker's queue and thread; no method but `leave` waits for the tracker.
+
+    `connect` starts it anew, `say` prints a line. The history's files are read where the queue lacks steps.
+    """
+
+    def __init__(self, name: str, connect: Callable[[], Tracker], run: Storage, say: Callable[[str], None]) -> None:
+        self.name = name
+        self._connect = connect
+        self._run = run
+        self._say = say
+        self._memory = read_memory(run, name)
+        self._is_remembered = True
+        self._remember_at = 0.0
+        self._tracker: Tracker | None = None
+        self._is_open = False
+        self._tried = (0, 0.0)  # the end of the last rows that were sent, and the time that they got
+        self._queue: deque[dict[str, Any]] = deque()
+        self._has_forgotten = False  # rows that are in the history's files, now or later
+        self._has_news = threading.Condition()
+        self._ending: Ending | None = None
+        self._until = 0.0
+        self._has_said = False
+        self.is_done = False
+        self._thread = threading.Thread(target=self._feed, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Take rows of the history; a repeated step replaces all rows from that step on."""
+        with self._has_news:
+            while self._queue and rows and self._queue[-1]["step"] >= rows[0]["step"]:
+                self._queue.pop()
+            if len(self._queue) + len(rows) > QUEUED_ROWS:
+                self._queue.clear()
+                self._has_forgotten = True
+            self._queue.extend(rows[-QUEUED_ROWS:])
+            self._has_news.notify()
+
+    def end(self, ending: Ending, until: float) -> None:
+        """Have the tracker get what it lacks, and its run ended, until a time of time.monotonic()."""
+        with self._has_news:
+            self._until, self._ending = until, ending
+            self._has_news.notify()
+
+    def leave(self) -> None:
+        """Wait for the tracker until the time given to `end`; then it is left as it is."""
+        self._thread.join(max(0.0, self._until - time.monotonic()))
+        if not self.is_done:
+            self._say(f"{self.name} lacks {self._lacking()}; `dp-ray track {self._run}` sends it")
+        if (tracker := self._tracker) is not None:
+            tracker.close()
+
+    def _lacking(self) -> str:
+        try:
+            lacking = counted(len(self._history()), "step")
+        except (StorageError, OSError, ValueError):
+            lacking = "steps"
+        return f"{lacking} and the run's end"
+
+    def _feed(self) -> None:
+        failures = 0
+        while not self.is_done and not self._is_late():
+            try:
+                self._send()
+                failures = 0
+                self._wait(SEND_SECONDS)
+            except (TrackerError, StorageError, OSError, ValueError) as error:  # pyarrow raises the last two
+                self._failed(error)
+                self._wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+                failures += 1
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, but only until the run ends; then for a moment, for a tracker that failed to answer."""
+        with self._has_news:
+            if self._ending is None:
+                self._has_news.wait_for(lambda: self._ending is not None, seconds)
+            elif not self.is_done:
+                self._has_news.wait_for(lambda: False, min(END_RETRY_SECONDS, seconds))
+
+    def _failed(self, error: Exception) -> None:
+        if not isinstance(error, TrackerError):
+            return  # files that change while they are read
+        self._is_open = False
+        if self._tracker is not None and not isinstance(error, TrackerRefused):
+            self._tracker.close()
+            self._tracker = None
+        if not self._has_said and not self._is_late():
+            self._has_said = True
+            self._say(f"{self.name} does not answer, the run goes on; it gets later what it misses: {error}")
+
+    def _is_late(self) -> bool:
+        return self._ending is not None and time.monotonic() >= self._until
+
+    def _send(self) -> None:
+        """Send all rows that there are, and the run's end once it has come."""
+        ending = self._ending
+        tracker = self._opened()
+        for rows in self._batches(ending is not None):
+            tracker.log(rows, self._time_of(rows))
+            self._remember(replace(self._memory, next_step=rows[-1]["step"] + 1))
+        if ending is not None:
+            metrics = {name: value for name, value in ending.metrics.items() if not is_inner(name)}
+            tracker.finish(ending.status, metrics, max(1.0, self._until - time.monotonic()))
+            self._remember(replace(self._memory, status=ending.status), at_once=True)
+            self.is_done = True
+        elif not self._is_remembered:
+            self._remember(self._memory)
+
+    def _opened(self) -> Tracker:
+        if self._tracker is None:
+            self._tracker = self._connect()
+        if not self._is_open:
+            run_id, next_step = self._tracker.open(self._memory.run_id, self._memory.next_step)
+            self._is_open = True
+            self._remember(Memory(run_id, next_step), at_once=True)
+        if self._has_said:
+            self._has_said = False
+            self._say(f"{self.name} answers again")
+        return self._tracker
+
+    def _time_of(self, rows: Sequence[dict[str, Any]]) -> float:
+        """The time that rows get. Rows that are sent again keep that of the first try, so that they are the same."""
+        end, at = self._tried
+        self._tried = (rows[-1]["step"] + 1, at if rows[0]["step"] < end else time.time())
+        return self._tried[1]
+
+    def _remember(self, memory: Memory, at_once: bool = False) -> None:
+        self._memory, self._is_remembered = memory, False
+        if at_once or time.monotonic() >= self._remember_at:
+            write_memory(self._run, self.name, memory)
+            self._is_remembered = True
+            self._remember_at = time.monotonic() + REMEMBER_SECONDS[self._run.is_atomic]
+
+    def _batches(self, is_last: bool) -> Iterator[list[dict[str, Any]]]:
+        """The rows that the tracker lacks, in the order of steps; those of the files that the queue has no more."""
+        queued = self._queued()
+        if is_last or (queued and queued[0]["step"] > self._memory.next_step):
+            found = self._history()
+            yield from _in_batches(found if is_last else found.filter(pc.field("step") < queued[0]["step"]))
+            queued = self._queued()
+        if not is_last and queued and self._lacks_rows_before(queued[0]["step"]):
+            return  # they are in no file yet
+        self._has_forgotten = False
+        for first in range(0, len(queued), ROWS_AT_ONCE):
+            yield queued[first : first + ROWS_AT_ONCE]
+
+    def _lacks_rows_before(self, step: int) -> bool:
+        """Whether the tracker lacks rows before `step` that will be in the files; a run may begin at any step."""
+        return self._memory.next_step < step and (self._has_forgotten or self._memory.next_step > 0)
+
+    def _queued(self) -> list[dict[str, Any]]:
+        """The queued rows that the tracker lacks; the others are forgotten."""
+        with self._has_news:
+            while self._queue and self._queue[0]["step"] < self._memory.next_step:
+                self._queue.popleft()
+            return list(self._queue)
+
+    def _history(self) -> pa.Table:
+        """The rows in the history's files that the tracker lacks."""
+        table = history_so_far(self._run)
+        if table is None:
+            return pa.table({"step": pa.array([], pa.int64())})
+        return table.filter(pc.field("step") >= self._memory.next_step)
+
+
+def _in_batches(table: pa.Table) -> Iterator[list[dict[str, Any]]]:
+    for first in range(0, len(table), ROWS_AT_ONCE):
+        yield table.slice(first, ROWS_AT_ONCE).to_pylist()

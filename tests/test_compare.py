@@ -1,0 +1,164 @@
+"""`dp-ray compare`: what differs between runs, their figures and curves; and the sparklines that it draws."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dp_ray
+from dp_ray.errors import Error, StorageError
+from dp_ray.results.compare import compared, compared_run, compared_values
+from dp_ray.results.sparkline import BLOCKS, sparkline
+from dp_ray.rundir.lease import held
+from dp_ray.storage import Storage
+from tests.support.cli import status_of
+from tests.support.fresh import loaded_by
+from tests.support.run_dirs import claimed_in
+from tests.support.trainings import short_training as train
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def told_of(*results: dp_ray.Result) -> str:
+    return compared([compared_run(result.storage()) for result in results])
+
+
+def rate_of(result: dp_ray.Result) -> float:
+    """The rows of a training, divided by the seconds of its steps."""
+    timed: list[dict[str, Any]] = [row for row in result.history if row["rows_per_second"]]
+    return float(sum(row["rows"] for row in timed) / sum(row["rows"] / row["rows_per_second"] for row in timed))
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_two_runs_are_compared_side_by_side(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    first, second = train(here, "one"), train(here, "two", lr=0.3, epochs=2, checkpoint={"keep": 1})
+    assert status_of(monkeypatch, command, "one", "two") == 0
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert told[0] == ["one", "two"]
+    rows = {row[0]: row[1:] for row in told[1:]}
+    assert rows["optimizer.args.lr"] == ["0.1", "0.3"]
+    assert rows["checkpoint.keep"] == ["2", "1"]
+    assert rows["metrics.loss"] == [f"{one.metrics['loss']:.6g}" for one in (first, second)]
+    assert rows["seconds"] == [f"{one.seconds:.1f}" for one in (first, second)]
+    assert rows["epochs"] == ["3", "2"]
+    assert rows["steps"] == ["24", "16"]
+    assert not {"name", "batch_size", "optimizer.target", "model.target"} & rows.keys(), "those that differ alone"
+    assert status_of(monkeypatch, command, "one", "two", "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["rows_per_second"][0] == pytest.approx(rate_of(first))
+    assert values["job"]["optimizer.args.lr"] == [0.1, 0.3]
+    assert values["metrics"]["loss"] == [first.metrics["loss"], second.metrics["loss"]]
+    assert [one["name"] for one in values["runs"]] == ["one", "two"]
+
+
+def test_runs_of_one_job_differ_in_nothing(here: Path) -> None:
+    first, second = train(here, "one"), train(here, "two")
+    told = told_of(first, second).splitlines()
+    assert told[-1] == "the same job, the same weights"
+    assert told_of(first, train(here, "three", seed=1)).splitlines()[-1] != told[-1]
+
+
+def test_curves_lie_side_by_side_on_one_scale(here: Path) -> None:
+    first, second = train(here, "one"), train(here, "two", epochs=1)
+    lines = told_of(first, second).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("loss, "))
+    losses = [[row["loss"] for row in result.history] for result in (first, second)]
+    low, high = min(map(min, losses)), max(map(max, losses))
+    assert lines[at] == f"loss, {low:.4g} to {high:.4g}"
+    drawn = [line.split() for line in lines[at + 1 : at + 3]]
+    assert [name for name, _ in drawn] == ["one", "two"]
+    assert drawn[0][1] == sparkline(losses[0], 60, low, high) and len(drawn[0][1]) == 24
+    assert drawn[1][1] == sparkline(losses[1], 20, low, high) and len(drawn[1][1]) == 8
+
+
+def test_environments_are_compared_as_far_as_both_runs_tell(here: Path) -> None:
+    results = [train(here, name, epochs=1) for name in ("one", "two", "three")]
+    drivers = [{"started": "1", "git": {"commit": "aa"}, "packages": {"torch": "2.13", "ray": "2.60"}}]
+    for name, torch in (("one", "2.12"), ("two", "2.13")):
+        packages = {**drivers[0]["packages"], "torch": torch}  # type: ignore[dict-item]
+        about = {"drivers": [{}, {**drivers[0], "started": name, "packages": packages}]}
+        Path(name, "about.json").write_text(json.dumps(about))
+    Path("three", "about.json").unlink(missing_ok=True)
+    one, two, three = (compared_run(result.storage()) for result in results)
+    assert compared_values([one, two])["environment"] == {"packages.torch": ["2.12", "2.13"]}
+    assert ["packages.torch", "2.12", "2.13"] in [line.split() for line in compared([one, two]).splitlines()]
+    assert compared_values([one, three])["environment"] == {}
+
+
+def test_a_page_that_compares_is_written(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, lr in (("one", 0.1), ("two", 0.3)):
+        train(here, name, lr=lr, epochs=1)
+    assert status_of(monkeypatch, "compare", "one", "two", "--html", "both.html") == 0
+    assert "the same weights" not in capsys.readouterr().out
+    page = (here / "both.html").read_text()
+    assert "optimizer.args.lr" in page and "one" in page and "two" in page
+
+
+def test_the_time_split_of_the_results_is_compared(here: Path) -> None:
+    results = [train(here, name, epochs=1) for name in ("one", "two")]
+    path = here / "one" / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "time_split": {"all": {"forward": 0.25}}}))
+    values = compared_values([compared_run(result.storage()) for result in results])
+    assert values["time_split"]["time_split.forward"][0] == 0.25
+    assert values["time_split"]["data_wait_share"] == [result.data_wait_share for result in results]
+    assert ["time_split.forward", "0.25"] in [line.split()[:2] for line in told_of(*results).splitlines()]
+
+
+def test_runs_that_did_not_end_are_compared(here: Path) -> None:
+    result = train(here, "one", epochs=1)
+    with pytest.raises(Error):
+        train(here, "two", collate="tests.support.odd:fails")
+    with held(claimed_in(here)):
+        runs = [compared_run(Storage(str(here / name))) for name in ("one", "two", "run")]
+    table = {row[0]: row[1:] for row in (line.split("  ") for line in compared(runs).splitlines())}
+    assert [cell.strip() for cell in table["status"] if cell] == ["done", "failed", "running"]
+    assert compared_values(runs)["metrics"]["loss"] == [result.metrics["loss"], None, None]
+
+
+def test_what_is_no_run_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(here, "one", epochs=1)
+    with pytest.raises(StorageError, match=r"none: holds no run.json"):
+        compared_run(Storage(str(here / "none")))
+    (here / "one" / "result.json").write_text("[")
+    with pytest.raises(StorageError, match="one: is damaged"):
+        compared_run(Storage(str(here / "one")))
+    assert status_of(monkeypatch, "compare", "one") == 2
+
+
+def test_names_cannot_act_on_a_terminal(here: Path) -> None:
+    results = [train(here, name, epochs=1) for name in ("one", "two")]
+    path = here / "one" / "run.json"
+    values: dict[str, Any] = json.loads(path.read_text())
+    values["job"]["model"]["target"] = "a:b\x1b[2J"
+    path.write_text(json.dumps(values))
+    assert "\x1b" not in told_of(*results) and r"a:b\x1b[2J" in told_of(*results)
+
+
+def test_comparing_waits_for_neither_torch_nor_ray() -> None:
+    assert not {"torch", "ray"} & loaded_by("import dp_ray.results.compare")
+
+
+def test_a_sparkline_shows_numbers_that_are_none() -> None:
+    assert sparkline([0.0, math.nan, 7.0, math.inf, None], 5) == "▁!█!"
+    assert (sparkline([], 5), sparkline([2.0, 2.0], 5)) == ("", "▁▁")
+    assert sparkline([0, 7], 8, low=0, high=14) == "▁▅"
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 80))
+def test_a_sparkline_is_as_wide_as_it_may_and_rises_with_its_values(values: list[float], width: int) -> None:
+    line = sparkline(sorted(values), width)
+    assert len(line) == min(width, len(values))
+    levels = [BLOCKS.index(block) for block in line]
+    assert levels == sorted(levels)

@@ -1,0 +1,195 @@
+"""The page of a run in Chromium: it draws what the Parquet files hold, by mouse and by keyboard, at any width."""
+
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dp_ray.report.comparison import comparison_of
+from dp_ray.report.page import page_of
+from dp_ray.storage import Storage
+from tests.support.browser import Browser, chromium
+from tests.support.reported import EVIL, column, history, write_history, write_run, write_times
+
+STEPS = 200
+LIGHT, DARK = "rgb(246, 248, 250)", "rgb(15, 20, 25)"
+BLUE, VERMILLION, YELLOW = (0, 114, 178), (213, 94, 0), (254, 232, 56)
+PARTS = "dpRay.drawn.values()].flatMap(about => about.parts || [])"
+
+pytestmark = pytest.mark.slow
+
+
+def colours(plot: Any) -> set[tuple[int, int, int]]:
+    """The colours of the pixels of an element."""
+    image = Image.open(io.BytesIO(plot.screenshot())).convert("RGB")
+    counted: Any = image.getcolors(1 << 20)
+    return {colour for _, colour in counted}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    """A run whose every name is hostile, with its page and one that compares it with itself."""
+    run = Storage(str(tmp_path_factory.mktemp("runs") / "run"))
+    write_run(run, STEPS, error=f"DataError: {EVIL}", status="failed", failure={"rank": 1, "node": EVIL, "step": 7})
+    losses = np.exp(-np.arange(STEPS) / 50) + 0.1
+    losses[[20, 21, 150]] = np.nan
+    evaluated = [1.0 - step / 1000 if step % 50 == 49 else None for step in range(STEPS)]
+    write_history(run, history(STEPS, loss=losses, eval_loss=evaluated, **{EVIL: np.arange(STEPS) - 100.0}))
+    write_times(run, STEPS, workers=3, node=EVIL)
+    run.write_text("report.html", page_of(run))
+    run.write_text("compared.html", comparison_of([run, run]))
+    return run
+
+
+def file(run: Storage, name: str = "report.html") -> Path:
+    return Path(run.path) / name
+
+
+def test_every_chart_has_its_marks(browser: Browser, run: Storage) -> None:
+    with browser.opened(file(run)) as page:
+        charts = page.query_selector_all("[data-chart] .plot")
+        assert len(charts) == 6
+        for chart in charts:
+            assert BLUE in colours(chart)
+        assert VERMILLION in colours(charts[0]), "the evaluation, the second series"
+        slow, rows = page.query_selector_all("[data-heat] .plot")
+        for heat_map in (slow, rows):
+            assert YELLOW in colours(heat_map), "the third worker has most"
+        assert len(colours(page.query_selector("[data-parts] .plot"))) > 10
+
+
+def test_its_values_are_those_of_the_files(browser: Browser, run: Storage) -> None:
+    with browser.opened(file(run)) as page:
+        drawn = page.evaluate(f"[...{PARTS}.map(part => [part.series.source, part.raw.data])")
+        for source, data in drawn:
+            values, steps = column(run, source).astype(float), column(run, "step")
+            is_there = np.isfinite(values)
+            assert list(data["y"]) == values[is_there].tolist() and list(data["x"]) == steps[is_there].tolist()
+        losses = column(run, "loss")
+        shown = page.eval_on_selector_all('tr[data-source="loss"] data', "all => all.map(one => Number(one.value))")
+        assert shown == [losses[0], losses[-1], np.nanmin(losses), np.nanmax(losses)]
+        assert "not finite in 3 steps: 20 to 21, 150" in " ".join(page.text_content(".odd").split())
+
+
+def test_nothing_of_a_run_is_run(browser: Browser, run: Storage) -> None:
+    for name in ("report.html", "compared.html"):
+        with browser.opened(file(run, name)) as page:
+            for plot in page.query_selector_all(".plot")[1::3]:
+                plot.scroll_into_view_if_needed()
+                box = plot.bounding_box()
+                page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+                page.wait_for_timeout(60)
+            assert page.evaluate("window.evil") is None
+            assert page.query_selector_all("img[onerror]") == []
+
+
+def view(page: Any) -> list[float]:
+    found: list[float] = page.evaluate("[dpRay.view().start, dpRay.view().end]")
+    return found
+
+
+def test_it_zooms_by_mouse_and_by_keyboard(browser: Browser, run: Storage) -> None:
+    with browser.opened(file(run)) as page:
+        plot = page.query_selector(".plot")
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 100)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 110, steps=3)
+        page.mouse.up()
+        start, end = view(page)
+        assert 40 < start < 110 and 110 < end < 170
+        ranges = "[...dpRay.drawn.values()].map(about => about.figure.x_range.start)"
+        assert page.evaluate(ranges) == [start] * 9, "all charts show the same steps"
+        page.focus(".plot")
+        page.keyboard.press("0")
+        assert view(page) == [0, STEPS]
+        page.keyboard.press("+")
+        page.keyboard.press("ArrowRight")
+        assert view(page) == [STEPS * 0.35, STEPS * 0.85]
+        page.click("#reset")
+        assert view(page) == [0, STEPS]
+
+
+def test_a_log_scale_smoothing_and_the_legend(browser: Browser, run: Storage) -> None:
+    with browser.opened(file(run)) as page:
+        page.focus("[data-chart=chart-1] .plot")
+        page.keyboard.press("l")
+        assert page.is_checked("[data-chart=chart-1] .log input")
+        assert "101 drawn values of 0 or less" in page.text_content("[data-chart=chart-1] .note")
+        page.fill("#smoothing", "0")
+        soft = "dpRay.drawn.get('chart-0').parts[0]"
+        assert page.evaluate(f"[{soft}.lines[1].visible, {soft}.lines[0].glyph.line_alpha.value]") == [False, 1]
+        page.fill("#smoothing", "0.9")
+        smooth, values = np.array(page.evaluate(f"[...{soft}.soft.data.y]")), column(run, "loss")
+        assert np.allclose(smooth, smoothed(values[np.isfinite(values)], 0.9))
+        page.click("[data-chart=chart-0] [data-series='1']")
+        assert page.get_attribute("[data-chart=chart-0] [data-series='1']", "aria-pressed") == "false"
+        drawn = colours(page.query_selector("[data-chart=chart-0] .plot"))
+        assert BLUE in drawn and VERMILLION not in drawn
+
+
+def smoothed(values: Any, weight: float) -> list[float]:
+    """Exponential means, with the weights of the steps so far adding up to 1."""
+    weights = [weight ** np.arange(at + 1)[::-1] for at in range(len(values))]
+    return [float(np.average(values[: at + 1], weights=one)) for at, one in enumerate(weights)]
+
+
+@pytest.mark.parametrize(("width", "theme", "back"), [(320, "dark", DARK), (1600, "light", LIGHT)])
+def test_it_fits_any_width_and_theme(browser: Browser, run: Storage, width: int, theme: str, back: str) -> None:
+    for name in ("report.html", "compared.html"):
+        with browser.opened(file(run, name), width, theme) as page:
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            colour = "getComputedStyle(document.body).backgroundColor"
+            assert page.evaluate(colour) == back
+            page.click("#theme")
+            assert page.evaluate(colour) == ({LIGHT, DARK} - {back}).pop()
+
+
+def test_all_is_reached_by_keyboard(browser: Browser, run: Storage) -> None:
+    with browser.opened(file(run)) as page:
+        reached = set()
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
+        assert {"skip", "theme", "smoothing", "reset", "plot"} <= reached
+
+
+def test_a_run_that_goes_on_is_shown_anew_in_place(browser: Browser, run: Storage, tmp_path: Path) -> None:
+    live = Storage(str(tmp_path / "live"))
+    write_run(live, STEPS, status="done")
+    for steps in (50, 100):
+        write_history(live, history(steps))
+        live.write_text(f"{steps}.html", page_of(live))
+    with browser.opened(file(live, "50.html")) as page:
+        page.evaluate("html => dpRay.refresh(html)", file(live, "100.html").read_text())
+        assert page.evaluate("dpRay.drawn.get('chart-0').parts[0].raw.data.x.length") == 100
+        assert view(page) == [0, 99]
+
+
+def test_a_million_steps_open_in_three_seconds(browser: Browser, tmp_path: Path) -> None:
+    steps = 1_000_000
+    run = Storage(str(tmp_path / "run"))
+    write_run(run, steps)
+    losses = np.random.default_rng(0).normal(0, 1, steps)
+    losses[123_456], losses[777_777] = 50, -50
+    write_history(run, history(steps, loss=losses))
+    began = time.perf_counter()
+    run.write_text("report.html", page_of(run))
+    made = time.perf_counter()
+    with browser.opened(file(run)) as page:
+        opened = time.perf_counter()
+        data = page.evaluate("(({x, y}) => [[...x], [...y]])(dpRay.drawn.get('chart-0').parts[0].raw.data)")
+        assert {(123_456, 50), (777_777, -50)} <= set(zip(*data, strict=True))
+    assert made - began < 5 and opened - made < 3

@@ -1,0 +1,69 @@
+"""Inputs of a prediction that its page shows: thumbnails, read by Pillow, and numbers in words."""
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import dp_ray
+from dp_ray.plan.split import Shard
+from dp_ray.results.preview import Previews, png, read_previews, thumbnail
+from dp_ray.storage import Storage
+
+
+def pixels_of(data: bytes) -> Any:
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_png_holds_its_pixels(channels: int) -> None:
+    drawn = torch.randint(0, 256, (5, 7, channels), dtype=torch.uint8)
+    assert np.array_equal(pixels_of(png(drawn)).reshape(5, 7, channels), drawn.numpy())
+
+
+@pytest.mark.parametrize(
+    ("shape", "thumb"),
+    [((3, 8, 8), (8, 8, 3)), ((8, 9, 1), (8, 9, 1)), ((1, 300, 200), (60, 40, 1)), ((4,), None), ((8, 8), None)],
+)
+def test_what_is_an_image_becomes_a_thumbnail(shape: tuple[int, ...], thumb: tuple[int, ...] | None) -> None:
+    made = thumbnail(torch.rand(shape))
+    assert thumb == (None if made is None else tuple(made.shape))
+
+
+def test_pixels_are_as_they_are_and_floats_are_spread() -> None:
+    given = torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)
+    made = thumbnail(given)
+    assert made is not None and torch.equal(made, given.permute(1, 2, 0))
+    spread = thumbnail(torch.linspace(-2, 3, 64).reshape(1, 8, 8))
+    assert spread is not None and spread.flatten()[0] == 0 and spread.flatten()[-1] == 255
+
+
+def test_the_first_rows_and_the_last_are_kept(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    previews = Previews(run, 40)
+    for number in range(4):
+        shard = Shard(number, 0, 10 * number, 10 * number + 10, missing=(1,) if number == 0 else ())
+        indices = torch.tensor([one for one in range(shard.start, shard.stop) if one not in shard.missing])
+        previews.on_inputs(shard, indices, {"x": indices[:, None].float()})
+    found = sorted(read_previews(run), key=lambda one: one.sample_index)
+    assert [one.sample_index for one in found] == [0, *range(2, 8), *range(32, 40)]
+    assert found[-1].text == "39"
+
+
+def test_a_prediction_of_images_shows_them(tmp_path: Path, in_project: Path) -> None:
+    result = dp_ray.run("jobs/digits_predict.yaml", workers=0, storage=str(tmp_path), name="run", quiet=True)
+    html = (tmp_path / "run" / "report.html").read_text()
+    images = re.findall(r'base64,([^"]+)" alt="input of sample (\d+)"', html)
+    last = result.rows
+    assert {int(sample) for _, sample in images} == {*range(8), *range(last - 8, last)}
+    data = torch.utils.data.default_collate([one for one, _ in __import__("jobs.digits").digits.Digits()])
+    for drawn, sample in images:
+        shown, image = pixels_of(base64.b64decode(drawn)) / 255, data[int(sample), 0].numpy()
+        assert np.allclose(shown, (image - image.min()) / (image.max() - image.min()), atol=1 / 255)
+    assert f"largest at {int(result.outputs[0].argmax())}" in html

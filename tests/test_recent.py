@@ -1,0 +1,45 @@
+"""The history's rows since the last checkpoint: kept on the driver, joined with the pieces, never twice."""
+
+from pathlib import Path
+from typing import Any
+
+from dp_ray.monitor.recent import RecentHistory
+from dp_ray.rundir.history_file import HISTORY, history_so_far, write_piece
+from dp_ray.storage import Storage
+from tests.support.reported import history
+
+
+def rows(start: int, stop: int, loss: float) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "epoch": 0, "loss": loss, "eval_loss": 1.0 if step == 5 else None}
+        for step in range(start, stop)
+    ]
+
+
+def losses(run: Storage) -> list[tuple[int, float]]:
+    table = history_so_far(run)
+    assert table is not None
+    return list(zip(table.column("step").to_pylist(), table.column("loss").to_pylist(), strict=True))
+
+
+def test_only_what_no_piece_holds_is_kept(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    assert history_so_far(run) is None
+    run.child(HISTORY).create()
+    write_piece(run.child(HISTORY), "steps-0-4.parquet", history(4).select(["step", "epoch", "loss"]))
+    recent = RecentHistory(run)
+    recent.add(rows(0, 6, 1.0))
+    recent.save()
+    assert [step for step, _ in losses(run)] == list(range(6)) and losses(run)[4:] == [(4, 1.0), (5, 1.0)]
+
+
+def test_a_step_that_runs_again_replaces_what_was_there(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    first, second = RecentHistory(run), RecentHistory(run)
+    first.add(rows(0, 6, 1.0))
+    first.add(rows(3, 5, 2.0))
+    first.save()
+    assert losses(run) == [(step, 1.0 if step < 3 else 2.0) for step in range(5)]
+    write_piece(run.child(""), "recent.parquet", history(2))
+    second.save()
+    assert len(losses(run)) == 2, "nothing is written where there is nothing"

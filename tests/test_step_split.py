@@ -1,0 +1,239 @@
+"""The parts of a worker's steps, against models and datasets that sleep, and against plain arithmetic."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+import dp_ray
+from dp_ray.errors import StorageError
+from dp_ray.replica.step_clock import PARTS, DeviceClock, Part, SilentClock, StepClock
+from dp_ray.replica.world import World
+from dp_ray.results import step_time_files
+from dp_ray.results.step_time_files import SCHEMA, TIMES, StepTimeWriter, TimedSteps, packed
+from dp_ray.results.step_times_table import STEP_PARTS, read_step_times
+from dp_ray.storage import Storage
+from tests.support.training import Pairs, mlp
+
+STEPS, SECONDS = 6, 0.01
+
+
+class SlowReads(Pairs):
+    """Reads a batch in SECONDS times 3."""
+
+    def __init__(self) -> None:
+        super().__init__(STEPS * 4)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        time.sleep(3 * SECONDS)
+        return [self[index] for index in indices]
+
+
+class Sleepy(torch.autograd.Function):
+    """Sleeps for SECONDS in forward, and for 2 SECONDS in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(SECONDS)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * SECONDS)
+        return gradients[0]
+
+
+class SlowModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = Sleepy.apply(self.layers(inputs))  # type: ignore[no-untyped-call]
+        return outputs
+
+
+def ran(folder: Path, task: str, **keys: Any) -> dp_ray.Result:
+    given = {"model": SlowModel, "dataset": SlowReads, "loss": nn.CrossEntropyLoss, "optimizer": torch.optim.SGD}
+    common = {"task": task, "batch_size": 4, "workers": 0, "quiet": True, "storage": str(folder), "inputs": "first"}
+    return dp_ray.run(**{**given, **common, **keys}, name=f"{task}{len(keys)}")
+
+
+def seconds_of(table: pa.Table, part: str) -> list[float]:
+    return [round(one, 6) for one in table.column(part).to_pylist()]
+
+
+@pytest.mark.parametrize("task", ["predict", "evaluate", "train"])
+def test_each_part_of_a_step_is_told(tmp_path: Path, task: str) -> None:
+    result = ran(tmp_path, task)
+    table = read_step_times(result.storage())
+    assert table.column_names == ["step", "attempt", "rank", "node", "rows", *STEP_PARTS]
+    assert table.column("step").to_pylist() == list(range(STEPS))
+    assert set(table.column("rows").to_pylist()) == {4}
+    assert set(table.column("node").to_pylist()) == {"localhost"}
+    slept = {"data_wait": 3, "forward": 1, "backward": 2 * (task == "train")}
+    for part, times in slept.items():
+        assert min(seconds_of(table, part)) >= times * SECONDS
+        assert min(seconds_of(table, part)) < (times + 2) * SECONDS
+    for part in ("host_to_device", "exchange", "waiting"):
+        assert not any(seconds_of(table, part)), "there is one worker, on the CPU"
+    loop = sum(sum(seconds_of(table, part)) for part in STEP_PARTS)
+    assert loop == pytest.approx(result.workers[0]["loop_seconds"], rel=0.2)
+
+
+def test_checkpoints_and_evaluations_have_parts_of_their_own(tmp_path: Path) -> None:
+    evaluation = {"dataset": SlowReads, "every_steps": 2, "batch_size": 4}
+    result = ran(tmp_path, "train", checkpoint={"every_steps": 3}, eval=evaluation)
+    table = read_step_times(result.storage())
+    assert [one >= STEPS * SECONDS for one in seconds_of(table, "evaluation")] == [False, True] * 3
+    assert [one > 0 for one in seconds_of(table, "checkpoint")] == [False, False, True] * 2
+    assert max(seconds_of(table, "data_wait")) < STEPS * 3 * SECONDS, "that of an evaluation is a part of it"
+
+
+class Event:
+    """An event of a stream that passes at a known time."""
+
+    def __init__(self, at: float, stream: "Stream") -> None:
+        self.at, self.stream = at, stream
+
+    def query(self) -> bool:
+        return self.at <= self.stream.now
+
+    def elapsed_time(self, end: "Event") -> float:
+        return (end.at - self.at) * 1000
+
+
+class Stream:
+    """A stream whose events are one second apart, as far as the device has come."""
+
+    def __init__(self) -> None:
+        self.now, self.last = 0.0, 0.0
+
+    def record(self) -> Event:
+        self.last += 1
+        return Event(self.last, self)
+
+
+def test_on_a_device_the_times_are_read_once_it_has_passed_them() -> None:
+    stream = Stream()
+    clock = DeviceClock(stream.record)
+    clock.restart()
+    for step in range(3):
+        clock.enter(Part.DATA_WAIT)
+        assert clock.enter(Part.FORWARD) is Part.DATA_WAIT
+        clock.enter(Part.BACKWARD)
+        assert clock.end_step(step, 7) == [], "nobody waits for the device"
+    stream.now = 8.0
+    assert [one.step for one in clock.rest()] == [0]
+    stream.now = 100.0
+    timed = clock.rest()
+    assert [(one.step, one.rows) for one in timed] == [(1, 7), (2, 7)]
+    seconds = dict(zip(PARTS, timed[0].seconds, strict=True))
+    assert {part: one for part, one in seconds.items() if one} == dict.fromkeys(
+        ("data_wait", "forward", "backward", "other"), 1.0
+    )
+    assert clock.rest() == []
+
+
+def test_parts_may_lie_in_one_another() -> None:
+    clock = StepClock()
+    clock.restart()
+    began = time.perf_counter()
+    clock.enter(Part.UPDATE)
+    before = clock.enter(Part.CHECKPOINT)
+    time.sleep(SECONDS)
+    clock.enter(before)
+    time.sleep(2 * SECONDS)
+    (timed,) = clock.end_step(5, 3)
+    whole = time.perf_counter() - began
+    assert timed.seconds[Part.CHECKPOINT] >= SECONDS
+    assert timed.seconds[Part.UPDATE] >= 2 * SECONDS
+    assert sum(timed.seconds) == pytest.approx(whole, abs=1e-3)
+    assert SilentClock().end_step(0, 1) == []
+
+
+def test_a_step_costs_microseconds() -> None:
+    """A step of one shard has some ten marks."""
+    clock, began = StepClock(), time.perf_counter()
+    timed = []
+    for step in range(2000):
+        for part in (*Part, Part.FORWARD, Part.BACKWARD):
+            clock.enter(part)
+        timed += clock.end_step(step, 8)
+    packed(timed)
+    assert (time.perf_counter() - began) / 2000 < 100e-6, "on a busy machine; it takes about 4 on a quiet one"
+
+
+def steps(first: int, num: int, exchange: float = 0.0, forward: float = 1.0) -> TimedSteps:
+    seconds = np.zeros((num, len(PARTS)), np.float32)
+    seconds[:, Part.EXCHANGE], seconds[:, Part.FORWARD] = exchange, forward
+    return TimedSteps(np.arange(first, first + num), np.full(num, 4, np.int32), seconds)
+
+
+def written(run: Storage, *attempts: dict[World, TimedSteps]) -> None:
+    """Write each attempt's steps with a writer of its own, as drivers one after another do."""
+    for number, attempt in enumerate(attempts):
+        writer = StepTimeWriter(run.child(TIMES))
+        writer.begin(number)
+        for world, timed in attempt.items():
+            writer.add(world, timed)
+        writer.close()
+
+
+def test_who_arrives_last_waits_for_nobody(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    worlds = [World(rank, 3, node=f"10.0.0.{rank}") for rank in range(3)]
+    blocked = [0.5, 0.125, 2.0]
+    written(run, {world: steps(0, 2, one) for world, one in zip(worlds, blocked, strict=True)})
+    table = read_step_times(run)
+    assert table.column("rank").to_pylist() == [0, 1, 2] * 2
+    assert table.column("node").to_pylist() == ["10.0.0.0", "10.0.0.1", "10.0.0.2"] * 2
+    assert seconds_of(table, "exchange") == [0.125] * 6
+    assert seconds_of(table, "waiting") == [0.375, 0.0, 1.875] * 2
+
+
+def test_a_step_that_ran_twice_is_there_as_it_ran_last(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    two, one = [World(rank, 2) for rank in range(2)], World()
+    written(run, {two[0]: steps(0, 10), two[1]: steps(0, 9)}, {one: steps(6, 2, forward=3.0)})
+    table = read_step_times(run)
+    rows = list(zip(*(table.column(name).to_pylist() for name in ("step", "attempt", "rank")), strict=True))
+    first = [(step, 0, rank) for step in range(6) for rank in range(2)]
+    assert rows == [*first, (6, 1, 0), (7, 1, 0), (8, 0, 0), (8, 0, 1), (9, 0, 0)]
+    assert seconds_of(table, "forward") == [1.0] * 12 + [3.0] * 2 + [1.0] * 3
+
+
+def test_the_files_are_written_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_time_files, "WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(step_time_files, "SHARE_OF_WRITES", 1e9)
+    monkeypatch.setattr(step_time_files, "ROWS_IN_A_PART", 5)
+    run = Storage(str(tmp_path))
+    assert read_step_times(run).num_rows == 0
+    writer = StepTimeWriter(run.child(TIMES))
+    writer.begin(0)
+    for step in range(0, 8, 2):
+        writer.add(World(), steps(step, 2))
+        until = time.monotonic() + 20
+        while read_step_times(run).num_rows < step + 2 and time.monotonic() < until:
+            writer.tick()
+            time.sleep(0.002)
+        assert read_step_times(run).num_rows == step + 2
+    writer.close()
+    names = sorted(path.name for path in (tmp_path / TIMES).iterdir())
+    assert names == ["part-0.parquet", "part-1.parquet"]
+    assert [pq.read_table(tmp_path / TIMES / name).num_rows for name in names] == [6, 2]
+    assert pq.read_schema(tmp_path / TIMES / "part-0.parquet").equals(SCHEMA)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    written(run, {World(): steps(0, 3)})
+    (tmp_path / TIMES / "part-0.parquet").write_bytes(b"no")
+    with pytest.raises(StorageError, match=r"times/part-0.parquet: is damaged"):
+        read_step_times(run)
