@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dp_ray
 from dp_ray.errors import StorageError
 from dp_ray.plan.file_cut import FileCut
 from dp_ray.plan.order import Order
@@ -250,3 +251,14 @@ def test_somebody_can_always_go_on(steps: int, size: int, data: st.DataObject) -
     while any(model.left):
         assert any([*(model.step(rank, False) for rank in range(size)), *map(model.merge, range(size))])
     assert model.ran == [steps] * size
+
+
+def test_the_wait_for_the_merging_is_time_of_the_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the time split of a whole prediction, whose merging takes most of its time."""
+    monkeypatch.setattr(merging, "LOOK_SECONDS", 0.001)
+    slow(monkeypatch, lambda: 0.05)
+    keys = {"model": "torch.nn:Identity", "dataset": torch.arange(60.0)[:, None], "batch_size": 2, "workers": 0}
+    result = dp_ray.run(**keys, outputs={"file_bytes": 64}, storage=str(tmp_path), name="run", quiet=True)
+    assert torch.equal(result.outputs, torch.arange(60.0)[:, None])
+    assert result.time_split is not None
+    assert result.time_split["all"]["outputs"] > 0.2

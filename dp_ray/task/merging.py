@@ -145,7 +145,7 @@ class Merger:
         each other: each waits for parts of steps before those of which it has committed all its own. It does not
         count as a hang. Raises the error of the merging, if there is one.
         """
-        if self._ahead <= self._most_ahead:
+        if not self.is_far_behind:
             return
         commit()
         with waiting("the merging of the outputs"):
@@ -153,6 +153,11 @@ class Merger:
                 control.touch()
                 self._thread.join(END_SECONDS)
                 self._check()
+
+    @property
+    def is_far_behind(self) -> bool:
+        """Whether the loop is to wait for the merging before its next step."""
+        return self._ahead > self._most_ahead
 
     @property
     def _ahead(self) -> float:
