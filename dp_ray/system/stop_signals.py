@@ -46,7 +46,8 @@ def interrupts_after() -> Iterator[None]:
 
     For imports: one that is interrupted leaves half a module, which fails in another way when it is used.
     """
-    before, asked = signal.getsignal(signal.SIGINT), []
+    before = signal.getsignal(signal.SIGINT)
+    asked: list[int] = []
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
         return
