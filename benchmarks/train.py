@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.cluster import scratch
-from benchmarks.compare import AHEAD, Goal, Pairs, at_least, at_most, compared
+from benchmarks.compare import AHEAD, Goal, Pairs, at_least, at_most, compared, in_rounds
 from benchmarks.measure import in_processes
 from benchmarks.table import Row, rate_text, time_text
-from benchmarks.training import BATCH, WARM, WorldLoop, allocating, blocked, ours, plain, worker
+from benchmarks.training import BATCH, ROUND, WARM, WorldLoop, allocating, blocked, ours, plain, unsplit, worker
 from benchmarks.turns import Baton
 from dp_ray.replica.world import World
 
@@ -39,6 +39,8 @@ def measure() -> Iterator[Row]:
     yield _device_map()
     yield _on_error("loaded by the worker", {}, {})
     yield _on_error("loaded by a process, with a timeout", {"loader": {"processes": 1}}, {"timeout": 30})
+    yield _time_split("an MLP of 1.3 M", "mlp")
+    yield _time_split("a Linear of 8 thousand", "linear")
     yield _allocator()
     yield _checkpoint()
 
@@ -66,6 +68,13 @@ def _on_error(what: str, keys: dict[str, Any], limit: dict[str, Any]) -> Row:
     return compared(where, seconds, time_text, "without on_error", at_most(1.01))
 
 
+def _time_split(what: str, model: str) -> Row:
+    """What it costs to split the time of each step into parts, to send and to pack them."""
+    seconds = _in_turns(partial(ours, model, {}), partial(unsplit, model, {}), workers=1)
+    where = f"train: a step, 1 worker, {what}, its time split into parts"
+    return compared(where, seconds, time_text, "without", at_most(1.01))
+
+
 def _allocator() -> Row:
     """What it brings that freed memory is kept (dp_ray/system/memory.py), which the other rows have on both sides."""
     context = multiprocessing.get_context("spawn")
@@ -74,17 +83,17 @@ def _allocator() -> Row:
     loop = partial(plain, "conv", 1, World())
     found = dict(in_processes(context, allocating, [(0, batons, loop), (1, batons, loop)]))
     what = f"{WHAT}, plain torch, 1 worker, a conv net, freed memory kept by mallopt"
-    seconds = list(zip(found[0], found[1], strict=True))[WARM:]
+    seconds = in_rounds(list(zip(found[0], found[1], strict=True))[WARM:], ROUND)
     return compared(what, _rates(seconds), rate_text, "without", AHEAD)
 
 
 def _in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int) -> Pairs:
-    """The seconds of a step of both sides, in turns in the same worker processes, without the first turns."""
+    """The seconds of a step of both sides, in turns in the same processes, by rounds; without the first turns."""
     port = _free_port()
     arguments = [(rank, port, workers, mine, theirs) for rank in range(workers)]
     seconds: Pairs
     (seconds,) = in_processes(multiprocessing.get_context("spawn"), worker, arguments)
-    return seconds[WARM:]
+    return in_rounds(seconds[WARM:], ROUND)
 
 
 def _rates(seconds: Pairs) -> Pairs:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.turns import Baton, Loop, Turns, take_turns
 from dp_ray.job import Job
+from dp_ray.replica.step_clock import SilentClock
 from dp_ray.replica.world import CPU, World
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
@@ -24,8 +26,9 @@ from dp_ray.task.step_control import StepControl
 from dp_ray.task.train import train
 
 ROWS, BATCH = 40_960, 1024
-BLOCK = 4  # steps in a turn
-WARM, PAIRS = 4, 40  # turns of each side that are not measured, and those that are
+BLOCK = 5  # steps in a turn, of which the first is not measured
+WARM, ROUNDS, ROUND = 4, 9, 7  # turns of each side that are not measured; rounds that are, of so many turns each
+PAIRS = ROUNDS * ROUND
 STEPS = BLOCK * (WARM + PAIRS) + 1
 EPOCHS = -(-STEPS * BATCH // ROWS)
 Rates = list[tuple[float, float]]
@@ -60,7 +63,12 @@ def conv() -> nn.Module:
     )
 
 
-MODELS = {"mlp": mlp, "conv": conv}
+def linear() -> nn.Module:
+    """8 thousand parameters: a step is little more than reading its samples."""
+    return nn.Linear(784, 10)
+
+
+MODELS = {"mlp": mlp, "conv": conv, "linear": linear}
 
 
 def ours(model: str, keys: dict[str, Any], world: World, control: StepControl) -> None:
@@ -88,6 +96,12 @@ def ours(model: str, keys: dict[str, Any], world: World, control: StepControl) -
     world = replace(world, all_devices=(CPU,) * len(keys.get("devices", ())))
     with TemporaryDirectory() as folder:
         train(job, world, Storage(folder), lambda _: None, control, {})
+
+
+def unsplit(model: str, keys: dict[str, Any], world: World, control: StepControl) -> None:
+    """The same loop, which does not split the time of its steps; the other side has its clock already."""
+    with mock.patch("dp_ray.task.train.clock_on", return_value=SilentClock()):
+        ours(model, keys, world, control)
 
 
 def plain(model: str, micro_batches: int, world: World, control: StepControl) -> None:

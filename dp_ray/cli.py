@@ -17,6 +17,7 @@ from dp_ray.cli_options import (
     JOB,
     JSON,
     OVERWRITE,
+    PROFILE,
     QUIET,
     RESULT_JSON,
     SETTINGS,
@@ -27,11 +28,12 @@ from dp_ray.cli_options import (
     of_a_training,
 )
 from dp_ray.cli_runs import compare, list_runs, report, track, watch
-from dp_ray.early_start import begun, say_import
+from dp_ray.early_start import begun, forked_early, say_import
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
 from dp_ray.secrets import hide
+from dp_ray.system.imports import collector_paused
 from dp_ray.tracebacks import frames_of, notes_of
 
 _at_end = ExitStack()  # closed when the outcome has been said
@@ -86,6 +88,7 @@ def cli() -> None:
 @OVERWRITE
 @SHAPES
 @INJECT
+@PROFILE
 @click.option("--keep-going", is_flag=True, help="Of several jobs: run the rest after one has failed.")
 @RESULT_JSON
 @QUIET
@@ -97,6 +100,7 @@ def run(
     settings: tuple[str, ...],
     name: str | None,
     storage: str | None,
+    profile: str | None,
     keep_going: bool,
     as_json: bool,
     env_from: str | None,
@@ -107,7 +111,7 @@ def run(
         from dp_ray.cluster.submit import take_settings
 
         settings = (*settings, *take_settings(env_from))
-    jobs = [_load(job_file, workers, settings, name=name, storage=storage) for job_file in job_files]
+    jobs = [_load(job_file, workers, settings, name=name, storage=storage, profile=profile) for job_file in job_files]
     _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver import Options
     from dp_ray.several import running
@@ -172,8 +176,11 @@ def verify(
     counts = parse_counts(workers)
     job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
     say_import(job.run_name, quiet)
-    from dp_ray.driver import Options
-    from dp_ray.verify import verify as run_verify
+    if max(counts) > 0:
+        _at_end.enter_context(forked_early(job, address))
+    with collector_paused():
+        from dp_ray.driver import Options
+        from dp_ray.verify import verify as run_verify
 
     options = Options(address=address, overwrite=True, quiet=quiet, verbose=verbose)
     verdict = run_verify(job, counts, options, tolerance)
@@ -191,10 +198,11 @@ def verify(
 @OVERWRITE
 @SHAPES
 @INJECT
+@PROFILE
 @RESULT_JSON
 def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
     """Run a job on a cluster through its dashboard, and follow it."""
-    _load(job_file, workers, settings, name=options["name"], storage=options["storage"])
+    _load(job_file, workers, settings, name=options["name"], storage=options["storage"], profile=options["profile"])
     from dp_ray.cluster.ray_version import check_ray
 
     check_ray()
@@ -203,7 +211,8 @@ def submit(job_file: str, workers: str | None, settings: tuple[str, ...], addres
 
     flags = ["--workers", workers] if workers else []
     flags += [part for setting in settings if not is_env(setting) for part in ("--set", setting)]
-    flags += [part for key in ("name", "storage", "inject") if options[key] for part in (f"--{key}", options[key])]
+    valued = [key for key in ("name", "storage", "inject", "profile") if options[key]]
+    flags += [part for key in valued for part in (f"--{key}", options[key])]
     flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
     flags += ["--json"] if options["as_json"] else []
     program = ["python", "-m", "dp_ray", "run", job_file, *flags]

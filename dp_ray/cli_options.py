@@ -15,6 +15,9 @@ INJECT = click.option(
     default="",
     help="Faults to inject: 'kill worker 1 at step 20; kill node 2 at step 40'.",
 )
+PROFILE = click.option(
+    "--profile", metavar="STEPS[:RANK]", help="Trace steps with torch.profiler: 10-20:0, 10-20:slowest, slowest."
+)
 STORAGE = click.option("--storage", help="Folder or URL of the run directories.")
 ADDRESS = click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
 SHAPES = click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")

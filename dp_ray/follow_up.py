@@ -17,7 +17,7 @@ Weights = Literal["best", "last"]
 # Keys that only a training uses, and keys that the new run sets for itself.
 LEFT_OUT = (
     *("optimizer", "scheduler", "checkpoint", "grad_clip", "epochs", "max_steps", "shuffle", "drop_last"),
-    *("init_from", "storage", "env"),
+    *("init_from", "storage", "env", "profile"),
 )
 
 

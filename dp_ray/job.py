@@ -13,6 +13,7 @@ from dp_ray.job_errors import explain
 from dp_ray.job_keys import JobKeys
 from dp_ray.job_parts import ShuffleBlocks
 from dp_ray.job_target import Target, describe_target, with_args
+from dp_ray.plan.profiled import profiled_of
 from dp_ray.secrets import hide, hide_in
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -38,7 +39,7 @@ class Job(JobKeys):
         (
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
             *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
-            *("timeouts", "trackers", "storage", "env", "outputs.file_bytes"),
+            *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops"),
         )
     )
 
@@ -57,7 +58,7 @@ class Job(JobKeys):
                 f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
             )
         of_data = (self._missing, self._of_items, self._of_errors)
-        checks = (*of_data, self._of_devices, self._of_training, self._of_metrics)
+        checks = (*of_data, self._of_devices, self._of_training, self._of_metrics, self._of_profile)
         for problem in (found for check in checks for found in check()):
             raise ValueError(problem)
         return self
@@ -126,6 +127,20 @@ class Job(JobKeys):
             if name not in self.eval_names and not self.owners(name):
                 or_loss = "loss or " * (key == "scheduler.metric")
                 yield f"{key}: must be {or_loss}one that eval measures ({_listed(self.eval_names)}), got {name!r}"
+
+    def _of_profile(self) -> Iterator[str]:
+        """A profile that cannot be."""
+        if self.profile is None:
+            return
+        try:
+            wanted = profiled_of(self.profile)
+        except ValueError as error:
+            yield f"profile: {error}"
+            return
+        if wanted.rank is None and self.task != "train":
+            yield f"profile: only the workers of a training know which is slowest; name a rank, got {self.profile!r}"
+        elif (wanted.rank or 0) >= max(1, self.max_workers):
+            yield f"profile: the job has {max(1, self.max_workers)} workers, ranks from 0; got {self.profile!r}"
 
     @property
     def eval_names(self) -> tuple[str, ...]:

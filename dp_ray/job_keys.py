@@ -245,6 +245,16 @@ class JobKeys(WorkerKeys, WorkKeys):
         description="How many times all workers are started again, after a loss, a hang or an error that may pass, "
         "before the job fails.",
     )
+    flops: bool = Field(
+        default=False,
+        description="train and predict: count the floating-point operations of a row. Rank 0 runs its first shard "
+        "once more for it, without a trace in the result.",
+    )
+    profile: str | None = Field(
+        default=None,
+        description="Steps to trace with torch.profiler, and the rank: `10-20:3`, or `10-20:slowest` in a training. "
+        "Without a rank: rank 0. slowest alone: five steps from step 10 on.",
+    )
     trackers: list[Literal["tensorboard", "mlflow", "wandb", "trackio"]] | None = Field(
         default=None,
         description="Where a run's history goes besides its directory, like `[tensorboard, mlflow]`. null: "

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.plan.plan import Checkpoints, Due, Evaluations, PlacedBlock, Plan, remarks
+from dp_ray.plan.profiled import profiled_of
 from dp_ray.plan.split import Split, chunk_sizes
 
 
@@ -56,6 +57,7 @@ def checkpoints_of(job: Job) -> Checkpoints:
 
 
 def _check(job: Job, split: Split) -> None:
+    _check_profile(job, split)
     if split.steps == 0:
         raise DataError(
             f"drop_last: drops all {split.rows} rows, because batch_size is {split.batch_size}; "
@@ -66,3 +68,12 @@ def _check(job: Job, split: Split) -> None:
             "sync_batchnorm: the last batch leaves workers empty, and empty workers would deadlock SyncBatchNorm; "
             "set drop_last"
         )
+
+
+def _check_profile(job: Job, split: Split) -> None:
+    """Raise JobError if the job asks to trace steps that it does not have."""
+    try:
+        if job.profile is not None:
+            profiled_of(job.profile, split.total_steps)
+    except ValueError as error:
+        raise JobError(f"profile: {error}") from None

@@ -6,17 +6,20 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.plan.split import Split
+from dp_ray.replica.flops import Flops, utilization
 from dp_ray.replica.step_times import share_of_wait
 from dp_ray.results.manifest import outputs_path, outputs_sha256
 from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.short import measured, relative
 from dp_ray.results.step_times_table import read_step_times
-from dp_ray.results.time_split import split_line, time_split
+from dp_ray.results.time_split import rows_per_second, split_line, steady, time_split, worker_splits
 from dp_ray.results.verdicts import facts_of, verdict_of
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
@@ -28,6 +31,7 @@ from dp_ray.rundir.weights import WEIGHTS
 from dp_ray.secrets import hide
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import sha256_of
+from dp_ray.text import percent
 from dp_ray.tracebacks import frames_of
 
 NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
@@ -73,6 +77,9 @@ def time_lines(result: Result) -> Iterator[str]:
         yield f"time of the steps: {split_line(result.time_split)}"
     if result.verdict is not None:
         yield result.verdict
+    if result.flops_per_row is not None:
+        share = "" if result.mfu is None else f", {percent(result.mfu)} of the devices' peak (MFU)"
+        yield f"{result.flops_per_row:,.0f} floating-point operations a row{share}"
 
 
 def result_of(
@@ -113,7 +120,7 @@ def result_of(
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
         quarantined=count_quarantined(storage),
         seconds=seconds,
-        **_times_told(job, claimed, None if claimed.is_resumed else seconds),
+        **_times_told(job, claimed, None if claimed.is_resumed else seconds, monitor),
         outputs_path=outputs_path(storage) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=str(storage.child(WEIGHTS)) if trained else None,
@@ -137,13 +144,27 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _times_told(job: Job, claimed: RunDir, seconds: float | None) -> dict[str, Any]:
+def _times_told(job: Job, claimed: RunDir, seconds: float | None, monitor: Monitor | None) -> dict[str, Any]:
     """What a result tells of the steps' times; nothing of files that cannot be read, since they only inform."""
     with contextlib.suppress(StorageError):
         table = read_step_times(claimed.storage, NEWEST_TIMES)
         verdict = verdict_of(table, facts_of(job.describe(), seconds))
-        return {"time_split": time_split(table), "verdict": verdict and verdict.text}
+        flops = monitor.task_messages.flops if monitor else None
+        return {
+            "time_split": time_split(table),
+            "verdict": verdict and verdict.text,
+            **_flops_told(flops, job, table),
+        }
     return {}
+
+
+def _flops_told(flops: Flops | None, job: Job, table: pa.Table) -> dict[str, Any]:
+    """What a result tells of the operations of a row."""
+    if flops is None:
+        return {}
+    shown = steady(table)
+    devices = job.num_devices * len(worker_splits(shown))
+    return {"flops_per_row": flops.per_row, "mfu": utilization(flops, rows_per_second(shown), max(1, devices))}
 
 
 def _told(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:

@@ -143,7 +143,10 @@ class Storage:
 
     def read_text(self, name: str) -> str:
         """A file's contents, decoded as UTF-8."""
-        with self._named(f"cannot read {name}"), self.fs.open_input_stream(self.file(name)) as stream:
+        with (
+            self._named(f"cannot read {name}"),
+            self.fs.open_input_stream(self.file(name), compression=None) as stream,
+        ):
             return stream.read().decode()  # type: ignore[no-any-return]
 
     def write_text(self, name: str, text: str) -> None:
@@ -158,13 +161,23 @@ class Storage:
 
     def read_bytes(self, name: str) -> bytes:
         """A file's contents."""
-        with self._named(f"cannot read {name}"), self.fs.open_input_stream(self.file(name)) as stream:
+        with (
+            self._named(f"cannot read {name}"),
+            self.fs.open_input_stream(self.file(name), compression=None) as stream,
+        ):
             return stream.read()  # type: ignore[no-any-return]
+
+    def _stream_of(self, name: str) -> pa.NativeFile:
+        """A file opened for reading from its start; pyarrow would decompress what is named *.gz."""
+        return self.fs.open_input_stream(self.file(name), compression=None)
 
     def sha256(self, name: str) -> str:
         """The SHA-256 of a file's bytes, in hexadecimal; the file is read in pieces."""
         digest = hashlib.sha256()
-        with self._named(f"cannot read {name}"), self.fs.open_input_stream(self.file(name)) as stream:
+        with (
+            self._named(f"cannot read {name}"),
+            self.fs.open_input_stream(self.file(name), compression=None) as stream,
+        ):
             while piece := stream.read(PIECE):
                 digest.update(piece)
         return digest.hexdigest()
@@ -223,7 +236,7 @@ class UnfinishedFile:
         temporary = f"{TEMPORARY}{uuid.uuid4().hex}-{name.rpartition('/')[2]}"
         self._path = storage.file(name if storage.is_atomic else temporary)
         with self._named():
-            self._stream = storage.fs.open_output_stream(self._path)
+            self._stream = storage.fs.open_output_stream(self._path, compression=None)
         if storage.is_atomic:
             _keep_alive(self._stream)
 

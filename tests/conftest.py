@@ -1,6 +1,7 @@
 """Fixtures of all tests: one Ray for the session, and proof that a test leaves nothing behind."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch
 import dp_ray
 import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
+from tests.support import ray_forks
 from tests.support.cluster import NO_SPARE_WORKERS, OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
 from tests.support.group import end_idle
 
@@ -48,9 +50,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"))
 
 
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what is imported by now: a million objects, in each collection."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Have it look at everything again, for libraries that count at exit what is left."""
+    gc.unfreeze()
+
+
 def environment() -> dict[str, str]:
-    """os.environ, without what pytest, torch at its first DDP, and boto3 when it is imported write there."""
-    theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "CRC32C_")
+    """os.environ, without what pytest, torch at its first DDP, and boto3 and Ray when imported write there."""
+    theirs = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "CRC32C_", "RAY_CLIENT_MODE")
     return {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
 
 
@@ -82,11 +94,11 @@ def in_project(monkeypatch: pytest.MonkeyPatch) -> Path:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A local Ray cluster of 8 logical CPUs with a dashboard, as `ray start --head` gives it."""
     port, dashboard = free_port(), free_port()
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=8"]
-    command += [f"--port={port}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
-    command += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
     # A folder of its own: in Ray's usual one stands the address of whichever Ray was started last on this machine.
     temporary = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+    command = [sys.executable, ray_forks.__file__, temporary.name, "start", "--head", "--block", "--num-cpus=8"]
+    command += [f"--port={port}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
+    command += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
     command += ["--disable-usage-stats", f"--temp-dir={temporary.name}", f"--system-config={NO_SPARE_WORKERS}"]
     # As from an activated environment: a job's `python` is this one.
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", OURS: "1"}

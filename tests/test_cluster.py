@@ -163,6 +163,21 @@ def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_p
         dp_ray.run("jobs/model_parallel.yaml", workers=1, shards=2, name="three", **keys)
 
 
+@pytest.mark.ray
+def test_env_reaches_the_workers_before_torch_is_imported_and_is_not_kept(
+    made_up_gpus: str, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On Ray's own workers, since those of the shared cluster have torch imported before they get `env`."""
+    env = {"DP_SECRET": "hush", "TORCH_DISTRIBUTED_DEBUG": "INFO"}  # torch reads the second one when it is imported
+    where = {"address": made_up_gpus, "storage": str(tmp_path), "name": "run", "gpus_per_worker": 0}
+    dataset = "tests.support.models:SaysSecret"
+    result = dp_ray.run("jobs/tutorial.yaml", workers=2, dataset=dataset, env=env, quiet=True, **where)
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[rank ")]
+    assert sorted(said) == [f"[rank {rank}] the secret has 4 letters, and torch says INFO" for rank in range(2)]
+    kept = "".join(path.read_text() for path in Path(result.run_dir).glob("*.json"))
+    assert "hush" not in kept
+
+
 def test_the_cluster_file_is_one_that_ray_takes() -> None:
     """`ray up` checks a cluster file against its own schema before it does anything."""
     code = "import yaml; from dp_ray.cluster.ray_internals.core import check_cluster_file\n"

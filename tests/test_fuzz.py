@@ -37,8 +37,8 @@ def trainings(draw: st.DrawFn) -> dict[str, Any]:
     has = draw(st.lists(st.sampled_from(PARTS), max_size=5, unique=True).map(sorted))
     is_wide = "wide" in has
     shards = draw(st.integers(1, 6))
-    rows = draw(st.integers(1, 12 if is_wide else 40))
-    batch_size = draw(st.integers(-(-rows // 12), 16))
+    rows = draw(st.integers(1, 12 if is_wide else 24))
+    batch_size = draw(st.integers(-(-rows // 8), 12))
     optimizers = [name for name in OPTIMIZERS if ("sparse" not in has and "complex" not in has) or name == "SGD"]
     workers = st.integers(1, min(shards, 5))
     return {

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pytest
 
 from dp_ray.job import Job
@@ -12,10 +13,10 @@ from dp_ray.results.shape_recorder import Report
 from dp_ray.results.step_time_files import TIMES, StepTimeWriter
 from dp_ray.results.step_times_table import read_step_times
 from dp_ray.results.time_split import time_split
-from dp_ray.results.verdicts import Verdict, facts_of, verdict_of
+from dp_ray.results.verdicts import Facts, Verdict, facts_of, verdict_of
 from dp_ray.storage import Storage
-from dp_ray.task.step_control import StepControl
 from tests.support.group import run_group
+from tests.support.slowness import Slow
 from tests.support.training import Pairs
 
 STEPS = 12
@@ -31,28 +32,6 @@ class SlowPairs(Pairs):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         time.sleep(self.seconds)
         return [self[index] for index in indices]
-
-
-class Slow(StepControl):
-    """Slows one worker by `seconds` a step from a step on, and the storage by `commit` seconds a file."""
-
-    hears_times = True
-    slows = True
-
-    def __init__(self, rank: int = -1, seconds: float = 0.0, step: int = 0, commit: float = 0.0) -> None:
-        self._slowness = rank, seconds, step
-        self._commit = commit
-
-    def storage(self, folder: str) -> Storage:
-        return Storage(folder).guarded(lambda: time.sleep(self._commit))
-
-    def before(self, step: int) -> None:
-        _, seconds, first = self._slowness
-        self._due = seconds if step >= first else 0.0
-
-    def take_delay(self, rank: int) -> float:
-        due, self._due = self._due, 0.0
-        return due if rank == self._slowness[0] else 0.0
 
 
 def verdict_on(folder: Path, data: float, control: Slow, **keys: Any) -> Verdict:
@@ -102,3 +81,29 @@ def test_slowness_is_named_five_times_of_five(tmp_path: Path, seed: int) -> None
         else:
             verdict = verdict_on(folder, 0.0, Slow(commit=seconds), checkpoint={"every_steps": 1}, **keys)
             assert verdict.kind == "checkpoint", verdict
+
+
+@pytest.mark.ray
+def test_a_worker_that_is_slowed_on_ray_is_named_in_the_result(run_in_session: Any) -> None:
+    given = {
+        "task": "train",
+        "model": "tests.support.training:mlp",
+        "dataset": {"target": "tests.support.training:Pairs", "args": {"length": 2 * STEPS * 8}},
+        "loss": "torch.nn:CrossEntropyLoss",
+        "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
+    }
+    slow = "slow worker 1 by 200ms from step 4"
+    result = run_in_session(**given, batch_size=8, workers=2, inject=slow, profile="slowest")
+    assert sorted(path.name for path in Path(result.run_dir, "profile").iterdir()) == ["rank-1.json.gz"]
+    table = read_step_times(result.storage())
+    assert table.num_rows == 2 * STEPS * 2
+    forward = {rank: table.filter(pc.equal(table["rank"], rank))["forward"].to_pylist() for rank in range(2)}
+    assert [seconds >= 0.2 for seconds in forward[1][:8]] == [False] * 4 + [True] * 4
+    assert max(forward[0][4:]) < 0.2
+    verdict, split = verdict_of(table, Facts()), result.time_split
+    assert verdict is not None
+    assert verdict.kind == "slow worker"
+    assert verdict.text.startswith("worker 1 on ")
+    assert result.verdict is not None, "of so short a run it may be that its start took most of the time"
+    assert split is not None
+    assert split["workers"][0]["shares"]["waiting"] > 0.5 > split["workers"][1]["shares"]["waiting"]

@@ -32,7 +32,7 @@ from dp_ray.rundir.ledger import FILES, PARTS, Ledger
 from dp_ray.storage import Storage
 
 SPLITS = st.builds(
-    Split, rows=st.integers(1, 40), batch_size=st.integers(1, 9), shards=st.integers(1, 4), drop_last=st.booleans()
+    Split, rows=st.integers(1, 24), batch_size=st.integers(1, 9), shards=st.integers(1, 4), drop_last=st.booleans()
 ).filter(lambda split: split.steps > 0)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dp_ray.plan.order import Order
-from tests.support.chance import SIGMAS, deviation, ranks, splitmix64, uniformity
+from tests.support.chance import SIGMAS, deviation, orders_of, ranks, splitmix64, uniformity
 
 Ints = NDArray[np.int64]
 
@@ -175,21 +175,19 @@ def test_the_first_index_of_a_billion_takes_no_memory() -> None:
 @cache
 def drawn(n: int) -> Ints:
     """The orders of n samples, one in each row, for as many epochs."""
-    return np.stack([Order(n, epoch=epoch).indices(0, n) for epoch in range(NUM_EPOCHS)])
+    return orders_of(n, [(0, epoch) for epoch in range(NUM_EPOCHS)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_all_permutations_are_equally_likely_over_epochs(n: int) -> None:
     assert abs(uniformity(np.bincount(ranks(drawn(n)), minlength=math.factorial(n)))) < SIGMAS
 
 
 def test_all_permutations_are_equally_likely_over_seeds() -> None:
-    orders = np.stack([Order(4, seed=seed, epoch=1).indices(0, 4) for seed in range(NUM_EPOCHS)])
+    orders = orders_of(4, [(seed, 1) for seed in range(NUM_EPOCHS)])
     assert abs(uniformity(np.bincount(ranks(orders), minlength=24))) < SIGMAS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n", [*SMALL, 100])
 def test_every_sample_is_equally_likely_at_every_position(n: int) -> None:
     orders = drawn(n)
@@ -250,7 +248,8 @@ KINDRED: dict[str, Callable[[int], tuple[Key, Key]]] = {
 
 def agreements(pairs: Sequence[tuple[Key, Key]], n: int) -> int:
     """The number of positions at which the two orders of a pair have the same sample, over all pairs."""
-    return sum(int((Order(n, *a).indices(0, n) == Order(n, *b).indices(0, n)).sum()) for a, b in pairs)
+    first, second = (orders_of(n, list(keys)) for keys in zip(*pairs, strict=True))
+    return int((first == second).sum())
 
 
 @pytest.mark.parametrize("kind", KINDRED)

@@ -131,7 +131,7 @@ def assert_merged(run: Storage, split: Split, order: Order) -> None:
 
 
 splits = st.builds(
-    Split, rows=st.integers(1, 60), batch_size=st.integers(1, 20), shards=st.integers(1, 6), drop_last=st.booleans()
+    Split, rows=st.integers(1, 30), batch_size=st.integers(1, 12), shards=st.integers(1, 6), drop_last=st.booleans()
 ).filter(lambda split: split.steps > 0)
 sizes = st.tuples(
     st.sampled_from([1, 9000, 1 << 23]), st.sampled_from([1, 500, 1 << 30]), st.sampled_from([1, 99, 1 << 22])

@@ -16,7 +16,7 @@ from dp_ray.errors import StorageError
 from dp_ray.replica.step_clock import PARTS, DeviceClock, Part, SilentClock, StepClock
 from dp_ray.replica.world import World
 from dp_ray.results import step_time_files
-from dp_ray.results.step_time_files import SCHEMA, TIMES, StepTimeWriter, TimedSteps
+from dp_ray.results.step_time_files import SCHEMA, TIMES, StepTimeWriter, TimedSteps, packed
 from dp_ray.results.step_times_table import STEP_PARTS, read_step_times
 from dp_ray.storage import Storage
 from tests.support.training import Pairs, mlp
@@ -80,11 +80,10 @@ def test_each_part_of_a_step_is_told(tmp_path: Path, task: str) -> None:
     slept = {"data_wait": 3, "forward": 1, "backward": 2 * (task == "train")}
     for part, times in slept.items():
         assert min(seconds_of(table, part)) >= times * SECONDS
-        assert min(seconds_of(table, part)) < (times + 2) * SECONDS
     for part in ("host_to_device", "exchange", "waiting"):
         assert not any(seconds_of(table, part)), "there is one worker, on the CPU"
     loop = sum(sum(seconds_of(table, part)) for part in STEP_PARTS)
-    assert loop == pytest.approx(result.workers[0]["loop_seconds"], rel=0.2)
+    assert 0.5 * result.workers[0]["loop_seconds"] < loop <= 1.01 * result.workers[0]["loop_seconds"]
 
 
 def test_checkpoints_and_evaluations_have_parts_of_their_own(tmp_path: Path) -> None:
@@ -156,6 +155,18 @@ def test_parts_may_lie_in_one_another() -> None:
     assert timed.seconds[Part.UPDATE] >= 2 * SECONDS
     assert sum(timed.seconds) == pytest.approx(whole, abs=1e-3)
     assert SilentClock().end_step(0, 1) == []
+
+
+def test_a_step_costs_microseconds() -> None:
+    """A step of one shard has some ten marks."""
+    clock, began = StepClock(), time.perf_counter()
+    timed = []
+    for step in range(2000):
+        for part in (*Part, Part.FORWARD, Part.BACKWARD):
+            clock.enter(part)
+        timed += clock.end_step(step, 8)
+    packed(timed)
+    assert (time.perf_counter() - began) / 2000 < 100e-6, "on a busy machine; it takes about 4 on a quiet one"
 
 
 def steps(first: int, num: int, exchange: float = 0.0, forward: float = 1.0) -> TimedSteps:

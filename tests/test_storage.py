@@ -48,6 +48,13 @@ def test_text_comes_back(storage: Storage) -> None:
     assert all_files(storage) == {"a.json": "grüße\n".encode()}
 
 
+def test_no_name_makes_the_storage_compress(storage: Storage) -> None:
+    with storage.writing("a.json.gz") as stream:
+        stream.write(b"as it is")
+    assert all_files(storage) == {"a.json.gz": b"as it is"}
+    assert storage.read_bytes("a.json.gz") == b"as it is"
+
+
 def test_a_file_appears_only_when_it_is_whole(storage: Storage) -> None:
     with storage.writing("x.bin") as stream:
         stream.write(b"half")

@@ -25,11 +25,6 @@ from tests.support.drivers import SLOW, job_file, told
 from tests.support.sessions import share
 
 
-def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, targets = zip(*items, strict=True)
-    return torch.stack(inputs).reshape(-1, 1, 2, 3), torch.stack(targets)
-
-
 @pytest.mark.ray
 def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run_in_session: Run, tmp_path: Path) -> None:
     here = run_in_session("jobs/digits.yaml", workers=0, name="here", epochs=2)

@@ -7,6 +7,7 @@ from dp_ray.monitor.console import Console, Progressed
 from dp_ray.monitor.losses import Losses
 from dp_ray.monitor.shapes import ShapeReports
 from dp_ray.monitor.writers import Writer
+from dp_ray.replica.flops import Flops
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_recorder import Keep
 from dp_ray.task.notices import Measured, Note, WorkerTimes
@@ -15,12 +16,14 @@ from dp_ray.task.notices import Measured, Note, WorkerTimes
 class TaskMessages:
     """Takes in what a task sends.
 
-    `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank.
+    `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank; `flops`
+    the operations of a row, if the job asks for them.
     """
 
     def __init__(self, reports: ShapeReports, writer: Writer, progress: Progressed, console: Console) -> None:
         self.metrics: dict[str, float] = {}
         self.times: dict[int, dict[str, float]] = {}
+        self.flops: Flops | None = None
         self._reports = reports
         self._writer = writer
         self._progress = progress
@@ -38,6 +41,8 @@ class TaskMessages:
                 self.metrics = metrics
             case WorkerTimes(rank=rank, seconds=seconds):
                 self.times[rank] = seconds
+            case Flops():
+                self.flops = what
             case Logged(rows=rows):
                 self._log(rows)
 

@@ -1,5 +1,6 @@
 """The gradient of a whole batch: forward and backward of this worker's shards, reduced over all workers."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.replica.buffers import Buffers
+from dp_ray.replica.flops import Flops, counted_flops
 from dp_ray.replica.optimizer_step import OptimizerStep
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
@@ -52,6 +54,7 @@ class BatchGradient:
         self._seeds = ForwardSeeds(job.seed, model, world.device)
         self._loss = loss
         self._reduction: Reduction | None = None
+        self.flops: Flops | None = None
 
     def close(self) -> None:
         """Stop the reduction's threads."""
@@ -83,6 +86,8 @@ class BatchGradient:
         if missing := sum(len(shard.missing) for shard in shards):
             stats[-1, MISSING] = missing
         if self._reduction is None:
+            if self._job.flops and self._world.rank == 0 and filled and filled[0] is shards[0]:
+                self.flops = self._counted(shards[0], pending[0])
             self._reduction = self._build_reduction(shards[:1], pending)
         self._reduction.begin([shard.shard for shard in filled], num_filled(rows, split.shards))
         self._buffers.begin(len(filled))
@@ -120,6 +125,19 @@ class BatchGradient:
     def _begin_exchange(self) -> None:
         self._clock.enter(Part.EXCHANGE)
 
+    def _counted(self, shard: Shard, batch: Any) -> Flops:
+        """The operations of a row of a shard, counted in a trial that changes no state."""
+        self._buffers.begin(2)
+        counted = functools.partial(self._try, shard, batch)
+        flops = counted_flops(counted, shard.rows, self._job, self._world.device)
+        self._buffers.restore()
+        self._optimizer_step.optimizer.zero_grad()
+        return flops
+
+    def _try(self, shard: Shard, batch: Any) -> None:
+        """Forward and backward of a shard on this worker alone."""
+        _backward(self._forward(self._loss, shard, batch), place(shard))
+
     def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
         """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
         found = torch.zeros(1, device=self._world.device)
@@ -128,7 +146,7 @@ class BatchGradient:
             if not shard.rows:
                 found += 1  # it cannot show that all parameters are used
                 continue
-            _backward(self._forward(self._loss, shard, batch), place(shard))
+            self._try(shard, batch)
             sparse = {id(one) for one in self._sparse}
             found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
         self._buffers.restore()

@@ -12,6 +12,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.carry import Plain, unloaded
 from dp_ray.replica.devices import mixed_devices
+from dp_ray.replica.flops import Flops, counted_flops
 from dp_ray.replica.kept import Kept
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.out_of_memory import advised
@@ -35,6 +36,7 @@ def predict(
     tell: Callable[[str], None] = lambda text: None,
     clock: StepClock | None = None,
     on_inputs: Callable[[Shard, Indices, Any], None] = lambda shard, indices, inputs: None,
+    on_flops: Callable[[Flops], None] | None = None,
 ) -> None:
     """Run the model over each shard of `work`, in eval and inference mode.
 
@@ -42,7 +44,8 @@ def predict(
     its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
     worker has no rows in it. The loop ends before the first step for which `goes_on` is false. `real` gives a shard
     without the samples set aside. `tell` gets lines for the user. `clock` splits the time of the steps. `on_inputs`
-    gets each shard's inputs before they run.
+    gets each shard's inputs before they run. `on_flops` gets the operations of a row, counted over the first shard,
+    which runs once more.
     Raises ModelError, naming step and shard, if the model raises.
     """
     kept, clock = Kept(job, device, tell), clock or SilentClock()
@@ -57,6 +60,11 @@ def predict(
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)
                         on_inputs(shard, indices, inputs)
+                        if on_flops is not None:
+                            seeds.begin(shard)
+                            on_flops(_flops_of(model, inputs, job, shard, device))
+                            buffers.restore()
+                            on_flops = None
                         clock.enter(Part.FORWARD)
                         seeds.begin(shard)
                         # No name holds the outputs: what is left out is free before the next shard.
@@ -65,6 +73,11 @@ def predict(
                         clock.enter(Part.OTHER)
                 buffers.restore()
             on_step(step)
+
+
+def _flops_of(model: nn.Module, inputs: Any, job: Job, shard: Shard, device: torch.device) -> Flops:
+    run = functools.partial(_forward, model, inputs, job.call, shard, SilentClock())
+    return counted_flops(run, shard.rows, job, device)
 
 
 def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard, clock: StepClock) -> Any:

@@ -10,6 +10,7 @@ from dp_ray.job import Job
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard, Split
 from dp_ray.replica.batch_gradient import MISSING, BatchGradient
+from dp_ray.replica.flops import Flops
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
 from dp_ray.replica.out_of_memory import advised
@@ -67,6 +68,11 @@ class Trainer:
         self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world, self._clock)
         self.measure_names = list(measures.functions)
         self._stop_vote = StopVote(world.device)
+
+    @property
+    def flops(self) -> Flops | None:
+        """The operations of a row, if the job asks for them, this is rank 0 and it has run a step."""
+        return self._gradient.flops
 
     @property
     def schedule(self) -> Schedule:

@@ -46,7 +46,8 @@ class Result:
     the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights. `quarantined` counts the
     samples that were set aside, which `quarantine.parquet` lists. `failure` says where `error` was raised: `rank`,
     `node`, `step`, `sample` as far as known, and `frames`, those of the user's code. `time_split` has the shares of a
-    step's parts in the workers' time, and `verdict` says in words what limits the run.
+    step's parts in the workers' time, and `verdict` says in words what limits the run. With the key `flops`,
+    `flops_per_row` has the operations of a row, and `mfu` their share of the peak of the devices, if that is known.
     """
 
     run_dir: str
@@ -70,6 +71,8 @@ class Result:
     data_wait_share: float | None = None
     time_split: dict[str, Any] | None = None
     verdict: str | None = None
+    flops_per_row: float | None = None
+    mfu: float | None = None
     outputs_path: str | None = None
     outputs_sha256: str | None = None
     weights_path: str | None = None

@@ -76,3 +76,10 @@ def steady(table: pa.Table) -> pa.Table:
     of_attempt = table.filter(pc.equal(table["attempt"], longest["attempt"]))
     later = of_attempt.filter(pc.greater(of_attempt["step"], longest["step_min"]))
     return later if len(later) else of_attempt
+
+
+def rows_per_second(table: pa.Table) -> float:
+    """The rows that all workers of the table together ran in a second, without evaluations and checkpoints."""
+    workers = worker_splits(table)
+    seconds = [one.total - one.seconds["evaluation"] - one.seconds["checkpoint"] for one in workers]
+    return sum(one.rows for one in workers) / max(seconds) if any(seconds) else 0.0

@@ -17,6 +17,7 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Measured, Send, WorkerTimes
+from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.shard_reports import reporting
@@ -45,13 +46,18 @@ def evaluate(
         def on_step(step: int) -> None:
             recorder.on_step(step)
             recorder.on_times(clock.end_step(step, recorder.take_rows()))
+            profiler.after(step)
             control.before(step + 1)
+            profiler.before(step + 1)
 
+        profiler = StepProfiler(job, world, run, work.split.total_steps, send)
         control.before(0)
+        profiler.before(0)
         clock.restart()
         real = as_planned if quarantine is None else quarantine.real
         metrics = evaluation.run(called, work, batches, reporting(recorder, probe), on_step, real)
         recorder.on_times(clock.rest())
+        profiler.close()
     send(WorkerTimes(world.rank, times.to_json()))
     if world.rank == 0:
         send(Measured(metrics))

@@ -32,6 +32,7 @@ from dp_ray.rundir.quarantine_files import Missing
 from dp_ray.storage import Storage
 from dp_ray.task.merging import AgreedCut, Merger
 from dp_ray.task.notices import Note, Send, WorkerTimes
+from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset, model_with_weights
 from dp_ray.task.slowness import slowed
@@ -46,11 +47,7 @@ def predict_outputs(
     bare = model_with_weights(job, world, run, send)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
-    for folder in (PARTS, FILES, OUTPUTS):
-        run.child(folder).create()
-    if world.rank == 0:
-        forget_lost(run)
-    begun = begin_attempt(run)
+    begun = _begin(run, world)
     split = split_of(job, len(dataset))
     done = Done(ledger.done_ranges(begun.parts))
     work = Work(split, world.world_size, world.rank, done)
@@ -73,12 +70,16 @@ def predict_outputs(
             ) as writer,
         ):
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, note)
-            keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock)
+            profiler = StepProfiler(job, world, run, split.total_steps, send)
+            keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock, profiler)
             batches = load_good(job, dataset, work, world.device, quarantine, inputs, times=times)
             previews = Previews(run, split.rows_kept, job.batch_dim)
             on = keeper.on_shard, keeper.on_step, keeper.goes_on
-            predict(model, job, world.device, work, batches, *on, real, tell, times.clock, previews.on_inputs)
-            recorder.on_times(times.clock.rest())
+            on_flops = send if job.flops and world.rank == 0 else None
+            predict(
+                model, job, world.device, work, batches, *on, real, tell, times.clock, previews.on_inputs, on_flops
+            )
+            keeper.close()
             control.through()
             if quarantine is not None and not keeper.stops:
                 cut.find(0.0)  # by rank 0, if all its rows were set aside
@@ -87,6 +88,15 @@ def predict_outputs(
     if not is_whole:
         control.leave()
     control.end()
+
+
+def _begin(run: Storage, world: World) -> ledger.Ledger:
+    """Make the folders that the workers write to, and begin an attempt."""
+    for folder in (PARTS, FILES, OUTPUTS):
+        run.child(folder).create()
+    if world.rank == 0:
+        forget_lost(run)
+    return begin_attempt(run)
 
 
 def _tellers(world: World, send: Send) -> tuple[Callable[[str], None], Callable[[str], None]]:
@@ -113,6 +123,7 @@ class OutputKeeper:
         merger: Merger,
         control: StepControl,
         clock: StepClock,
+        profiler: StepProfiler,
     ) -> None:
         self.stops = False
         self._recorder = recorder
@@ -121,6 +132,7 @@ class OutputKeeper:
         self._merger = merger
         self._control = control
         self._clock = clock
+        self._profiler = profiler
         self._clock.restart()
 
     def goes_on(self, step: int) -> bool:
@@ -134,6 +146,8 @@ class OutputKeeper:
             self.stops = True
         elif self._control.take_save():
             self._writer.commit()
+        if not self.stops:
+            self._profiler.before(step)
         return not self.stops
 
     def on_shard(self, shard: Shard, indices: Indices, outputs: Any, carried: dict[str, list[Plain]]) -> None:
@@ -144,11 +158,17 @@ class OutputKeeper:
 
     def on_step(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""
+        self._profiler.after(step)
         self._recorder.on_step(step)
         self._writer.on_step(step)
         self._merger.on_step(step)
         if rows := self._recorder.take_rows():
             self._recorder.on_times(self._clock.end_step(step, rows))
+
+    def close(self) -> None:
+        """Record the times that are left, and end a trace that goes on."""
+        self._recorder.on_times(self._clock.rest())
+        self._profiler.close()
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from dp_ray.task.checkpointer import Checkpointer
 from dp_ray.task.cut import cut_of
 from dp_ray.task.evaluator import Evaluator
 from dp_ray.task.notices import Note, Send, WorkerTimes
+from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.resume import restore
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset
@@ -70,7 +71,8 @@ def train(
         times = StepTimes(clock)
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
         checkpointer = keep() if world.rank == 0 else None
-        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control, clock)
+        profiler = StepProfiler(job, world, run, split.total_steps, send)
+        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control, clock, profiler)
         work = Work(split, world.world_size, world.rank, start=train_state.step)
         batches = load_good(job, dataset, work, world.device, quarantine, times=times)
         with (
@@ -81,6 +83,8 @@ def train(
         ):
             loop.run(work, batches, world, recorder, reporting(recorder, probe))
             send(WorkerTimes(world.rank, times.to_json()))
+            if trainer.flops is not None:
+                send(trainer.flops)
     if train_state.step < split.total_steps:
         control.leave()
     control.end()

@@ -15,6 +15,7 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.task.checkpointer import Checkpointer
 from dp_ray.task.evaluator import Evaluator
+from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.step_control import StepControl
 
 
@@ -30,6 +31,7 @@ class TrainingLoop:
         checkpointer: Checkpointer | None,
         control: StepControl,
         clock: StepClock,
+        profiler: StepProfiler,
     ) -> None:
         self._trainer = trainer
         self._split = split
@@ -38,6 +40,7 @@ class TrainingLoop:
         self._checkpointer = checkpointer
         self._control = control
         self._clock = clock
+        self._profiler = profiler
 
     def run(
         self, work: Work, batches: Iterator[tuple[Indices, Any]], world: World, recorder: Recorder, on_shard: OnShard
@@ -48,12 +51,17 @@ class TrainingLoop:
         self._clock.restart()
         for step, shards in work:
             self._control.before(step)
+            self._profiler.before(step)
             update = self._trainer.step(self._split, step, shards, batches, on_shard, self._control.wants_stop)
             recorder.on_step(step)
             stops = self._after(step, update, is_alone=world.world_size == 1)
-            recorder.on_times(self._clock.end_step(step, recorder.take_rows()))
+            self._profiler.after(step)
+            timed = self._clock.end_step(step, recorder.take_rows())
+            self._profiler.on_times(timed)
+            recorder.on_times(timed)
             if stops:
                 break
+        self._profiler.close()
         recorder.on_times(self._clock.rest())
         self._control.through()
         if self._checkpointer:

@@ -1,14 +1,34 @@
 """Statistics of what is drawn at random, and the generator from which an order's keys are drawn."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dp_ray.plan.order import Order
+from dp_ray.plan.permutation import Permutation, num_rounds, round_keys, sides, stream_of
 
 Ints = NDArray[np.int64]
 
 # The draws are fixed, so a test passes or fails for good; a sound order exceeds this once in two million.
 SIGMAS = 5.0
+
+
+def orders_of(n: int, keys: Sequence[tuple[int, int]]) -> Ints:
+    """The orders of n samples for pairs of seed and epoch, one in each row.
+
+    They are permuted all at once, which takes a twentieth of the time; every fiftieth is compared with Order's own.
+    """
+    size, width, height = (np.full(n * len(keys), number, np.uint64) for number in (n, *sides(n)))
+    streams = np.concatenate([stream_of(key) for key in keys])
+    own_keys = np.repeat(round_keys(streams, num_rounds(sides(n)[0])), n, axis=1)
+    numbers = np.tile(np.arange(n, dtype=np.uint64), len(keys))
+    Permutation(size, width, height, own_keys).apply(numbers)
+    orders = numbers.astype(np.int64).reshape(len(keys), n)
+    for row in range(0, len(keys), 50):
+        np.testing.assert_array_equal(orders[row], Order(n, *keys[row]).indices(0, n))
+    return orders
 
 
 def splitmix64(seed: int, number: int) -> int:

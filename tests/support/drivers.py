@@ -17,7 +17,7 @@ SLOW: dict[str, Any] = {
     "task": "train",
     "model": {"target": "tests.support.training:conv"},
     "dataset": {"target": "tests.support.models:SlowPairs"},
-    "collate": {"target": "tests.test_training_runs:as_images"},
+    "collate": {"target": "tests.support.training:as_images"},
     "batch_size": 10,
     "shards": 8,
     "bitwise": True,

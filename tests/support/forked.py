@@ -7,8 +7,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ from tests.support.cluster import ROOT
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.support.warm"])
+
+
+def new_process(function: Callable[..., Any], *args: Any) -> Any:
+    """A process that is not started yet, to be forked from the server.
+
+    The server starts in the project's root: elsewhere it would find nothing to import beforehand, without a word, and
+    each process would import torch anew.
+    """
+    with chdir(ROOT):
+        forkserver.ensure_running()
+    return FORKED.Process(target=function, args=args)
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ def started(
     """
     with tempfile.TemporaryDirectory() as said:
         given = (function, args, str(cwd), said, dict(os.environ), own_session)
-        program = Program(FORKED.Process(target=_call, args=given), Path(said))
+        program = Program(new_process(_call, *given), Path(said))
         program.process.start()
         try:
             yield program

@@ -24,7 +24,7 @@ from dp_ray.storage import Storage
 from dp_ray.task.notices import Measured
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import run_task
-from tests.support.forked import FORKED
+from tests.support.forked import FORKED, new_process
 
 LOCALHOST = "127.0.0.1"
 _idle: list[tuple[Any, Connection]] = []  # processes and the pipes to them
@@ -112,7 +112,7 @@ def measured(messages: list[Any]) -> dict[str, float]:
 
 def _started() -> tuple[Any, Connection]:
     here, there = FORKED.Pipe()
-    process = FORKED.Process(target=_serve, args=(there,))
+    process = new_process(_serve, there)
     process.start()
     there.close()
     return process, here

@@ -31,6 +31,12 @@ class Pairs(Dataset[Any]):
         return inputs, self.targets[index]
 
 
+def as_images(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `collate`: the pairs as images [1, 2, 3]."""
+    inputs, targets = zip(*items, strict=True)
+    return torch.stack(inputs).reshape(-1, 1, 2, 3), torch.stack(targets)
+
+
 class Images(Pairs):
     """The pairs as images [1, 2, 3]."""
 
