@@ -27,7 +27,7 @@ RAY = Path(ray.__file__).parent
 WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals"
 FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
 # Ray's documented variable stands in the command line's help, which loads no Ray.
-ALLOWED = {("dp_ray/cli_options.py", "RAY_ADDRESS")}
+ALLOWED = {("dp_ray/cli_options.py", "RAY_ADDRESS"), ("tests/conftest.py", "RAY_CLIENT_MODE")}
 
 # Ray's private things, as module:attribute, with the parameters that we give where we call or override them.
 CONTRACT: dict[str, tuple[str, ...] | None] = {
@@ -40,6 +40,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.node:Node.start_log_monitor": (),
     "ray._private.node:Node.start_monitor": (),
     "ray._private.node:Node.start_raylet": (),
+    "ray._private.parameter:RayParams.update_if_absent": None,
     "ray._private.ray_constants:PROCESS_TYPE_DASHBOARD_AGENT": None,
     "ray._private.services:_build_python_executable_command_memory_profileable": ("component", "session_dir"),
     "ray._private.utils:get_dashboard_dependency_error": (),
