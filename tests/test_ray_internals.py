@@ -26,8 +26,11 @@ from tests.support.sources import nodes_of
 RAY = Path(ray.__file__).parent
 WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals"
 FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
-# Ray's documented variable stands in the command line's help, which loads no Ray.
-ALLOWED = {("dp_ray/cli_options.py", "RAY_ADDRESS"), ("tests/conftest.py", "RAY_CLIENT_MODE")}
+ALLOWED = {
+    ("dp_ray/cli_options.py", "RAY_ADDRESS"),  # documented; it stands in the command line's help, which loads no Ray
+    ("tests/conftest.py", "RAY_CLIENT_MODE"),  # Ray leaves it behind
+    ("tests/support/ray_forks.py", "ray._private.parameter.RayParams"),  # forks the workers of the tests' cluster
+}
 
 # Ray's private things, as module:attribute, with the parameters that we give where we call or override them.
 CONTRACT: dict[str, tuple[str, ...] | None] = {
