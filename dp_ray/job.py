@@ -39,7 +39,7 @@ class Job(JobKeys):
         (
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
             *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
-            *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops"),
+            *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
         )
     )
 
@@ -58,7 +58,8 @@ class Job(JobKeys):
                 f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
             )
         of_data = (self._missing, self._of_items, self._of_errors)
-        checks = (*of_data, self._of_devices, self._of_training, self._of_metrics, self._of_profile)
+        of_keys = (self._of_devices, self._of_training, self._of_sharding, self._of_metrics, self._of_profile)
+        checks = (*of_data, *of_keys)
         for problem in (found for check in checks for found in check()):
             raise ValueError(problem)
         return self
@@ -115,6 +116,23 @@ class Job(JobKeys):
             yield "sync_batchnorm: its sums depend on the workers, so it cannot be bitwise"
         if self.step is not None and self.loss is not None:
             yield "loss: is not used, because step computes the loss; leave loss or step out"
+
+    def _of_sharding(self) -> Iterator[str]:
+        """What `strategy: fsdp` contradicts."""
+        if not self.is_sharded:
+            return
+        if self.num_devices > 1:
+            yield f"strategy: fsdp shards over the workers, each with one device; got {self.num_devices} devices each"
+        if self.task == "predict" and self.on_error is not None:
+            yield "on_error: task predict with strategy: fsdp sets no samples aside; leave one of them out"
+        for key in ("bitwise", "compile", "sync_batchnorm"):
+            if getattr(self, key):
+                yield f"{key}: is not possible with strategy: fsdp; leave one of them out"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each worker holds only a part of each parameter."""
+        return self.strategy == "fsdp"
 
     def _of_metrics(self) -> Iterator[str]:
         """Metrics whose name is taken, and names of metrics that nothing measures."""
@@ -274,6 +292,8 @@ class Job(JobKeys):
         del kept["on_error"]  # a run may be resumed with another limit, or with the first one
         if self.on_error is not None and self.on_error.finite:
             kept["finite"] = True
+        if self.is_sharded and self.fsdp.mixed_precision is not None:
+            kept["mixed_precision"] = self.fsdp.mixed_precision.model_dump()
         try:
             return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
         except (TypeError, ValueError, RecursionError) as error:

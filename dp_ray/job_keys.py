@@ -13,6 +13,7 @@ from dp_ray.job_parts import (
     Checkpoint,
     Elastic,
     Eval,
+    Fsdp,
     Loader,
     OnError,
     Optimizer,
@@ -236,6 +237,13 @@ class JobKeys(WorkerKeys, WorkKeys):
         description="The modules that `device_map: auto` places, by name, in the order in which they run. Default: "
         "the children of a torch.nn.Sequential.",
     )
+
+    strategy: Literal["ddp", "fsdp"] = Field(
+        default="ddp",
+        description="ddp: each worker holds the whole model. fsdp: each worker holds a part of each parameter, of "
+        "its gradient and of its optimizer state (torch's FSDP2).",
+    )
+    fsdp: Fsdp = Field(default=Fsdp(), description="How `strategy: fsdp` shards the model over the workers.")
 
     outputs: Outputs = Field(
         default=Outputs(), description="predict only: what is kept of the outputs, and how it is written."

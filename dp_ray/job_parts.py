@@ -176,6 +176,38 @@ class Elastic(Strict):
         return self
 
 
+class MixedPrecision(Strict):
+    """The dtypes in which `fsdp` gathers parameters and sums gradients."""
+
+    param: Literal["bf16", "fp16"] | None = Field(
+        default=None, description="The dtype of the gathered parameters, and so of the model's work. null: their own."
+    )
+    reduce: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None, description="The dtype in which gradients are summed. null: that of the gathered parameters."
+    )
+
+
+class Fsdp(Strict):
+    """How `strategy: fsdp` shards a model over the workers."""
+
+    blocks: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = Field(
+        default="auto",
+        description="The classes of the modules that are gathered as one, by name. auto: those that the model's "
+        "`_no_split_modules` names, else the items of its ModuleLists and Sequentials.",
+    )
+    reshard_after_forward: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Whether a block's parameters are freed after its forward, and gathered again for its backward. "
+        "auto: yes, except for those outside the blocks.",
+    )
+    offload: bool = Field(
+        default=False, description="Keep parameters, gradients and the optimizer's state in the host's memory."
+    )
+    mixed_precision: MixedPrecision | None = Field(
+        default=None, description="Gather parameters and sum gradients in other dtypes. null: in their own."
+    )
+
+
 class Loader(Strict):
     """The torch DataLoader of each worker."""
 

@@ -114,7 +114,8 @@ def test_every_key_within_a_sentence_is_one_of_a_job(page: Path) -> None:
     for code in inline_of(page):
         if re.match(r"[a-z_]+: \S", code):
             (given,) = [yaml.safe_load(code.replace("...", "'module:attribute'"))]
-            job = Job.make({**ANY_JOB, "workers": given.get("shards", 16), **given}, "job")
+            one_device = {"devices": None, "device_map": None} if "strategy" in given else {}
+            job = Job.make({**ANY_JOB, "workers": given.get("shards", 16), **one_device, **given}, "job")
             assert job.model_fields_set >= given.keys()
 
 

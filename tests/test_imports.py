@@ -70,6 +70,7 @@ LAZY = {
     "dp_ray/cluster/ray_internals/core.py",
     "dp_ray/trackers/child.py",
     "dp_ray/data/decode.py",
+    "dp_ray/replica/strategy.py",
 }
 
 

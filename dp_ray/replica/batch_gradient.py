@@ -19,7 +19,10 @@ from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction, Reduction, check_one_type
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.shard_loss import ShardLoss
+from dp_ray.replica.sharded import Sharded
+from dp_ray.replica.sharded_reduction import ShardedReduction
 from dp_ray.replica.sparse import sparse_parameters
+from dp_ray.replica.stand_in import StandIns
 from dp_ray.replica.step import OnShard
 from dp_ray.replica.step_clock import Part, StepClock
 from dp_ray.replica.user_code import at, place, raising
@@ -43,6 +46,7 @@ class BatchGradient:
         optimizer_step: OptimizerStep,
         world: World,
         clock: StepClock,
+        sharded: Sharded | None = None,
     ) -> None:
         self._job = job
         self._clock = clock
@@ -54,6 +58,8 @@ class BatchGradient:
         self._seeds = ForwardSeeds(job.seed, model, world.device)
         self._loss = loss
         self._reduction: Reduction | None = None
+        self._sharded = sharded
+        self._stand_ins = StandIns(world)
         self.flops: Flops | None = None
 
     def close(self) -> None:
@@ -80,16 +86,19 @@ class BatchGradient:
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
         # only once `stats` is summed; then `weigh_gradients` corrects it. Of most losses the weight is the rows.
         rows = stop - start
+        if self._sharded is not None:
+            batches = self._stand_ins.look(shards, batches, real)
         pending = [next(batches)[1] for _ in shards[:1]]
         shards = [real(shard) for shard in shards]
         filled = [shard for shard in shards if shard.rows]
         if missing := sum(len(shard.missing) for shard in shards):
             stats[-1, MISSING] = missing
         if self._reduction is None:
-            if self._job.flops and self._world.rank == 0 and filled and filled[0] is shards[0]:
+            if filled and filled[0] is shards[0] and self._counts_flops:
                 self.flops = self._counted(shards[0], pending[0])
             self._reduction = self._build_reduction(shards[:1], pending)
         self._reduction.begin([shard.shard for shard in filled], num_filled(rows, split.shards))
+        stand_ins = 0 if self._sharded is None else self._stand_ins.missing(split, step, len(filled))
         self._buffers.begin(len(filled))
         if shards and shards[0].shard == 0 and not shards[0].rows:
             self._buffers.keep()  # without shard 0, the step leaves the buffers as they are
@@ -99,17 +108,32 @@ class BatchGradient:
                 continue
             if shard is not filled[0]:
                 self._buffers.restore()
-            self._shard(shard, batch, rows, stats, shard is filled[-1], on_shard)
-        if not filled and self._world.world_size > 1:
-            self._clock.enter(Part.BACKWARD)
-            self._last_backward(self._reduction, self._reduction.replica(None, 0), stats, f"step {step}")
+            self._shard(shard, batch, rows, stats, shard is filled[-1] and not stand_ins, on_shard)
+        self._rest(stats, f"step {step}", stand_ins, has_rows=bool(filled))
         self._reduction.check(step)
         self._buffers.finish()
         self._reduction.finish()
         self._clock.enter(Part.OTHER)
 
+    @property
+    def _counts_flops(self) -> bool:
+        """Whether this worker counts operations: it runs a shard alone, which a sharded model does not allow."""
+        return self._job.flops and self._world.rank == 0 and self._sharded is None
+
+    def _rest(self, stats: torch.Tensor, where: str, stand_ins: int, has_rows: bool) -> None:
+        """What this worker runs after its own shards, because the others wait for it."""
+        assert self._reduction is not None
+        self._stand_in(stats, where, stand_ins)
+        if self._sharded is not None and self._stand_ins.found is None:
+            self._without_rows(stats)
+        elif not has_rows and self._world.world_size > 1 and not stand_ins:
+            self._clock.enter(Part.BACKWARD)
+            self._last_backward(self._reduction, self._reduction.replica(None, 0), stats, where)
+
     def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any]) -> Reduction:
         """The reduction for the job; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
+        if self._sharded is not None:
+            return ShardedReduction(self._loss, self._sharded, self._job.find_unused_parameters)
         parameters = list(self._parameters.values())
         sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
         if self._world.world_size == 1:
@@ -177,6 +201,32 @@ class BatchGradient:
         reduction.after(shard.shard, is_last)
         if not is_last:
             self._clock.enter(Part.OTHER)
+
+    def _stand_in(self, stats: torch.Tensor, where: str, count: int) -> None:
+        """Run the last `count` rounds of a step, in which this worker has no rows."""
+        for left in reversed(range(count)):
+            self._round_without_rows(stats, where, is_last=left == 0)
+
+    def _round_without_rows(self, stats: torch.Tensor, where: str, is_last: bool) -> None:
+        """Forward and backward of a round in which this worker has no rows, with a loss of zero."""
+        reduction = self._reduction
+        assert isinstance(reduction, ShardedReduction) and self._stand_ins.found is not None
+        batch, rows = self._stand_ins.found
+        self._clock.enter(Part.FORWARD)
+        with reduction.shard(is_last), reduction.standing_in():
+            loss = reduction.replica(batch, rows) * 0.0
+            if is_last:
+                self._last_backward(reduction, loss, stats, where)
+            else:
+                _backward(self._optimizer_step.scaled(loss), where)
+
+    def _without_rows(self, stats: torch.Tensor) -> None:
+        """The end of a step whose samples were all set aside: no worker runs the model."""
+        assert self._reduction is not None
+        work = self._reduction.exchange(stats)
+        self._buffers.share()
+        if work is not None:
+            work.wait()
 
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
         self._clock.enter(Part.FORWARD)

@@ -16,6 +16,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.model import autocast, evaluating
 from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.passes import Passes
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
@@ -82,9 +83,11 @@ class Evaluation:
         states: Mapping[str, Any],
         device: torch.device,
         clock: StepClock | None = None,
+        passes: Passes | None = None,
     ) -> None:
         self.job = job
         self._clock = clock or SilentClock()
+        self._passes = passes or Passes()
         self._step = step
         self._measures = measures
         self._states = {name: metric.to(device) for name, metric in states.items()}
@@ -111,7 +114,9 @@ class Evaluation:
         gives a shard without the samples set aside. Raises DataError if all were.
         """
         with evaluating(model) as buffers:
-            return self._run(model, work, batches, on_shard, on_step, real, buffers)
+            found = self._run(model, work, batches, on_shard, on_step, real, buffers)
+        self._passes.end()
+        return found
 
     def _run(
         self,
@@ -128,6 +133,7 @@ class Evaluation:
         kept: dict[int, dict[str, Any]] = {}
         rows = 0
         for step, shards in work:
+            ran, batches = 0, self._passes.before(shards, batches, real)
             for shard in shards:
                 where = f"evaluation step {shard.step}, shard {shard.shard}"
                 with advised(self.job, where, shard.rows, self._batch_size):
@@ -135,14 +141,18 @@ class Evaluation:
                     if not (shard := real(shard)).rows:
                         continue
                     rows += shard.rows
+                    ran += 1
                     seeds.begin(shard)
                     with at(where):
-                        step_output, row = self._shard(model, shard, batch)
+                        step_output, row = self._passes.run(self._shard, model, shard, batch)
                         buffers.restore()
                         if row is not None:
                             sums[shard.shard, :-1] += row
                         self._update_states(step_output, kept.setdefault(shard.shard, {}))
                 on_shard(shard, batch, step_output)
+            for batch in self._passes.missing(work, step, ran):
+                self._passes.run(self._shard, model, None, batch)
+                buffers.restore()
             on_step(step)
         sums[0, -1] = rows
         with waiting("the other workers' sums"):
@@ -157,10 +167,13 @@ class Evaluation:
             raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
         return {**means, **computed}
 
-    def _shard(self, model: nn.Module, shard: Shard, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
+    def _shard(self, model: nn.Module, shard: Shard | None, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
+        """A shard's output and its row of sums; only its output if it stands in for a shard."""
         self._clock.enter(Part.FORWARD)
         with autocast(self.job.precision, self._device):
             step_output = run_step(self._step, model, batch)
+            if shard is None:
+                return step_output, None
             loss = [self._measures.loss(step_output, shard.rows)] if self._has_loss else []
             measured = [*loss, *self._measures(step_output, shard.rows)]
             row = as_row(measured, self._device) if measured else None

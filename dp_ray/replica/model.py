@@ -24,6 +24,7 @@ from dp_ray.replica.world import broadcast, gathered
 from dp_ray.system.waiting import waiting
 from dp_ray.tensors.layout import overlaps
 from dp_ray.tensors.raw import as_bytes, from_bytes
+from dp_ray.tensors.shards import is_sharded
 
 
 def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
@@ -202,7 +203,7 @@ def _check_alike(model: nn.Module) -> None:
 def _broadcast_state(model: nn.Module) -> None:
     """Broadcast rank 0's parameters and buffers as bytes: gloo and NCCL do not support every dtype."""
     for name, tensor in _state_of(model):
-        if tensor.layout is not torch.strided or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_quantized or is_sharded(tensor):
             continue  # built from the same seed or file on every worker
         data = tensor.detach()
         raw = as_bytes(data)

@@ -17,6 +17,7 @@ from dp_ray.replica.model import check_has_shape
 from dp_ray.replica.targets import bind, check_gives
 from dp_ray.replica.user_code import raising
 from dp_ray.tensors.layout import is_dense, laid_out, overlaps
+from dp_ray.tensors.shards import is_sharded
 from dp_ray.text import listed
 
 LENGTHS = ("T_max", "total_steps", "total_iters")  # attributes of torch's schedulers
@@ -105,6 +106,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 def _as_kept(value: torch.Tensor, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
     moved = value.to(device)
+    if is_sharded(value):
+        return moved
     if value.layout is torch.strided and value.shape == parameter.shape and is_dense(parameter):
         return laid_out(moved, parameter.stride())
     return moved

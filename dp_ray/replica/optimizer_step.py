@@ -1,6 +1,7 @@
 """Update the parameters from the whole batch's gradient: unscale, weigh, clip, step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,16 +10,19 @@ from torch import nn
 from dp_ray.errors import ModelError
 from dp_ray.job import Job
 from dp_ray.replica.optimizer import Schedule, build_optimizer, build_scaler, load_optimizer, scale_by, total_norm
+from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sparse import numbers_of
 from dp_ray.replica.user_code import raising
 from dp_ray.system.waiting import waiting
+from dp_ray.tensors.shards import is_sharded
 
 
 class OptimizerStep:
     """A job's optimizer, scheduler and fp16 scaler, and their step."""
 
-    def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, job: Job, model: nn.Module, device: torch.device, sharded: Sharded | None = None) -> None:
         self.optimizer = build_optimizer(job.optimizer, model)
+        self._sharded = sharded
         self.schedule = Schedule(job.scheduler, self.optimizer)
         self.scaler = build_scaler(job, device)
         self._grad_clip = job.grad_clip
@@ -46,12 +50,13 @@ class OptimizerStep:
         """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        gradients = [numbers_of(one.grad) for one in self._parameters if one.grad is not None]
+        with_gradient = [one for one in self._parameters if one.grad is not None]
+        gradients = [numbers_of(one.grad) for one in with_gradient if one.grad is not None]
         weigh_gradients(gradients, weight, rows)
-        norm = total_norm(gradients)
+        norm = total_norm(gradients) if self._sharded is None else self._sharded.total_norm(gradients, with_gradient)
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        with raising(f"step {step}: optimizer"):
+        with raising(f"step {step}: optimizer"), one_at_a_time(self.optimizer) if self._sharded else nullcontext():
             is_skipped = self._step()
         if not is_skipped:
             with raising(f"step {step}: scheduler"):
@@ -74,6 +79,25 @@ class OptimizerStep:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             return bool(self.scaler.get_scale() < scale)
+
+
+@contextmanager
+def one_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While the block runs, an optimizer updates one parameter at a time in groups of which only some are sharded.
+
+    An operation on a list of tensors takes sharded ones or others, but not both.
+    """
+    mixed = [group for group in optimizer.param_groups if len({is_sharded(one) for one in group["params"]}) == 2]
+    before: list[dict[str, Any]] = [
+        {key: group[key] for key in ("foreach", "fused") if key in group} for group in mixed
+    ]
+    try:
+        for group, given in zip(mixed, before, strict=True):
+            group.update(dict.fromkeys(given, False))
+        yield
+    finally:
+        for group, given in zip(mixed, before, strict=True):
+            group.update(given)
 
 
 def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor, rows: int) -> None:

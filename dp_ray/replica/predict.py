@@ -10,12 +10,14 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
+from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.carry import Plain, unloaded
 from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.flops import Flops, counted_flops
 from dp_ray.replica.kept import Kept
 from dp_ray.replica.model import autocast, call_model, evaluating
 from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.passes import Passes
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
@@ -37,23 +39,25 @@ def predict(
     clock: StepClock | None = None,
     on_inputs: Callable[[Shard, Indices, Any], None] = lambda shard, indices, inputs: None,
     on_flops: Callable[[Flops], None] | None = None,
-) -> None:
+    passes: Passes | None = None,
+) -> bool:
     """Run the model over each shard of `work`, in eval and inference mode.
 
     `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
     its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
-    worker has no rows in it. The loop ends before the first step for which `goes_on` is false. `real` gives a shard
-    without the samples set aside. `tell` gets lines for the user. `clock` splits the time of the steps. `on_inputs`
-    gets each shard's inputs before they run. `on_flops` gets the operations of a row, counted over the first shard,
-    which runs once more.
+    worker has no rows in it. The loop ends, with False, before the first step for which `goes_on` is false. `real`
+    gives a shard without the samples set aside. `tell` gets lines for the user. `clock` splits the steps' time.
+    `on_inputs` gets each shard's inputs before they run. `on_flops` gets a row's operations, counted over the first
+    shard, which runs once more. `passes` run a model that is sharded.
     Raises ModelError, naming step and shard, if the model raises.
     """
-    kept, clock = Kept(job, device, tell), clock or SilentClock()
+    kept, clock, passes = Kept(job, device, tell), clock or SilentClock(), passes or Passes()
     seeds = ForwardSeeds(job.seed, model, device, kept.after)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
         for step, shards in work:
-            if shards and not goes_on(step):
-                return
+            if not passes.agree(not shards or goes_on(step)):
+                return False
+            ran, batches = 0, passes.before(shards, batches, real)
             for shard in shards:
                 with advised(job, place(shard), shard.rows):
                     indices, batch = next(batches)
@@ -61,23 +65,48 @@ def predict(
                         inputs, carried = unloaded(batch, indices)
                         on_inputs(shard, indices, inputs)
                         if on_flops is not None:
-                            seeds.begin(shard)
-                            on_flops(_flops_of(model, inputs, job, shard, device))
-                            buffers.restore()
+                            on_flops(_flops_of(model, inputs, job, shard, device, buffers, seeds))
                             on_flops = None
-                        clock.enter(Part.FORWARD)
-                        seeds.begin(shard)
-                        # No name holds the outputs: what is left out is free before the next shard.
-                        kept_of = functools.partial(kept, inputs=inputs, shard=shard)
-                        on_shard(shard, indices, kept_of(_forward(model, inputs, job.call, shard, clock)), carried)
+                        ran += 1
+                        run = functools.partial(_run, passes, seeds, model, inputs, job.call, shard, clock)
+                        on_shard(shard, indices, kept(run(), inputs=inputs, shard=shard), carried)
                         clock.enter(Part.OTHER)
                 buffers.restore()
+            _stand_in(model, job.call, buffers, passes, passes.missing(work, step, ran))
             on_step(step)
+    return passes.end()
 
 
-def _flops_of(model: nn.Module, inputs: Any, job: Job, shard: Shard, device: torch.device) -> Flops:
+def _run(
+    passes: Passes, seeds: ForwardSeeds, model: nn.Module, inputs: Any, call: str, shard: Shard, clock: StepClock
+) -> Any:
+    """A shard's outputs. The caller gives them no name: what is not kept of them is free before the next shard."""
+    clock.enter(Part.FORWARD)
+    seeds.begin(shard)
+    return passes.run(_forward, model, inputs, call, shard, clock)
+
+
+def _stand_in(model: nn.Module, call: str, buffers: UnchangedBuffers, passes: Passes, batches: Iterator[Any]) -> None:
+    """Run the rounds in which this worker has no rows, and others need it to gather parameters."""
+    for batch in batches:
+        passes.run(call_model, model, batch, call)
+        buffers.restore()
+
+
+def _flops_of(
+    model: nn.Module,
+    inputs: Any,
+    job: Job,
+    shard: Shard,
+    device: torch.device,
+    buffers: UnchangedBuffers,
+    seeds: ForwardSeeds,
+) -> Flops:
+    seeds.begin(shard)
     run = functools.partial(_forward, model, inputs, job.call, shard, SilentClock())
-    return counted_flops(run, shard.rows, job, device)
+    found = counted_flops(run, shard.rows, job, device)
+    buffers.restore()
+    return found
 
 
 def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard, clock: StepClock) -> Any:

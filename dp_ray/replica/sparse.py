@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_ray.tensors.shards import local
+
 _UNUSED, _DENSE = -1, -2
 
 
@@ -49,8 +51,8 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def numbers_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient, as a dense tensor that can be changed in place."""
-    return gradient.values() if gradient.is_sparse else gradient
+    """The numbers of a gradient that this worker holds, as a dense tensor that can be changed in place."""
+    return local(gradient.values() if gradient.is_sparse else gradient)
 
 
 def _sparse_modules(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:

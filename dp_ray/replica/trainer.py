@@ -18,6 +18,7 @@ from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.shard_loss import ShardLoss
+from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sparse import make_gradients_dense
 from dp_ray.replica.step import Metrics, OnShard, Step
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
@@ -53,19 +54,21 @@ class Trainer:
         measures: Metrics,
         world: World,
         clock: StepClock | None = None,
+        sharded: Sharded | None = None,
     ) -> None:
         self.model = model
+        self.sharded = sharded
         self._clock = clock or SilentClock()
         self.real: Real = as_planned
         self._job = job
         self._world = world
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
-        self._optimizer_step = OptimizerStep(job, model, world.device)
+        self._optimizer_step = OptimizerStep(job, model, world.device, sharded)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         loss = ShardLoss(called, step, measures, job, world.device)
-        self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world, self._clock)
+        self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world, self._clock, sharded)
         self.measure_names = list(measures.functions)
         self._stop_vote = StopVote(world.device)
 
@@ -92,7 +95,12 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
         for name, part in self._parts().items():
-            load_part(name, part, state.get(name))
+            if self.sharded is None:
+                load_part(name, part, state.get(name))
+            elif name == "model":
+                self.sharded.load_weights(state[name], "the checkpoint")
+            else:
+                load_part(name, part, self.sharded.rows_of(part, state.get(name)))
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.model, **self._optimizer_step.parts}

@@ -2,12 +2,13 @@
 
 A checkpoint is one safetensors file, `checkpoints/step-N.safetensors`, for N steps done: model, optimizer, scheduler,
 scaler, and running metrics. All workers hold the same state, so rank 0 writes it and no worker waits for another.
+If each worker holds a part of the model, `rundir.pieces` writes the parts beside it.
 """
 
 import json
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from dp_ray.errors import ModelError, StorageError
+from dp_ray.rundir.pieces import PIECES, remove_pieces, whole_of_pieces
 from dp_ray.storage import Storage
 from dp_ray.system.waiting import waiting
 from dp_ray.tensors.file import check_dtype, parse_tensors, write_tensors
@@ -82,19 +84,19 @@ def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return _pack(state, "", tensors), tensors
 
 
-def unpack(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The inverse of `pack`."""
+def unpack(plain: Any, tensors: Mapping[str, Any], lay_out: Callable[[Any, Any], Any] = laid_out) -> Any:
+    """The inverse of `pack`; `lay_out` gives a tensor the strides that it had."""
     if not isinstance(plain, dict):
         return plain
     (kind, value), *more = plain.items()
     if kind == "tensor":
-        return laid_out(tensors[value], more[0][1]) if more else tensors[value]
+        return lay_out(tensors[value], more[0][1]) if more else tensors[value]
     if kind == "sparse":
-        indices, values, shape, is_coalesced = (unpack(inner, tensors) for inner in value)
+        indices, values, shape, is_coalesced = (unpack(inner, tensors, lay_out) for inner in value)
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
     if kind == "dict":
-        return {key: unpack(inner, tensors) for key, inner in value}
-    items = [unpack(inner, tensors) for inner in value]
+        return {key: unpack(inner, tensors, lay_out) for key, inner in value}
+    items = [unpack(inner, tensors, lay_out) for inner in value]
     return tuple(items) if kind == "tuple" else items
 
 
@@ -168,9 +170,17 @@ class CheckpointWriter:
         self.wait()
         plain, tensors = pack(state)
         with waiting("the GPU, which may be in a collective"):
-            self._stage(tensors)
+            self._stage(self._own(tensors))
         text = json.dumps({**about, "state": plain})
         self._writing = self._thread.submit(self._write, step, text, best_step, before)
+
+    def agree(self, is_due: bool) -> bool:
+        """Whether all workers save now; only this one does, if it is due."""
+        return is_due
+
+    def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this worker writes of the state."""
+        return tensors
 
     def wait(self) -> None:
         """Wait for the file that is being written; re-raises the write's error, such as a StorageError."""
@@ -202,11 +212,16 @@ class CheckpointWriter:
         began = time.monotonic()
         before()
         write_tensors(self._checkpoints, name_of(step), self._staged, text)
+        self._remove_old(step, best_step)
+        self.seconds += time.monotonic() - began
+
+    def _remove_old(self, step: int, best_step: int | None) -> None:
+        """Remove what is not to be kept, after the checkpoint of `step` is written."""
         passed_over, self._passed_over = self._passed_over - {step}, set()
         good = [one for one in steps_of(self._checkpoints) if one not in passed_over]
         for old in {*passed_over, *good[: -self._keep]} - {best_step}:
             self._checkpoints.delete(name_of(old))
-        self.seconds += time.monotonic() - began
+        remove_pieces(self._checkpoints, {step, *steps_of(self._checkpoints)}, step)
 
 
 def newest(
@@ -231,14 +246,15 @@ def newest(
 
 def load_checkpoint(storage: Storage, name: str) -> tuple[dict[str, Any], Any]:
     """Read a checkpoint: its description and its state; raises StorageError if it is damaged or no checkpoint."""
-    return parse(storage.read_bytes(name), f"{storage}/{name}")
+    return parse(storage.read_bytes(name), f"{storage}/{name}", storage)
 
 
-def parse(data: bytes, where: str) -> tuple[dict[str, Any], Any]:
-    """Parse a checkpoint's bytes as `load_checkpoint` does; `where` names the file in errors."""
+def parse(data: bytes, where: str, storage: Storage) -> tuple[dict[str, Any], Any]:
+    """Parse a checkpoint's bytes as `load_checkpoint` does; `where` names the file, `storage` is its folder."""
     tensors, text = parse_tensors(data, where)
     try:
         about = dict(json.loads(text))
+        tensors |= whole_of_pieces(storage, about.pop(PIECES, None))
         return about, unpack(about.pop("state"), tensors)
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{where}: is no checkpoint of dp_ray: {error!r}") from None

@@ -21,6 +21,7 @@ from dp_ray.replica.world import broadcast, is_rank_0
 from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, load_checkpoint, name_of, parse, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.files import write_json
+from dp_ray.rundir.pieces import PIECES, names_of
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import parse_tensors, read_text, write_tensors
 
@@ -84,7 +85,7 @@ def check_start(run: Storage, location: str) -> None:
     if start is None:
         find_start(location)
     else:
-        _file_of(run, location, start)
+        file_of(run, location, start)
 
 
 def first_step(run: Storage) -> int:
@@ -105,17 +106,22 @@ def read_start(run: Storage, location: str) -> tuple[dict[str, Any], dict[str, A
     Raises JobError if the pinned file is gone or has changed.
     """
     start = pin_start(run, location)
-    storage, name = _file_of(run, location, start)
+    storage, name = file_of(run, location, start)
     data, where = storage.read_bytes(name), f"{storage}/{name}"
-    if (got := hashlib.sha256(data).hexdigest()) != start.sha256:
+    check_pinned(run, where, start, hashlib.sha256(data).hexdigest())
+    if NAME.fullmatch(name):
+        about, state = parse(data, where, storage)
+        return state["model"], {"about": about, "state": state}
+    return read_torch(data, where) if name.endswith(TORCH_FILES) else parse_tensors(data, where)[0], None
+
+
+def check_pinned(run: Storage, where: str, start: Start, got: str) -> None:
+    """Raise JobError if a file is not the one with which the run began; `got` is its hash."""
+    if got != start.sha256:
         raise JobError(
             f"init_from: {where} is not the file with which this run began: "
             f"its sha256 is {got}, expected {start.sha256}; {_advice(run)}"
         )
-    if NAME.fullmatch(name):
-        about, state = parse(data, where)
-        return state["model"], {"about": about, "state": state}
-    return _read_torch(data, where) if name.endswith(TORCH_FILES) else parse_tensors(data, where)[0], None
 
 
 def describe_start(run: Storage, location: str) -> str:
@@ -126,7 +132,7 @@ def describe_start(run: Storage, location: str) -> str:
     place = f"{storage}/{start.folder}/{start.name}" if start.folder else f"{storage}/{start.name}"
     line = f"init_from: takes {place}"
     if start.name == BEST:
-        return line + _told_best(*_file_of(run, location, start))
+        return line + _told_best(*file_of(run, location, start))
     if not start.folder:
         return line
     has_best = storage.exists(BEST)
@@ -167,12 +173,30 @@ def _pin(run: Storage, location: str) -> Start:
     storage, folder, name = find_start(location)
     source, links = storage.child(folder) if folder else storage, run.child(LINKS)
     links.create()
-    start = Start(folder, name, (links if links.link(name, source) else source).sha256(name))
+    if is_linked := links.link(name, source):
+        _link_pieces(links, name, source)
+    start = Start(folder, name, (links if is_linked else source).sha256(name))
     write_json(run, PIN, asdict(start))
     return start
 
 
-def _file_of(run: Storage, location: str, start: Start) -> tuple[Storage, str]:
+def _link_pieces(links: Storage, name: str, source: Storage) -> None:
+    """Link the pieces of a checkpoint beside it."""
+    if not NAME.fullmatch(name):
+        return
+    for piece in _pieces_of(source, name):
+        links.child(PIECES).create()
+        links.child(PIECES).link(piece, source.child(PIECES))
+
+
+def _pieces_of(source: Storage, name: str) -> list[str]:
+    try:
+        return names_of(json.loads(read_text(source, name) or "{}").get(PIECES))
+    except (StorageError, ValueError):  # told when it is loaded
+        return []
+
+
+def file_of(run: Storage, location: str, start: Start) -> tuple[Storage, str]:
     """Find the pinned file: in the run directory, else where it was found first; raises JobError if it is gone."""
     storage = _split_location(location)[0]
     for place in (run.child(LINKS), storage.child(start.folder) if start.folder else storage):
@@ -188,7 +212,8 @@ def _advice(run: Storage) -> str:
     return f"put that file back, or start anew {replacing(run)}"
 
 
-def _read_torch(data: bytes, where: str) -> dict[str, Any]:
+def read_torch(data: bytes, where: str) -> dict[str, Any]:
+    """The state_dict in a file of torch's; raises StorageError if it holds none, or code."""
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:

@@ -9,10 +9,12 @@ from dp_ray.plan.split import Split
 from dp_ray.replica.step_clock import Part
 from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Trainer, Update
+from dp_ray.replica.world import World
 from dp_ray.results.history import History
 from dp_ray.rundir.checkpoint import CHECKPOINTS, CheckpointWriter, TrainState, pack, steps_of
 from dp_ray.rundir.history_file import HISTORY
 from dp_ray.rundir.ledger import check_newest
+from dp_ray.rundir.sharded_checkpoint import ShardedWriter
 from dp_ray.storage import Storage
 from dp_ray.task.cut import Cut
 from dp_ray.task.notices import Send
@@ -33,6 +35,7 @@ class Checkpointer:
         attempt: str,
         send: Send,
         times: StepTimes,
+        writer: CheckpointWriter,
     ) -> None:
         self.before_commit: Callable[[], None] = lambda: None
         self._clock = times.clock
@@ -51,11 +54,8 @@ class Checkpointer:
         self._history = History(run.child(HISTORY), split, names, extra, train_state.step, send, times.new_data_wait)
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._first = train_state.step
-        kept = steps_of(run.child(CHECKPOINTS))
-        self._writer = CheckpointWriter(
-            run.child(CHECKPOINTS), job.checkpoint.keep, [one for one in kept if one > train_state.step]
-        )
-        self._begin_best(kept)
+        self._writer = writer
+        self._begin_best(steps_of(run.child(CHECKPOINTS)))
         self._saved = train_state.step
         self._due = checkpoints_of(job).due
         self._pace = Pace(job.checkpoint)
@@ -71,7 +71,7 @@ class Checkpointer:
             self._history.resume_clock()
         by_step = self._due.recurs(self._split, step)
         by_clock = self._pace.is_due(self._writer.seconds, self._writer.is_writing)
-        if must_save or is_best or by_clock or by_step:
+        if self._writer.agree(must_save or is_best or by_clock or by_step):
             self.save()
 
     def save(self) -> None:
@@ -123,6 +123,49 @@ class Checkpointer:
             return False
         self._train_state.best, self._train_state.best_step = value, self._train_state.step
         return True
+
+
+class PieceKeeper:
+    """Writes another rank's pieces of the checkpoints that rank 0's `Checkpointer` decides on."""
+
+    def __init__(self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter) -> None:
+        self.before_commit: Callable[[], None] = lambda: None
+        self._trainer = trainer
+        self._train_state = train_state
+        self._writer = writer
+        self._saved = train_state.step
+
+    def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
+        """Save this worker's piece if rank 0 saves a checkpoint."""
+        if self._writer.agree(False):
+            self.save()
+
+    def save(self) -> None:
+        """Save this worker's piece of the current state."""
+        self._writer.save(self._train_state.step, {}, self._trainer.state_dict(), before=self.before_commit)
+        self._saved = self._train_state.step
+
+    def finish(self) -> None:
+        """Save the last step, unless it is saved, and wait until it is written."""
+        if self._train_state.step != self._saved:
+            self.save()
+        self._writer.wait()
+
+    def close(self) -> None:
+        """End the writer."""
+        self._writer.close()
+
+
+def writer_of(job: Job, trainer: Trainer, train_state: TrainState, run: Storage, world: World) -> CheckpointWriter:
+    """What writes the checkpoints: on all ranks if each holds a part of the model, else on rank 0.
+
+    Every rank calls this.
+    """
+    checkpoints = run.child(CHECKPOINTS)
+    passed_over = [one for one in steps_of(checkpoints) if one > train_state.step]
+    if trainer.sharded is None:
+        return CheckpointWriter(checkpoints, job.checkpoint.keep, passed_over)
+    return ShardedWriter(checkpoints, job.checkpoint.keep, world, passed_over)
 
 
 def describe(job: Job, trainer: Trainer, split: Split, cut: Cut, train_state: TrainState) -> dict[str, Any]:

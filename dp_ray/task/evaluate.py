@@ -8,6 +8,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics
 from dp_ray.replica.model import compiled
+from dp_ray.replica.passes import passes_of
 from dp_ray.replica.quarantine import as_planned, load_good
 from dp_ray.replica.step import build_step
 from dp_ray.replica.step_clock import clock_on
@@ -19,7 +20,7 @@ from dp_ray.storage import Storage
 from dp_ray.task.notices import Measured, Send, WorkerTimes
 from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
-from dp_ray.task.setup import load_dataset, model_with_weights
+from dp_ray.task.setup import load_dataset, model_to_run
 from dp_ray.task.shard_reports import reporting
 from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
@@ -30,13 +31,13 @@ def evaluate(
 ) -> None:
     """Run this worker's shards of every step; rank 0 sends the metrics over the whole dataset."""
     dataset = load_dataset(job, world, run, rows_on_driver)
-    model = model_with_weights(job, world, run, send)
+    model, sharded = model_to_run(job, world, run, send)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     called = compiled(model, job)
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
     measures, states = build_metrics(job)
-    clock = clock_on(world.device)
-    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock)
+    clock, passes = clock_on(world.device), passes_of(sharded, world)
+    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock, passes)
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send))
     times = StepTimes(clock)

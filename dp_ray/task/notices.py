@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from dp_ray.replica.world import World
+
 Send = Callable[[Any], None]
 
 
@@ -23,3 +25,13 @@ class Measured(NamedTuple):
     """The metrics of an evaluation, over the whole dataset."""
 
     metrics: dict[str, float]
+
+
+def telling(world: World, send: Send) -> Callable[[str], None]:
+    """What sends a line for the user, on rank 0 alone: the other ranks would repeat it."""
+
+    def tell(text: str) -> None:
+        if world.rank == 0:
+            send(Note(text))
+
+    return tell

@@ -14,6 +14,7 @@ from dp_ray.replica.carry import Plain
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.inputs import PredictInputs
 from dp_ray.replica.model import compiled
+from dp_ray.replica.passes import passes_of
 from dp_ray.replica.predict import predict
 from dp_ray.replica.quarantine import as_planned, load_good
 from dp_ray.replica.read_requests import Indices
@@ -34,7 +35,7 @@ from dp_ray.task.merging import AgreedCut, Merger
 from dp_ray.task.notices import Note, Send, WorkerTimes
 from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
-from dp_ray.task.setup import load_dataset, model_with_weights
+from dp_ray.task.setup import load_dataset, model_to_run
 from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 
@@ -44,7 +45,7 @@ def predict_outputs(
 ) -> None:
     """Run this worker's shards of every step and write their outputs; committed shards are skipped."""
     dataset = load_dataset(job, world, run, rows_on_driver)
-    bare = model_with_weights(job, world, run, send)
+    bare, sharded = model_to_run(job, world, run, send)
     world = world.with_inputs_on(input_device(job, bare, world.devices))
     model = compiled(bare, job)
     begun = _begin(run, world)
@@ -74,11 +75,10 @@ def predict_outputs(
             keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock, profiler)
             batches = load_good(job, dataset, work, world.device, quarantine, inputs, times=times)
             previews = Previews(run, split.rows_kept, job.batch_dim)
-            on = keeper.on_shard, keeper.on_step, keeper.goes_on
-            on_flops = send if job.flops and world.rank == 0 else None
-            predict(
-                model, job, world.device, work, batches, *on, real, tell, times.clock, previews.on_inputs, on_flops
-            )
+            on = keeper.on_shard, keeper.on_step, keeper.goes_on, real, tell, times.clock, previews.on_inputs
+            on_flops = send if job.flops and world.rank == 0 and sharded is None else None
+            passes = passes_of(sharded, world)
+            keeper.stops = not predict(model, job, world.device, work, batches, *on, on_flops, passes)
             keeper.close()
             control.through()
             if quarantine is not None and not keeper.stops:

@@ -1,15 +1,17 @@
 """Where a training starts: at its newest checkpoint, at the checkpoint that `init_from` names, or at step 0."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Trainer
-from dp_ray.replica.world import broadcast, is_rank_0
+from dp_ray.replica.world import World, broadcast, is_rank_0
 from dp_ray.rundir.checkpoint import CHECKPOINTS, TrainState, load_checkpoint, newest
 from dp_ray.rundir.contents import replacing
+from dp_ray.rundir.sharded_checkpoint import newest_open, open_start
 from dp_ray.rundir.weights import (
     describe_start,
     first_step,
@@ -18,7 +20,7 @@ from dp_ray.rundir.weights import (
 )
 from dp_ray.storage import Storage
 from dp_ray.task.cut import Cut, check_cut
-from dp_ray.task.notices import Note, Send
+from dp_ray.task.notices import Note, Send, telling
 
 
 def restore(job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, send: Send) -> TrainState:
@@ -31,7 +33,9 @@ def restore(job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, se
     def fits(about: dict[str, Any]) -> str | None:
         return None if job.has_fingerprint(about.get("fingerprint")) else "it is of a different job"
 
-    if is_rank_0():
+    if trainer.sharded is not None:
+        found = newest_rows(checkpoints, fits, send, trainer.sharded.world)
+    elif is_rank_0():
         found = newest(checkpoints, fits, lambda text: send(Note(text)))
         name = broadcast(found[0] if found else "")
     else:
@@ -39,7 +43,7 @@ def restore(job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, se
         found = (name, *load_checkpoint(checkpoints, name)) if name else None
     if found:
         advice = f"start anew {replacing(run)}"
-        check_cut(f"the steps of {checkpoints}/{name}", found[1], cut, advice)
+        check_cut(f"the steps of {checkpoints}/{found[0]}", found[1], cut, advice)
         return resume(trainer, found[1], found[2], split, send)
     if job.init_from is None:
         return TrainState()
@@ -49,6 +53,14 @@ def restore(job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, se
     return train_state
 
 
+def newest_rows(
+    checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], send: Send, world: World
+) -> tuple[str, dict[str, Any], Any] | None:
+    """What `newest` gives, for workers that read a part each: the state's tensors are `Stored`."""
+    found = newest_open(checkpoints, fits, telling(world, send), world)
+    return None if found is None else (found[0], found[1].about, found[1].state)
+
+
 def start_from(
     job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, location: str, send: Send
 ) -> TrainState:
@@ -56,9 +68,13 @@ def start_from(
 
     Raises JobError if the checkpoint's steps differ from this job's, or if it leaves no step to run.
     """
-    weights, checkpoint = read_start(run, location)
+    read: Callable[..., Any] = read_start if trainer.sharded is None else open_start
+    weights, checkpoint = read(run, location)
     if checkpoint is None:
-        load_weights(trainer.model, weights, location)
+        if trainer.sharded is None:
+            load_weights(trainer.model, weights, location)
+        else:
+            trainer.sharded.load_weights(weights, location)
         return TrainState()
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
     check_cut(f"init_from: the steps of {location}", about, cut, advice)

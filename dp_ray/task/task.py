@@ -9,6 +9,7 @@ import torch
 from dp_ray.errors import WorkerError
 from dp_ray.job import Job
 from dp_ray.replica.rng import preserved
+from dp_ray.replica.strategy import group_of_one
 from dp_ray.replica.world import World, is_lost_peer
 from dp_ray.storage import Storage
 from dp_ray.system.environment import environment
@@ -39,7 +40,7 @@ def run_task(
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     gpus = [one for one in world.devices if one.type == "cuda"]
-    with preserved(*gpus), using(gpus), deterministic(job), compiling(job):
+    with preserved(*gpus), using(gpus), deterministic(job), compiling(job), group_of_one(job, world):
         try:
             tasks[job.task](job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {})
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """The task `train`: one worker's part, from its dataset to the final weights, without Ray; `send` takes reports."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 
 import torch
@@ -14,10 +14,12 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
+from dp_ray.replica.passes import passes_of
 from dp_ray.replica.quarantine import load_good
 from dp_ray.replica.step import build_step
 from dp_ray.replica.step_clock import clock_on
 from dp_ray.replica.step_times import StepTimes
+from dp_ray.replica.strategy import sharded_model
 from dp_ray.replica.trainer import Trainer
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Recorder
@@ -26,10 +28,10 @@ from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.ledger import begin_attempt, check_newest
 from dp_ray.rundir.weights import BEST, WEIGHTS, write_best
 from dp_ray.storage import Storage
-from dp_ray.task.checkpointer import Checkpointer
+from dp_ray.task.checkpointer import Checkpointer, PieceKeeper, writer_of
 from dp_ray.task.cut import cut_of
 from dp_ray.task.evaluator import Evaluator
-from dp_ray.task.notices import Note, Send, WorkerTimes
+from dp_ray.task.notices import Note, Send, WorkerTimes, telling
 from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.resume import restore
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
@@ -39,6 +41,7 @@ from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.training_loop import TrainingLoop
 from dp_ray.tensors.file import write_tensors
+from dp_ray.tensors.shards import attend_writing, on_rank_0
 
 
 def train(
@@ -50,29 +53,29 @@ def train(
     """
     dataset = load_dataset(job, world, run, rows_on_driver)
     split = split_of(job, len(dataset))
-    model = with_synced_batchnorm(build_model(job, world.devices), job, world)
+    sharded = sharded_model(job, world, telling(world, send))
+    model = whole_model(job, world) if sharded is None else sharded.model
     world = world.with_inputs_on(input_device(job, model, world.devices))
     measures, states = build_metrics(job)
     check_watched(job, states)
     step = build_step(job, world)
     called = compiled(model, job)
-    clock = clock_on(world.device)
-    with closing(Trainer(job, model, called, step, measures, world, clock)) as trainer:
+    times = StepTimes(clock_on(world.device))
+    with closing(Trainer(job, model, called, step, measures, world, times.clock, sharded)) as trainer:
         attempt = begin_attempt(run).attempt
         cut = cut_of(job, split, dataset)
         train_state = restore(job, trainer, split, cut, run, send)
         synchronise(model)
-        evaluation = Evaluation(job, step, measures, states, world.device)
+        evaluation = Evaluation(job, step, measures, states, world.device, passes=passes_of(sharded, world))
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, attempt))
         if quarantine is not None:
             trainer.real = quarantine.real
         evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver, send, attempt)
-        times = StepTimes(clock)
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
-        checkpointer = keep() if world.rank == 0 else None
+        checkpointer = checkpointer_of(keep, job, trainer, train_state, run, world)
         profiler = StepProfiler(job, world, run, split.total_steps, send)
-        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control, clock, profiler)
+        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control, times.clock, profiler)
         work = Work(split, world.world_size, world.rank, start=train_state.step)
         batches = load_good(job, dataset, work, world.device, quarantine, times=times)
         with (
@@ -90,13 +93,31 @@ def train(
     control.end()
     if world.rank == 0:
         check_newest(run, attempt)
-        keep_weights(run, model, train_state, send)
+    keep_weights(run, model, train_state, send, world)
 
 
-def keep_weights(run: Storage, model: nn.Module, train_state: TrainState, send: Send) -> None:
-    """Write the last weights and the best weights to the run directory."""
-    write_tensors(run, WEIGHTS, {name: one.detach().cpu() for name, one in tensors_of(model).items()})
+def keep_weights(run: Storage, model: nn.Module, train_state: TrainState, send: Send, world: World) -> None:
+    """Write the last weights and the best weights to the run directory, on rank 0; the others send it their rows."""
+    if world.rank != 0:
+        attend_writing(tensors_of(model))
+        return
+    write_tensors(run, WEIGHTS, tensors_of(model), whole=on_rank_0)
     keep_best(run, train_state, send)
+
+
+def checkpointer_of(
+    keep: Callable[..., Checkpointer],
+    job: Job,
+    trainer: Trainer,
+    train_state: TrainState,
+    run: Storage,
+    world: World,
+) -> Checkpointer | PieceKeeper | None:
+    """What keeps this worker's share of the training's state: all of it on rank 0, unless the model is sharded."""
+    if world.rank != 0 and trainer.sharded is None:
+        return None
+    writer = writer_of(job, trainer, train_state, run, world)
+    return keep(writer) if world.rank == 0 else PieceKeeper(trainer, train_state, writer)
 
 
 def keep_best(run: Storage, train_state: TrainState, send: Send) -> None:
@@ -108,6 +129,11 @@ def keep_best(run: Storage, train_state: TrainState, send: Send) -> None:
         write_best(run, train_state.best_by[0], train_state.best, train_state.best_step)
     except StorageError as error:
         send(Note(f"the best weights, those after step {train_state.best_step}, cannot be kept: {error}"))
+
+
+def whole_model(job: Job, world: World) -> nn.Module:
+    """The job's model, all of it on this worker."""
+    return with_synced_batchnorm(build_model(job, world.devices), job, world)
 
 
 def with_synced_batchnorm(model: nn.Module, job: Job, world: World) -> nn.Module:

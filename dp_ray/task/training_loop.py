@@ -13,7 +13,7 @@ from dp_ray.replica.user_code import raising
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.rundir.checkpoint import TrainState
-from dp_ray.task.checkpointer import Checkpointer
+from dp_ray.task.checkpointer import Checkpointer, PieceKeeper
 from dp_ray.task.evaluator import Evaluator
 from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.step_control import StepControl
@@ -28,7 +28,7 @@ class TrainingLoop:
         split: Split,
         train_state: TrainState,
         evaluator: Evaluator,
-        checkpointer: Checkpointer | None,
+        checkpointer: Checkpointer | PieceKeeper | None,
         control: StepControl,
         clock: StepClock,
         profiler: StepProfiler,

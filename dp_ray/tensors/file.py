@@ -6,7 +6,7 @@ the tensors' bytes. The file is streamed, so gigabytes are written without a cop
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,10 +38,18 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write_tensors(storage: Storage, name: str, tensors: Mapping[str, torch.Tensor], text: str = "") -> None:
+def write_tensors(
+    storage: Storage,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    text: str = "",
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> str:
     """Write CPU tensors, and a text that `read_tensors` returns, to the file `name`, whole or not at all.
 
-    Raises StorageError if it cannot be written, and ModelError for a dtype or layout that the format does not have.
+    Returns the checksum that the file holds. `whole` gives a tensor's numbers if they are elsewhere; it is called
+    for each tensor in order, twice. Raises StorageError if the file cannot be written, and ModelError for a dtype or
+    layout that the format does not have.
     """
     table: dict[str, Any] = {}
     end = 0
@@ -53,17 +61,18 @@ def write_tensors(storage: Storage, name: str, tensors: Mapping[str, torch.Tenso
             "data_offsets": [end, end + tensor.nbytes],
         }
         end += tensor.nbytes
-    digest = hashlib.sha256(_frame(table, text))
+    digest = hashlib.sha256(frame(table, text))
     for tensor in tensors.values():
-        for piece in _pieces(tensor):
+        for piece in _pieces(whole(tensor)):
             digest.update(piece)
     header = json.dumps({"__metadata__": {TEXT: text, DIGEST: digest.hexdigest()}, **table}).encode()
     header += b" " * (-len(header) % 8)
     with storage.writing(name) as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
         for tensor in tensors.values():
-            for piece in _pieces(tensor):
+            for piece in _pieces(whole(tensor)):
                 stream.write(piece)
+    return digest.hexdigest()
 
 
 def check_dtype(key: str, tensor: torch.Tensor) -> None:
@@ -93,7 +102,7 @@ def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise StorageError(f"{where}: is damaged, or no safetensors file: {error}") from None
     if TEXT in metadata or DIGEST in metadata:  # `write_tensors` writes both
-        digest = hashlib.sha256(_frame(table, text))
+        digest = hashlib.sha256(frame(table, text))
         digest.update(body)
         if digest.hexdigest() != metadata.get(DIGEST):
             raise StorageError(f"{where}: is damaged: its bytes are not those that were written")
@@ -107,7 +116,7 @@ def read_text(storage: Storage, name: str) -> str:
     """
     with storage.open(name) as stream:
         try:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            header = json.loads(stream.read(min(stream.size(), int.from_bytes(stream.read(8), "little"))))
             return str(header.get("__metadata__", {}).get(TEXT, ""))
         except (ValueError, AttributeError) as error:
             raise StorageError(f"{storage}/{name}: is damaged, or no safetensors file: {error}") from None
@@ -133,7 +142,8 @@ def _tensor(body: memoryview, dtype: str, shape: list[int], data_offsets: list[i
     return made
 
 
-def _frame(table: Mapping[str, Any], text: str) -> bytes:
+def frame(table: Mapping[str, Any], text: str) -> bytes:
+    """What a file's checksum covers besides the tensors' bytes."""
     return json.dumps([text, table]).encode()
 
 

@@ -242,3 +242,44 @@ def scripted() -> nn.Module:
     """The conv net as a TorchScript module."""
     made: nn.Module = torch.jit.script(conv())
     return made
+
+
+class Blocks(nn.Module):
+    """A language model of blocks in a ModuleList: tokens [rows, 9] to logits [rows, 11, 9]."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        self.places = nn.Parameter(torch.empty(9, 16))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.trunc_normal_(self.places, std=0.02)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, 0.0, 0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        hidden = self.embedding(tokens) + self.places
+        for layer in self.layers:
+            hidden = layer(hidden, mask, is_causal=True)
+        logits: torch.Tensor = self.head(hidden)
+        return logits.transpose(1, 2)
+
+
+class ReadsItsWeights(nn.Module):
+    """A model whose constructor reads numbers of a tensor, so that it cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.body.weight.data *= 1.0 / self.body.weight.abs().max().item()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.body(inputs)
+        return outputs

@@ -1,0 +1,61 @@
+"""The blocks of a model: the modules whose parameters `strategy: fsdp` gathers together."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job
+from dp_ray.text import listed
+
+
+def choose_blocks(job: Job, model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of the classes that `fsdp.blocks` names, or those that `auto` finds.
+
+    A module that shares a parameter with one outside it is no block: its parameters go with the rest of the model.
+    Raises JobError if the model has no module of a class that is named.
+    """
+    if job.fsdp.blocks == "auto":
+        chosen = _automatic(model)
+    else:
+        there = {type(one).__name__ for one in model.modules()}
+        for name in job.fsdp.blocks:
+            if name not in there:
+                raise JobError(
+                    f"fsdp.blocks: the model has no module of class {name}; it has {listed(sorted(there))}"
+                )
+        chosen = [one for one in model.modules() if type(one).__name__ in job.fsdp.blocks]
+    found = [one for one in chosen if one is not model and next(one.parameters(), None) is not None]
+    return [one for one in _outermost(found) if not _shares(one, model)]
+
+
+def _automatic(model: nn.Module) -> list[nn.Module]:
+    names = {name for one in model.modules() for name in getattr(one, "_no_split_modules", None) or ()}
+    if named := [one for one in model.modules() if type(one).__name__ in names]:
+        return named
+    return list(_items(model))
+
+
+def _items(module: nn.Module) -> Iterator[nn.Module]:
+    """The items of the outermost ModuleLists and Sequentials."""
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        yield from module
+    else:
+        for child in module.children():
+            yield from _items(child)
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    inner = {id(below) for one in modules for below in one.modules() if below is not one}
+    return [one for one in dict.fromkeys(modules) if id(one) not in inner]
+
+
+def _shares(block: nn.Module, model: nn.Module) -> bool:
+    inside = {id(one) for one in block.modules()}
+    mine = {id(one) for one in block.parameters()}
+    return any(
+        id(parameter) in mine
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module.parameters(recurse=False)
+    )

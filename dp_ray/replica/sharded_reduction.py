@@ -1,0 +1,128 @@
+"""A step's gradients where each worker holds a part of the model: FSDP sums each worker's slice in the backward."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_ray.replica.reduction import Reduction, Work
+from dp_ray.replica.shard_loss import ShardLoss
+from dp_ray.replica.sharded import Sharded
+from dp_ray.system.waiting import waiting
+
+
+class ShardedReduction(Reduction):
+    """The reduction with `strategy: fsdp`: gradients add up whole on each worker, and the last round sums slices.
+
+    FSDP fills in zeros where a worker left a parameter unused. If no worker used it, it gets no gradient, as with
+    DDP. `looks_for_unused` says whether to ask the workers: "auto" asks until a step used all parameters.
+    """
+
+    def __init__(self, loss: ShardLoss, sharded: Sharded, looks_for_unused: bool | str) -> None:
+        super().__init__(loss, None, ())
+        self._sharded = sharded
+        self._looks = looks_for_unused
+        self._used: set[int] = set()
+        self._watched: set[int] = set()
+        self._is_standing_in = False
+        self.replica = self._forward  # type: ignore[assignment]
+        for one in sharded.replicated.values():
+            self._watch(one, one)
+
+    def begin(self, shards: Any, filled: int) -> None:
+        """Begin a step; without shards with rows, this worker's gradients count nothing."""
+        self._used = set()
+        self._sharded.scatter.is_silent = not shards
+
+    @contextmanager
+    def shard(self, is_last: bool) -> Iterator[None]:
+        """The context of a round: gradients are exchanged in the last round's backward only."""
+        root = self._sharded.root
+        root.set_requires_gradient_sync(is_last)
+        root.set_is_last_backward(is_last)
+        yield
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """The context of a round in which this worker's gradients count nothing."""
+        self._is_standing_in = True
+        try:
+            yield
+        finally:
+            self._is_standing_in = False
+
+    def exchange(self, stats: torch.Tensor) -> Work:
+        """Start the all-reduce of `stats`, in place."""
+        work: Work = dist.all_reduce(stats, async_op=True)
+        return work
+
+    def backward(self) -> AbstractContextManager[object]:
+        """The context of the step's last backward, which waits for the other workers."""
+        return waiting("the other workers' gradients")
+
+    def after(self, shard: int, is_last: bool) -> None:
+        """Do nothing: FSDP keeps the gradients until the last round."""
+
+    def finish(self) -> None:
+        """Sum the gradients of replicated parameters, and drop the gradients of unused ones."""
+        unused = self._unused()
+        for one in self._sharded.replicated.values():
+            if one.requires_grad and id(one) not in unused:
+                self._sum(one)
+        for unit in self._sharded.units:
+            if id(unit.sharded_param) in unused:
+                unit.sharded_param.grad = None
+        for one in self._sharded.replicated.values():
+            if id(one) in unused:
+                one.grad = None
+
+    def _forward(self, batch: Any, rows: int) -> torch.Tensor:
+        loss: torch.Tensor = self._sharded.run(self._own_loss, batch, rows)
+        for unit in self._sharded.units:
+            if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
+                self._watch(gathered, unit.sharded_param)
+        return loss
+
+    def _own_loss(self, batch: Any, rows: int) -> torch.Tensor:
+        """The loss in memory of its own: torch warns of hooks on views."""
+        loss: torch.Tensor = self.loss(batch, rows).clone()
+        return loss
+
+    def _watch(self, gathered: torch.Tensor, parameter: nn.Parameter) -> None:
+        """Note when a backward gives a parameter a gradient; FSDP gathers it in the same tensor each time."""
+        if id(gathered) not in self._watched and gathered.requires_grad:
+            self._watched.add(id(gathered))
+            note = functools.partial(self._note, id(parameter))
+            gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def _note(self, number: int, _: torch.Tensor) -> None:
+        if not self._is_standing_in:
+            self._used.add(number)
+
+    def _unused(self) -> set[int]:
+        """The parameters that no worker used in this step; every rank calls this."""
+        if not self._looks:
+            return set()
+        trained = [unit.sharded_param for unit in self._sharded.units] + list(self._sharded.replicated.values())
+        trained = [one for one in trained if one.requires_grad]
+        counts = torch.tensor([id(one) in self._used for one in trained], dtype=torch.int32)
+        counts = counts.cuda() if dist.get_backend() == "nccl" else counts
+        with waiting("the other workers' unused parameters"):
+            dist.all_reduce(counts)
+            found = counts.tolist()
+        if self._looks == "auto" and all(found):
+            self._looks = False
+        return {id(one) for one, count in zip(trained, found, strict=True) if not count}
+
+    def _sum(self, parameter: nn.Parameter) -> None:
+        """Sum a parameter's gradients over the workers, as numbers without a layout."""
+        if parameter.grad is None or self._sharded.scatter.is_silent:
+            parameter.grad = torch.zeros_like(parameter)
+        numbers = parameter.grad.detach().contiguous()
+        with waiting("the other workers' gradients"):
+            dist.all_reduce(torch.view_as_real(numbers) if numbers.is_complex() else numbers)
+        parameter.grad.copy_(numbers)

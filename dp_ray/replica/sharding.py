@@ -1,0 +1,268 @@
+"""A model of which each worker holds a part: torch's `fully_shard` (FSDP2), built shard by shard."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job
+from dp_ray.job_target import Target
+from dp_ray.replica.blocks import choose_blocks
+from dp_ray.replica.deferred import CannotDefer, Recording, Ref, record, replay
+from dp_ray.replica.devices import as_module
+from dp_ray.replica.model import build_model, check_has_shape
+from dp_ray.replica.rng import seed_all
+from dp_ray.replica.sharded import Sharded
+from dp_ray.replica.sparse import make_gradients_dense
+from dp_ray.replica.targets import build, resolve
+from dp_ray.replica.world import CPU, World
+from dp_ray.system.waiting import waiting
+from dp_ray.tensors.shards import local
+from dp_ray.text import listed
+
+DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# torch 2.13 renames it, and deprecates the old name.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Fill = Callable[[Callable[[int, torch.Tensor], None]], None]
+
+
+class Root(nn.Module):
+    """The root of a sharded model: it gathers the parameters outside the blocks, then calls what it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[..., Any], *args: Any) -> Any:
+        """What `run` returns for `args`."""
+        return run(*args)
+
+
+class SumScatter:
+    """FSDP's reduce-scatter, which sums: losses are divided by the rows of the whole batch already.
+
+    While `is_silent`, this worker adds nothing: it takes part in a step in which it has no rows.
+    """
+
+    def __init__(self) -> None:
+        self.is_silent = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum the workers' inputs; each gets its slice of the sums."""
+        if self.is_silent:
+            input_tensor.zero_()
+        with waiting("the other workers' gradients"):
+            work: dist.Work | None = _reduce_scatter(
+                output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op
+            )
+        return work
+
+
+def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharded:
+    """The job's model with the initial weights of `build_model`, of which this worker holds its shards alone.
+
+    Every rank calls this. `note` gets lines for the user. Raises what `build_model` raises, and JobError for a model
+    that cannot be sharded.
+    """
+    model, fill = _on_meta(job, note)
+    places = _places(model)
+    for name, parameter in model.named_parameters():
+        check_has_shape(name, parameter)
+    make_gradients_dense(model)
+    replicated = _kept_whole(model)
+    if replicated:
+        sizes = [f"{name} ({one.nbytes} bytes)" for name, one in replicated.items()]
+        note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
+    root, scatter = _shard(job, world, model, set(replicated.values()))
+    tensors = _materialise(places, world.device, job.fsdp.offload)
+    fill(lambda number, whole: _copy_rows(tensors[number], whole))
+    return Sharded(model, root, {name: _get(model, name) for name in replicated}, scatter, world)
+
+
+def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Fill]:
+    """The model on the meta device, and what gives its tensors one by one, by their ids there."""
+    if isinstance(job.model, Target):
+        resolve("model", job.model)
+        seed_all(job.seed)
+        try:
+            made, recording = record(lambda: build("model", job.model))
+            model = as_module(made)
+            _check_no_others(model)
+            return model, _Replay(model, recording)
+        except CannotDefer as error:
+            reason = str(error).splitlines()[0]
+    else:
+        reason = "it is an object that is made already"
+    model = build_model(job, [CPU])
+    size = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
+    what = job.model.label if isinstance(job.model, Target) else type(model).__qualname__
+    note(f"fsdp: {what} cannot be built shard by shard, so each worker builds it whole, in {size} bytes: {reason}")
+    return model, _emptied(model)
+
+
+class _Replay:
+    """Gives the tensors of a recorded model, each when it is made."""
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        self._recording = recording
+        self._refs: dict[int, list[tuple[int, Ref]]] = {}
+        for tensor in _tensors_of(model):
+            if tensor.is_meta:
+                ref = recording.ref(tensor)
+                self._refs.setdefault(ref.memory, []).append((id(tensor), ref))
+
+    def __call__(self, give: Callable[[int, torch.Tensor], None]) -> None:
+        def ready(memory: int, storage: torch.UntypedStorage) -> None:
+            for number, ref in self._refs[memory]:
+                give(number, ref.of(storage))
+
+        replay(self._recording, list(self._refs), ready)
+
+
+def _emptied(model: nn.Module) -> Fill:
+    """Move a model's parameters to the meta device; what is returned gives their values."""
+    values: list[tuple[int, torch.Tensor]] = []
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, one in module._parameters.items():
+            if one is None:
+                continue
+            if id(one) not in made:
+                made[id(one)] = nn.Parameter(one.detach().to("meta"), one.requires_grad)
+                values.append((id(made[id(one)]), one.detach()))
+            module._parameters[name] = made[id(one)]
+
+    def fill(give: Callable[[int, torch.Tensor], None]) -> None:
+        while values:
+            give(*values.pop())
+
+    return fill
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _check_no_others(model: nn.Module) -> None:
+    """Raise CannotDefer if a module keeps a tensor that is neither parameter nor buffer."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise CannotDefer(f"{name}.{key} is a tensor that is neither a parameter nor a buffer")
+
+
+Places = dict[int, list[tuple[dict[str, Any], str]]]
+
+
+def _places(model: nn.Module) -> Places:
+    """Where each parameter and buffer stands, by the id of the tensor."""
+    found: Places = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, one in held.items():
+                if one is not None:
+                    found.setdefault(id(one), []).append((held, name))
+    return found
+
+
+def _kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that FSDP cannot shard: scalars, other layouts, complex ones, and those of a second dtype."""
+    bytes_of: dict[torch.dtype, int] = {}
+    for one in model.parameters():
+        if one.requires_grad and not one.is_complex():
+            bytes_of[one.dtype] = bytes_of.get(one.dtype, 0) + one.nbytes
+    main = max(bytes_of, key=lambda dtype: bytes_of[dtype], default=torch.float32)
+    return {
+        name: one
+        for name, one in model.named_parameters()
+        if one.ndim == 0
+        or not one.numel()
+        or one.is_complex()
+        or not one.is_contiguous()
+        or (one.requires_grad and one.dtype != main)
+    }
+
+
+def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -> tuple[FSDPModule, SumScatter]:
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise JobError(f"strategy: fsdp needs torch 2.13 or later, got {torch.__version__}")
+    everyone = dist.group.WORLD
+    assert everyone is not None, "fsdp runs in a process group"
+    mesh = DeviceMesh.from_group(everyone, world.device.type)
+    given = job.fsdp.mixed_precision
+    dtypes = (None, None) if given is None else (DTYPES[given.param], DTYPES[given.reduce])
+    reshard = None if job.fsdp.reshard_after_forward == "auto" else job.fsdp.reshard_after_forward
+    offload = CPUOffloadPolicy() if job.fsdp.offload and world.device.type != "cpu" else OffloadPolicy()
+    keys: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole}
+    for block in choose_blocks(job, model):
+        fully_shard(block, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(*dtypes), **keys)
+    policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # what the root gets holds targets too
+    root = fully_shard(Root(model), mp_policy=policy, **keys)
+    if dtypes[0] is not None:
+        model.register_forward_pre_hook(_casting(dtypes[0]), with_kwargs=True)
+    scatter = SumScatter()
+    for module in root.modules():  # type: ignore[attr-defined]
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+            module.set_gradient_divide_factor(1.0)
+    root.set_reduce_scatter_unused_params(True)
+    return root, scatter
+
+
+def _casting(dtype: torch.dtype) -> Callable[..., Any]:
+    """A hook that casts the floating-point inputs of the model, whose parameters are gathered in this dtype."""
+
+    def cast(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return torch.utils._pytree.tree_map(cast, (args, kwargs))
+
+    return hook
+
+
+def _materialise(places: Places, device: torch.device, is_offloaded: bool) -> dict[int, torch.Tensor]:
+    """Give each tensor of the model memory, a shard of a sharded one; by the id of the tensor on the meta device."""
+    made: dict[int, torch.Tensor] = {}
+    for number, where in places.items():
+        held, name = where[0]
+        one = held[name]
+        at = CPU if is_offloaded and hasattr(one, "to_local") else device
+        fresh = torch.empty_like(one, device=at) if one.is_meta else one.to(at)
+        made[number] = nn.Parameter(fresh, one.requires_grad) if isinstance(one, nn.Parameter) else fresh
+        for held, name in where:
+            held[name] = made[number]
+    return made
+
+
+@torch.no_grad()
+def _copy_rows(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this worker's rows of a whole tensor."""
+    mine = local(tensor)
+    if mine is tensor:
+        tensor.copy_(whole)
+    elif mine.numel():
+        rows = -(-whole.shape[0] // dist.get_world_size())
+        first = rows * dist.get_rank()
+        mine.copy_(whole[first : first + mine.shape[0]])
+
+
+def _get(model: nn.Module, name: str) -> nn.Parameter:
+    return model.get_parameter(name)

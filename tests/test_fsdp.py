@@ -1,0 +1,266 @@
+"""`strategy: fsdp` ends where plain torch in one process does, whatever workers come, and holds a part on each."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job
+from dp_ray.plan.order import Order
+from dp_ray.task.notices import Note
+from dp_ray.task.step_control import StepControl
+from tests.support import training
+from tests.support.bad_data import Broken, good_loop
+from tests.support.cases import USUAL, compare, job_for
+from tests.support.cluster import Run
+from tests.support.group import ProcessExit, Stopped, StopsBefore, history_of, measured, run_group, weights_of
+from tests.support.merging import merged
+from tests.support.training import plain_loop
+from tests.support.trainings import assert_close, initial, job_of, keys_of, mean_loss
+
+SHARDED: dict[str, Any] = {"strategy": "fsdp"}
+BLOCKS: dict[str, Any] = {
+    "loss": "tests.support.training:token_loss",
+    "epochs": 1,
+    "batch_size": 14,
+    "shards": 6,
+    **SHARDED,
+}
+
+
+def notes(messages: list[Any]) -> list[str]:
+    return [one.text for one in messages if isinstance(one, Note)]
+
+
+def sharded(case: dict[str, Any], workers: int, strategy: str = "fsdp") -> Job:
+    return job_for(case, workers).model_copy(update={"strategy": strategy})
+
+
+def check(case: dict[str, Any], folder: Path, first: str = "fsdp", second: str = "fsdp") -> None:
+    """A training that is ended before a step, and goes on with other workers, maybe by another strategy."""
+    case = {**USUAL, "bitwise": False, "shards": 8, **case}
+    run_group(sharded(case, case["workers"][0], first), folder, StopsBefore(case["stops"]))
+    run_group(sharded(case, case["workers"][1], second), folder)
+    compare(case, weights_of(folder), history_of(folder))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "unused, frozen, in part used": {
+        "has": ["frozen", "sometimes", "unused"],
+        "optimizer": "SGD with decay",
+        "workers": [4, 2],
+        "finds_unused": True,
+    },
+    "buffers, dropout, clipping, a schedule, AdamW": {
+        "has": ["dropout", "noise", "statistics"],
+        "optimizer": "AdamW",
+        "scheduler": "tests.support.training:warm_up",
+        "grad_clip": 0.3,
+        "eval_rows": 9,
+        "workers": [3, 4],
+    },
+    "what cannot be sharded": {
+        "has": ["channels_last", "complex", "double", "scalar", "transposed"],
+        "grad_clip": 0.3,
+        "workers": [2, 3],
+    },
+    "sparse gradients, an observer, few rows": {
+        "has": ["observer", "sparse", "still"],
+        "rows": 13,
+        "batch_size": 5,
+        "eval_rows": 5,
+        "workers": [4, 1],
+        "stops": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("what", list(CASES))
+def test_a_sharded_training_ends_where_one_plain_process_does(tmp_path: Path, what: str) -> None:
+    check(CASES[what], tmp_path)
+
+
+@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp"), ("fsdp", "ddp")])
+def test_a_training_goes_on_by_the_other_strategy(tmp_path: Path, first: str, second: str) -> None:
+    case = {"has": ["channels_last", "frozen"], "optimizer": "fused AdamW", "workers": [2, 3]}
+    check(case, tmp_path, first, second)
+
+
+def test_blocks_and_tied_weights_and_the_parts_of_each_worker(tmp_path: Path) -> None:
+    """Weights, and the bytes that each worker wrote: its part of the parameters and of the optimizer's state."""
+    job = job_of("Blocks", "Sentences", workers=4, grad_clip=0.5, **BLOCKS)
+    run_group(job, tmp_path)
+    model = initial(training.Blocks)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+
+    def clip() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    losses = plain_loop(model, training.Sentences(), 14, 1, mean_loss, optimizer, after_backward=clip)
+    assert_close(tmp_path, model, losses, 1e-5)
+    size = 2 * sum(one.nbytes for one in model.parameters())  # the parameter and its momentum
+    pieces = sorted((tmp_path / "checkpoints" / "pieces").glob("step-4.*"))
+    assert len(pieces) == 4
+    for piece in pieces:
+        held = {key: one for key, one in load_file(piece).items() if not key.endswith("head.weight")}  # the embedding
+        assert sum(one.nbytes for one in held.values()) <= 1.1 * size / 4
+
+
+def test_initial_weights_are_the_bits_of_one_process(tmp_path: Path) -> None:
+    still = {"target": "torch.optim:SGD", "args": {"lr": 0.0}}
+    run_group(job_of("Blocks", "Sentences", workers=3, optimizer=still, **BLOCKS, max_steps=1), tmp_path)
+    weights = weights_of(tmp_path)
+    expected = initial(training.Blocks).state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], one) for name, one in expected.items())
+
+
+def test_a_model_that_reads_its_weights_is_built_whole_and_told(tmp_path: Path) -> None:
+    told = notes(run_group(job_of("ReadsItsWeights", workers=2, **SHARDED), tmp_path))
+    model = initial(training.ReadsItsWeights)
+    losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    assert_close(tmp_path, model, losses)
+    assert any(
+        "ReadsItsWeights cannot be built shard by shard, so each worker builds it whole, in 84 bytes" in one
+        for one in told
+    ), told
+
+
+def test_a_start_from_pieces_from_weights_and_evaluations(tmp_path: Path) -> None:
+    run_group(job_of("mlp", workers=3, epochs=1, **SHARDED), tmp_path / "first")
+    for location, workers in ((tmp_path / "first", 2), (tmp_path / "first" / "weights.safetensors", 3)):
+        folder = tmp_path / str(workers)
+        run_group(job_of("mlp", workers=workers, epochs=2, init_from=str(location), **SHARDED), folder)
+    straight = tmp_path / "straight"
+    run_group(job_of("mlp", workers=1, epochs=2), straight)
+    for name, one in weights_of(straight).items():
+        assert torch.allclose(weights_of(tmp_path / "2")[name], one, rtol=1e-5, atol=1e-6)
+    assert len(history_of(tmp_path / "3")) == 30, "weights alone begin at step 0"
+    losses = []
+    for strategy in ("ddp", "fsdp"):
+        job = job_of("mlp", workers=3, shards=5, task="evaluate", strategy=strategy, init_from=str(straight))
+        losses.append(measured(run_group(job, tmp_path / strategy))["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-7)
+
+
+def test_outputs_of_a_prediction_are_those_of_one_process(tmp_path: Path) -> None:
+    """23 rows in batches of 7 on 3 workers: the last batch has rows for two of them."""
+    data = {"target": "tests.support.training:Pairs", "args": {"length": 23}}
+    keys = {"task": "predict", "shards": 4, "inputs": "first"}
+    outputs = []
+    for workers, strategy in ((1, "ddp"), (3, "fsdp")):
+        job = job_of("mlp", data, workers=workers, strategy=strategy, **keys)
+        run_group(job, tmp_path / strategy)
+        outputs.append(merged(job, tmp_path / strategy, 23).read())
+    assert len(outputs[0]) == 23
+    assert torch.allclose(outputs[1], outputs[0], rtol=1e-6, atol=1e-7)
+
+
+class StopsAfter(StepControl):
+    """Asks for a stop in a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def before(self, step: int) -> None:
+        self.wants_stop = step == self._step
+
+    def leave(self) -> None:
+        raise Stopped
+
+
+def test_a_stop_that_is_asked_for_keeps_the_step_and_goes_on_on_other_workers(tmp_path: Path) -> None:
+    keys = {"shards": 4, "checkpoint": {"every_seconds": None}, **SHARDED}
+    run_group(job_of("mlp", workers=3, **keys), tmp_path, StopsAfter(4))
+    assert (tmp_path / "checkpoints" / "step-5.safetensors").exists()
+    run_group(job_of("mlp", workers=4, **keys), tmp_path)
+    model = initial(training.mlp)
+    losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    assert_close(tmp_path, model, losses)
+
+
+def test_a_worker_whose_rows_are_set_aside_and_a_step_without_any(tmp_path: Path) -> None:
+    """All rows of the first step and of the fourth, and all of worker 0's in the second."""
+    order = Order(101, 0, 0, shuffle=True)
+    bad = [order[at] for at in (*range(10), 13, *range(21, 28), 100)]
+    data = {"target": "tests.support.bad_data:Broken", "args": {"raises": bad}}
+    on_error = {"quarantine": len(bad)}
+    run_group(job_of("mlp", data, workers=3, shards=5, on_error=on_error, **SHARDED), tmp_path)
+    model = initial(training.mlp)
+    told = good_loop(model, Broken(), bad, torch.optim.SGD(model.parameters(), 0.1, 0.9), 5)
+    for name, expected in model.state_dict().items():
+        assert torch.allclose(weights_of(tmp_path)[name], expected, rtol=1e-5, atol=1e-6), name
+    assert [row["rows"] for row in history_of(tmp_path)] == [rows for rows, _ in told]
+
+
+def test_a_damaged_piece_is_told_and_the_checkpoint_before_it_goes_on(tmp_path: Path) -> None:
+    keys = {"shards": 3, "checkpoint": {"every_steps": 4, "keep": 2}, **SHARDED}
+    run_group(job_of("mlp", workers=3, **keys), tmp_path, StopsBefore(10))
+    pieces = tmp_path / "checkpoints" / "pieces"
+    assert sorted(one.name for one in pieces.iterdir()) == [
+        f"step-{step}.{rank}-of-3.safetensors" for step in (4, 8) for rank in range(3)
+    ]
+    damaged = pieces / "step-8.2-of-3.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    told = notes(run_group(job_of("mlp", workers=2, **keys), tmp_path))
+    assert any(
+        "checkpoint step-8.safetensors is ignored" in one and "2-of-3.safetensors: is damaged" in one for one in told
+    )
+    model = initial(training.mlp)
+    losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    assert_close(tmp_path, model, losses)
+    assert {one.name.split(".")[0] for one in pieces.iterdir()} == {"step-28", "step-30"}, "others are removed"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_mixed_precision_is_near_full_precision(tmp_path: Path, workers: int) -> None:
+    fsdp = {"mixed_precision": {"param": "bf16", "reduce": "fp32"}}
+    run_group(job_of("mlp", workers=workers, shards=2, fsdp=fsdp, epochs=1, **SHARDED), tmp_path)
+    model = initial(training.mlp)
+    losses = plain_loop(model, training.Pairs(), 7, 1, mean_loss, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    got = [row["loss"] for row in history_of(tmp_path)]
+    assert got == pytest.approx(losses, rel=0.05)
+    assert got != pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"bitwise": True}, "bitwise: is not possible with strategy: fsdp"),
+        ({"compile": True}, "compile: is not possible with strategy: fsdp"),
+        ({"devices": ["cpu", "cpu"]}, "each with one device; got 2 devices each"),
+    ],
+)
+def test_what_fsdp_contradicts(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        job_of("mlp", **{**SHARDED, **keys})
+
+
+def test_an_unknown_block_is_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        ProcessExit, match=r"fsdp\.blocks: the model has no module of class Layer; it has Dropout, Linear"
+    ):
+        run_group(job_of("mlp", workers=2, fsdp={"blocks": ["Layer"]}, **SHARDED), tmp_path)
+
+
+def test_a_jobs_fingerprint_does_not_know_the_strategy() -> None:
+    ddp, fsdp = job_of("mlp"), job_of("mlp", **SHARDED)
+    assert ddp.fingerprint() == fsdp.fingerprint()
+    mixed = job_of("mlp", fsdp={"mixed_precision": {"param": "bf16"}}, **SHARDED)
+    assert mixed.fingerprint() != ddp.fingerprint()
+
+
+@pytest.mark.ray
+def test_workers_of_ray_train_it(run_in_session: Run) -> None:
+    """One is killed in a step: the others go on with what all had kept."""
+    keys = {**keys_of(), "workers": 3, "shards": 4, "epochs": 2, "shuffle": True, **SHARDED}
+    result = run_in_session(**keys, checkpoint={"every_steps": 5}, inject="kill worker 1 at step 12")
+    model = initial(training.mlp)
+    plain_loop(model, training.Pairs(), 4, 2, mean_loss, torch.optim.SGD(model.parameters(), 0.1))
+    assert result.restarts == 1
+    for name, one in model.state_dict().items():
+        assert torch.allclose(result.weights[name], one, rtol=1e-5, atol=1e-6), name
