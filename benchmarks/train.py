@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.cluster import scratch
-from benchmarks.compare import AHEAD, Goal, Pairs, at_least, at_most, compared
+from benchmarks.compare import AHEAD, Goal, Pairs, at_least, at_most, compared, in_rounds
 from benchmarks.measure import in_processes
 from benchmarks.table import Row, rate_text, time_text
-from benchmarks.training import BATCH, WARM, WorldLoop, allocating, blocked, ours, plain, unsplit, worker
+from benchmarks.training import BATCH, ROUND, WARM, WorldLoop, allocating, blocked, ours, plain, unsplit, worker
 from benchmarks.turns import Baton
 from dp_ray.replica.world import World
 
@@ -83,17 +83,17 @@ def _allocator() -> Row:
     loop = partial(plain, "conv", 1, World())
     found = dict(in_processes(context, allocating, [(0, batons, loop), (1, batons, loop)]))
     what = f"{WHAT}, plain torch, 1 worker, a conv net, freed memory kept by mallopt"
-    seconds = list(zip(found[0], found[1], strict=True))[WARM:]
+    seconds = in_rounds(list(zip(found[0], found[1], strict=True))[WARM:], ROUND)
     return compared(what, _rates(seconds), rate_text, "without", AHEAD)
 
 
 def _in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int) -> Pairs:
-    """The seconds of a step of both sides, in turns in the same worker processes, without the first turns."""
+    """The seconds of a step of both sides, in turns in the same processes, by rounds; without the first turns."""
     port = _free_port()
     arguments = [(rank, port, workers, mine, theirs) for rank in range(workers)]
     seconds: Pairs
     (seconds,) = in_processes(multiprocessing.get_context("spawn"), worker, arguments)
-    return seconds[WARM:]
+    return in_rounds(seconds[WARM:], ROUND)
 
 
 def _rates(seconds: Pairs) -> Pairs:

@@ -26,8 +26,9 @@ from dp_ray.task.step_control import StepControl
 from dp_ray.task.train import train
 
 ROWS, BATCH = 40_960, 1024
-BLOCK = 4  # steps in a turn
-WARM, PAIRS = 4, 40  # turns of each side that are not measured, and those that are
+BLOCK = 5  # steps in a turn, of which the first is not measured
+WARM, ROUNDS, ROUND = 4, 9, 7  # turns of each side that are not measured; rounds that are, of so many turns each
+PAIRS = ROUNDS * ROUND
 STEPS = BLOCK * (WARM + PAIRS) + 1
 EPOCHS = -(-STEPS * BATCH // ROWS)
 Rates = list[tuple[float, float]]

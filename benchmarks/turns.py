@@ -21,7 +21,8 @@ def take_turns(
 ) -> list[tuple[float, float]]:
     """Run both loops in this process, in turns of `block` steps; the seconds of a step in each pair of turns.
 
-    `settle` is called at both ends of a turn: it waits for what else works for the loop, like a GPU or the other
+    A turn's first step is not measured, on either side: it finds the other side's numbers in the caches. `settle` is
+    called at both ends of what is measured: it waits for what else works for the loop, like a GPU or the other
     processes. The steps after a loop's last whole turn are not measured.
     """
     mine, others = Baton.of(threading), Baton.of(threading)
@@ -48,7 +49,7 @@ class Baton:
 
 
 class Turns(StepControl):
-    """The step control of one of two loops: after each `block` steps it lets the other one run."""
+    """The step control of one of two loops: after each `block` steps, two or more, it lets the other one run."""
 
     def __init__(self, block: int, mine: Baton, others: Baton, settle: Callable[[], object] = lambda: None) -> None:
         self.seconds: list[float] = []
@@ -68,15 +69,14 @@ class Turns(StepControl):
             self._others.may_run.release()
 
     def before(self, step: int) -> None:
-        """At the first step of a turn: end the last turn, wait for the next one, and start its clock."""
-        if step % self._block:
-            return
-        if step:
+        """At a turn's first step: end the last turn, and wait for the next one. At its second: start the clock."""
+        if step and step % self._block == 0:
             self._settle()
-            self.seconds.append((time.perf_counter() - self._began) / self._block)
+            self.seconds.append((time.perf_counter() - self._began) / (self._block - 1))
             self._let_other_run()
-        self._settle()
-        self._began = time.perf_counter()
+        if step % self._block == 1:
+            self._settle()
+            self._began = time.perf_counter()
 
     def _let_other_run(self) -> None:
         """Let the other side run, unless it has ended, and wait for the next turn."""

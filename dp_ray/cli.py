@@ -28,11 +28,12 @@ from dp_ray.cli_options import (
     of_a_training,
 )
 from dp_ray.cli_runs import compare, list_runs, report, track, watch
-from dp_ray.early_start import begun, say_import
+from dp_ray.early_start import begun, forked_early, say_import
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job
 from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
 from dp_ray.secrets import hide
+from dp_ray.system.imports import collector_paused
 from dp_ray.tracebacks import frames_of, notes_of
 
 _at_end = ExitStack()  # closed when the outcome has been said
@@ -175,8 +176,11 @@ def verify(
     counts = parse_counts(workers)
     job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
     say_import(job.run_name, quiet)
-    from dp_ray.driver import Options
-    from dp_ray.verify import verify as run_verify
+    if max(counts) > 0:
+        _at_end.enter_context(forked_early(job, address))
+    with collector_paused():
+        from dp_ray.driver import Options
+        from dp_ray.verify import verify as run_verify
 
     options = Options(address=address, overwrite=True, quiet=quiet, verbose=verbose)
     verdict = run_verify(job, counts, options, tolerance)

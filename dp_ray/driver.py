@@ -126,8 +126,7 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
     execution = Execution(prepared, claimed, options, console, started, on_ray or _on_own_workers(options))
     with held(claimed, lambda: execution.steps_done):
         try:
-            with recorded_about(claimed.storage, table(plan)):
-                return execution.run()
+            return execution.run()
         finally:
             execution.write_page()
 
@@ -207,7 +206,8 @@ class Execution:
         self._say_what_runs()
         self._storage.remove_unfinished(recursive=True)
         try:
-            with planned_stops(self._ask_to_stop):
+            # Within this block only: what removes unfinished files would remove the one that is being written.
+            with planned_stops(self._ask_to_stop), recorded_about(self._storage, table(self._prepared.plan)):
                 self._follow()
                 check_ours(self._claimed)
                 self._merge()

@@ -8,6 +8,7 @@ import click
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.job import Job
 from dp_ray.system.imports import collector_paused
+from dp_ray.system.stop_signals import interrupts_after
 
 
 @contextmanager
@@ -23,17 +24,27 @@ def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: 
         yield
         return
     say_import(name, is_quiet)
-    if len(jobs) > 1:
-        yield  # a session connects with the keys of all jobs
-        return
-    check_ray()
-    from dp_ray.cluster.connect import connected_early, what_begins
+    with forked_early(jobs[0], address):
+        if len(jobs) > 1:
+            yield  # a session connects with the keys of all jobs
+            return
+        from dp_ray.cluster.connect import connected_early, what_begins
 
-    say(f"{name}: {what_begins(address)}", is_quiet)
-    with connected_early(jobs[0], address, is_verbose) as connection:
-        with collector_paused():
-            from dp_ray.cluster import workers  # noqa: F401
-        connection.wait()
+        say(f"{name}: {what_begins(address)}", is_quiet)
+        with connected_early(jobs[0], address, is_verbose) as connection:
+            with collector_paused(), interrupts_after():
+                from dp_ray.cluster import workers  # noqa: F401
+            connection.wait()
+            yield
+
+
+@contextmanager
+def forked_early(job: Job, address: str | None) -> Iterator[None]:
+    """Have the process begin from which the workers of a Ray of its own are forked; it ends with the block."""
+    check_ray()
+    from dp_ray.cluster.forking import forking_early
+
+    with forking_early(job, address):
         yield
 
 

@@ -168,6 +168,18 @@ def test_workers_that_are_slow_die_or_stop_come_to_the_end(
     check_whole(run)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loop_that_waits_wakes_its_merging(run: Storage, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """With a file for each step the loop waits often; it does not wait for the next look that is due."""
+    monkeypatch.setattr(merging, "LOOK_SECONDS", 2.0)
+    run.child(FILES).delete("cut-12")
+    ledger.note_files(run, "", 60)
+    began = time.monotonic()
+    assert all(worker.is_whole for worker in attempt(run, size))
+    assert time.monotonic() - began < 8, "60 looks take a second each"
+    check_whole(run)
+
+
 def test_an_error_of_the_merging_reaches_a_loop_that_waits(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = threading.Event()
     monkeypatch.setattr(Control, "touch", lambda control: waits.set())

@@ -1,5 +1,6 @@
 """What the benchmarks' tables rest on: quartiles, verdicts, and two loops that take turns."""
 
+import time
 from functools import partial
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.compare import AHEAD, Goal, Quartiles, at_least, at_most, compared, quartiles
+from benchmarks.compare import AHEAD, Goal, Quartiles, at_least, at_most, compared, in_rounds, quartiles
 from benchmarks.table import line, ratio_text
 from benchmarks.turns import take_turns
 from dp_ray.task.step_control import StepControl
@@ -68,6 +69,27 @@ def test_loops_take_turns_every_few_steps() -> None:
     assert ran == [*first, "a", "a", "b", "b", "a", "b"]
     assert len(pairs) == 2
     assert all(ours > 0 and theirs > 0 for ours, theirs in pairs)
+
+
+def test_the_first_step_of_a_turn_is_not_measured_on_either_side() -> None:
+    def loop(control: StepControl) -> None:
+        for step in range(9):
+            control.before(step)
+            time.sleep(0.2 if step % 4 == 0 else 0.002)
+
+    for pair in take_turns(loop, loop, 4):
+        assert max(pair) < 0.05, "a step of 0.2 s would be in it"
+
+
+def test_of_each_round_the_pair_with_the_median_ratio_is_taken() -> None:
+    first, second = [(3.0, 1.0), (1.0, 1.0), (4.0, 2.0)], [(1.0, 9.0), (2.0, 9.0), (9.0, 1.0)]
+    assert in_rounds([*first, *second, (5.0, 1.0)], 3) == [(4.0, 2.0), (2.0, 9.0)]
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=5, max_size=40))
+def test_rounds_favour_no_side(pairs: list[tuple[float, float]]) -> None:
+    turned = in_rounds([(theirs, ours) for ours, theirs in pairs], 5)
+    assert [theirs / ours for ours, theirs in turned] == [ours / theirs for ours, theirs in in_rounds(pairs, 5)]
 
 
 def test_a_loop_that_fails_lets_the_other_end() -> None:

@@ -69,7 +69,9 @@ def test_a_broken_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_parts_are_gone_once_they_are_merged(tmp_path: Path) -> None:
     result = dp_ray.run(**keys(tmp_path))
     left = sorted(path.name for path in Path(result.run_dir).iterdir())
-    assert left == ["outputs", "outputs_manifest.json", "result.json", "run.json", "shapes.parquet"]
+    told = ["about.json", "previews", "report.html", "times"]
+    files = ["outputs", "outputs_manifest.json", "result.json", "run.json", "shapes.parquet"]
+    assert left == sorted([*told, *files])
 
 
 def test_a_part_that_vanished_is_found_out_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +210,7 @@ def test_a_broken_training_is_resumed_with_its_shapes_and_its_scalars(tmp_path: 
     }
     left = sorted(path.name for path in Path(result.run_dir).iterdir())
     files = {"metrics.parquet", "result.json", "run.json", "shapes.parquet", "weights.safetensors"}
-    assert set(left) == files | {"checkpoints", "tensorboard"}
+    assert set(left) == files | {"checkpoints", "tensorboard", "times", "report.html", "about.json"}
     with pytest.raises(JobError, match="holds this run, finished"):
         dp_ray.run(**training(tmp_path))
 

@@ -68,9 +68,12 @@ def test_a_command_line_is_shown_without_the_values() -> None:
 
 def test_the_collector_rests_while_large_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DP_RAY_IMPORTS", raising=False)
+    frozen = gc.get_freeze_count()
     with collector_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
+    assert gc.get_freeze_count() > frozen
+    gc.unfreeze()
     frozen = gc.get_freeze_count()
     try:
         prepare_imports({"DP_RAY_IMPORTS": "1"})

@@ -84,6 +84,7 @@ def test_ctrl_c_while_ray_starts_ends_with_130_and_leaves_no_ray(process: str, t
 def test_a_killed_command_leaves_no_ray(tmp_path: Path) -> None:
     with started("--storage", str(tmp_path)) as command:
         assert within(SECONDS, lambda: any("raylet" in line for line in command.processes().values()))
+        assert any("fork_server.py" in line for line in command.processes().values())
         command.running.kill()
 
 

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -227,11 +228,30 @@ def test_a_page_that_cannot_be_made_fails_no_run(
     assert "no page of the run: RuntimeError: no template" in capsys.readouterr().err
 
 
+def test_what_a_run_was_made_with_is_written_after_the_clearing_of_unfinished_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    clear = Storage.remove_unfinished
+
+    def cleared(storage: Storage, recursive: bool = False) -> None:
+        time.sleep(0.05 * recursive)
+        order.extend(["cleared"] * recursive)
+        clear(storage, recursive)
+
+    monkeypatch.setattr(Storage, "remove_unfinished", cleared)
+    monkeypatch.setattr("dp_ray.rundir.about.git_state", lambda: order.append("kept"))
+    train(tmp_path)
+    assert order == ["cleared", "kept", "cleared"]
+
+
 def test_nothing_of_the_page_is_imported_before_a_runs_end() -> None:
     """Its imports stand inside functions, but in its own package."""
     for path in (ROOT / "dp_ray").rglob("*.py"):
         tops = [ast.unparse(node) for node in ast.parse(path.read_text()).body if isinstance(node, IMPORTS)]
-        assert path.parent.name == "report" or not re.findall(r"jinja2|bokeh|dp_ray\.report", " ".join(tops)), path
+        assert path.parent.name in ("report", "watch") or not re.findall(
+            r"jinja2|bokeh|dp_ray\.report", " ".join(tops)
+        ), path
 
 
 def test_the_command_writes_the_page(

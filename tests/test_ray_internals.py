@@ -19,25 +19,31 @@ import pytest
 import ray
 
 import dp_ray
-from dp_ray.cluster.ray_internals.core import NO_AGENT
+from dp_ray.cluster.ray_internals.core import DEFAULT_WORKER, NO_AGENT, WITHOUT_SPARE_WORKERS
 from tests.support.cluster import ROOT
 from tests.support.sources import nodes_of
 
 RAY = Path(ray.__file__).parent
 WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals"
 FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
-# Ray's documented variable stands in the command line's help, which loads no Ray.
-ALLOWED = {("dp_ray/cli_options.py", "RAY_ADDRESS")}
+ALLOWED = {
+    ("dp_ray/cli_options.py", "RAY_ADDRESS"),  # documented; it stands in the command line's help, which loads no Ray
+    ("tests/conftest.py", "RAY_CLIENT_MODE"),  # Ray leaves it behind
+    ("tests/support/ray_forks.py", "ray._private.parameter.RayParams"),  # forks the workers of the tests' cluster
+}
 
 # Ray's private things, as module:attribute, with the parameters that we give where we call or override them.
 CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray:init": None,  # takes _temp_dir, see below
+    "ray._private:__path__": None,
     "ray._private.authentication.authentication_token_setup:maybe_enable_token_auth_if_token_available": (
         "warn_if_disabled",
     ),
     "ray._private.node:Node.start_api_server": ("include_dashboard", "raise_on_failure"),
     "ray._private.node:Node.start_log_monitor": (),
     "ray._private.node:Node.start_monitor": (),
+    "ray._private.node:Node.start_raylet": (),
+    "ray._private.parameter:RayParams.update_if_absent": None,
     "ray._private.ray_constants:PROCESS_TYPE_DASHBOARD_AGENT": None,
     "ray._private.services:_build_python_executable_command_memory_profileable": ("component", "session_dir"),
     "ray._private.utils:get_dashboard_dependency_error": (),
@@ -140,6 +146,9 @@ USED: dict[str, tuple[str, str]] = {
     ),
     "the agent's node": ("ray._private.services:start_raylet", 'f"--node-id={node_id}",'),
     "the agent's folder": ("ray._private.services:start_raylet", 'f"--session-dir={session_dir}",'),
+    "a node's program for workers": ("ray._private.node:Node.start_raylet", "self._ray_params.worker_path,"),
+    "a raylet's program for workers": ("ray._private.services:start_raylet", "        + [\n            worker_path,"),
+    "ray.init takes settings": ("ray._private.worker:init", '"_system_config"'),
     "workers' logs ask for their switch": ("ray._private.worker:print_worker_logs", "if not _worker_logs_enabled"),
     "the controller makes its worker group": (
         "ray.train.v2._internal.execution.controller:TrainController",
@@ -375,6 +384,12 @@ def test_ray_says(text: str) -> None:
     fixed = text.rstrip("0123456789").encode()  # a number is put behind when it is said
     is_said = any(fixed in (RAY / name).read_bytes() for name in BINARIES)
     assert is_said, f"nothing of Ray says {text!r}"
+
+
+def test_ray_has_a_program_for_workers_and_settings_for_them() -> None:
+    assert DEFAULT_WORKER.is_file()
+    for setting in WITHOUT_SPARE_WORKERS:
+        assert setting.encode() in (RAY / "core/src/ray/raylet/raylet").read_bytes()
 
 
 def test_the_contract_names_all_that_the_wall_uses() -> None:

@@ -24,13 +24,12 @@ import torch
 from torch.utils.data import default_collate
 
 import dp_ray
-from dp_ray.cluster.ray_internals.core import find_users_token, wants_token
+from dp_ray.cluster.ray_internals.core import find_users_token, read_variables_anew, wants_token
 from dp_ray.cluster.ray_internals.variables import (
     ADDRESS,
     API_SERVER_ADDRESS,
     AUTH_MODE,
     VARIABLES,
-    read_variables_anew,
 )
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
 from dp_ray.system.stop_signals import handlers_kept

@@ -119,7 +119,9 @@ def test_a_predict_run(server: Server, tmp_path: Path, monkeypatch: pytest.Monke
     local = dp_ray.run(**predicting(server, "predict", storage=str(tmp_path)))
     assert result.outputs_sha256 == local.outputs_sha256
     assert torch.equal(result.outputs, local.outputs)
-    assert set(server.objects("predict/run")) == {*OUTPUT_FILES, "result.json", "run.json", "shapes.parquet"}
+    left = {name for name in server.objects("predict/run") if not name.startswith(("times/", "previews/"))}
+    told = {"result.json", "run.json", "shapes.parquet", "report.html", "about.json"}
+    assert left == {*OUTPUT_FILES, *told}
     assert (server.uploads("predict"), server.copies()) == ([], [])
     assert torch.equal(dp_ray.load(server.url("predict/run")).outputs, local.outputs)
     with pytest.raises(dp_ray.Error, match="holds this run, finished"):
@@ -130,8 +132,10 @@ def test_a_training_run(server: Server, tmp_path: Path) -> None:
     result = dp_ray.run(**training(server, "train"))
     local = dp_ray.run(**training(server, "train", storage=str(tmp_path)))
     assert result.weights_sha256 == local.weights_sha256
-    left = {name for name in server.objects("train/run") if not name.startswith(("tensorboard", "checkpoints"))}
-    assert left == {"metrics.parquet", "result.json", "run.json", "shapes.parquet", "weights.safetensors"}
+    others = ("tensorboard", "checkpoints", "times")
+    left = {name for name in server.objects("train/run") if not name.startswith(others)}
+    told = {"result.json", "run.json", "shapes.parquet", "report.html", "about.json"}
+    assert left == {"metrics.parquet", "weights.safetensors", *told}
     assert (server.uploads("train"), server.copies()) == ([], [])
 
 

@@ -80,11 +80,10 @@ def test_each_part_of_a_step_is_told(tmp_path: Path, task: str) -> None:
     slept = {"data_wait": 3, "forward": 1, "backward": 2 * (task == "train")}
     for part, times in slept.items():
         assert min(seconds_of(table, part)) >= times * SECONDS
-        assert min(seconds_of(table, part)) < (times + 2) * SECONDS
     for part in ("host_to_device", "exchange", "waiting"):
         assert not any(seconds_of(table, part)), "there is one worker, on the CPU"
     loop = sum(sum(seconds_of(table, part)) for part in STEP_PARTS)
-    assert loop == pytest.approx(result.workers[0]["loop_seconds"], rel=0.2)
+    assert 0.5 * result.workers[0]["loop_seconds"] < loop <= 1.01 * result.workers[0]["loop_seconds"]
 
 
 def test_checkpoints_and_evaluations_have_parts_of_their_own(tmp_path: Path) -> None:

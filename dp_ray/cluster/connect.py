@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import ray
 
 import dp_ray
 from dp_ray.cluster.early import EarlyConnection
+from dp_ray.cluster.forking import forking
 from dp_ray.cluster.ray_internals.core import (
     address_of_own_raylet,
     autoscales,
     find_users_token,
+    forget_variables,
     raylets_hushed,
     shown_as,
     start_local,
@@ -30,13 +32,12 @@ from dp_ray.cluster.ray_internals.variables import (
     JOB_CONFIG,
     TRAIN_ENVIRONMENT,
     USE_TLS,
-    forget_variables,
 )
 from dp_ray.cluster.resources import Resources, capacity_for, text_of, times
 from dp_ray.errors import ClusterError
 from dp_ray.job_keys import WorkerKeys
 from dp_ray.system.environment import environment, is_env, without_values
-from dp_ray.system.folders import own_folder
+from dp_ray.system.folders import own_folder, short_folder
 from dp_ray.system.stop_signals import handlers_kept
 
 
@@ -61,10 +62,15 @@ def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[
 def _connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[None]:
     # An embedded Ray gets a folder of its own. The default folder holds the address of the Ray that was started last,
     # so some of Ray Train's actors would wait for a dead Ray, or ask the wrong one.
-    short = "/tmp" if os.path.isdir("/tmp") else None  # a socket's path is limited to 107 characters, TMPDIR is not
-    with _environment_kept(), own_folder(short) as folder, raylets_hushed(verbose):
+    found = address_of(address)
+    with (
+        nullcontext() if found else forking(keys) as fork_server,
+        _environment_kept(),
+        own_folder(short_folder()) as folder,
+        raylets_hushed(verbose),
+    ):
         with handlers_kept():
-            _start_ray(keys, address_of(address), verbose, folder)
+            _start_ray(keys, found, verbose, folder, fork_server)
         try:
             yield
         finally:
@@ -111,7 +117,9 @@ def address_of(given: str | None) -> str | None:
     return given or own or os.environ.get(ADDRESS)
 
 
-def _start_ray(keys: WorkerKeys, address: str | None, verbose: bool, folder: str) -> None:
+def _start_ray(
+    keys: WorkerKeys, address: str | None, verbose: bool, folder: str, fork_server: Path | None = None
+) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
     try:
@@ -121,7 +129,7 @@ def _start_ray(keys: WorkerKeys, address: str | None, verbose: bool, folder: str
                 code = None if in_ray_job() else code_to_ship()
                 ray.init(address, runtime_env=code, log_to_driver=verbose, logging_level=level)
             else:
-                start_local(_logical_cpus(keys), folder, verbose, logging_level=level)
+                start_local(_logical_cpus(keys), folder, verbose, fork_server, logging_level=level)
     except Exception as error:  # Ray's own of many types, and a bare Exception if a node does not start in time
         says = f"no Ray answers at {address}" if address else "cannot start Ray on this machine"
         raise ClusterError(f"{says}: {error}") from error

@@ -36,7 +36,7 @@ class Buffers:
 
     def keep(self) -> None:
         """Keep the current buffers, those of shard 0, as the buffers after the step."""
-        self._kept = _copies(self._tensors())
+        self._kept = _copies(self._tensors()) if self._places else None
 
     def restore(self) -> None:
         """Set the buffers to their values before the step, for the next shard."""

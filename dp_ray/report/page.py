@@ -26,6 +26,7 @@ from dp_ray.storage import Storage
 REPORT = "report.html"
 HERE = Path(__file__).parent
 SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the fast one, where it was built
 EVALUATIONS = 50  # the newest, in the table
 
 
@@ -50,7 +51,7 @@ def render_run(data: RunData, live: float | None = None) -> str:
         facts=facts_of(data),
         metrics=metrics_of(data),
         split=time_split(data),
-        job_file=yaml.safe_dump(data.job, sort_keys=False, allow_unicode=True) if data.job else "",
+        job_file=yaml.dump(data.job, Dumper=DUMPER, sort_keys=False, allow_unicode=True) if data.job else "",
         driver=data.drivers[-1] if data.drivers else {},
         evaluations=evaluations_of(data),
         heat_maps=heat_maps(data.grid),

@@ -15,6 +15,11 @@ PREFIX = "dp_ray-"
 OWNER = "dp_ray-owner.json"
 
 
+def short_folder() -> str | None:
+    """The parent of folders that hold sockets, whose paths are limited to 107 characters; TMPDIR is not."""
+    return "/tmp" if os.path.isdir("/tmp") else None
+
+
 @contextmanager
 def own_folder(parent: str | None = None) -> Iterator[str]:
     """A temporary folder, removed when the block ends; first remove those of drivers that are certainly dead."""

@@ -18,12 +18,13 @@ from dp_ray.system.environment import set_environment
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Within the block, nothing is collected."""
+    """Within the block, nothing is collected; what it has made is not looked through after it either."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_enabled:
             gc.enable()
 

@@ -41,6 +41,32 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[None]:
 
 
 @contextmanager
+def interrupts_after() -> Iterator[None]:
+    """Ctrl-C within the block raises KeyboardInterrupt at its end, a second one at once.
+
+    For imports: one that is interrupted leaves half a module, which fails in another way when it is used.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked:
+            signal.default_int_handler(number, frame)
+        asked.append(number)
+
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
+
+
+@contextmanager
 def handlers_kept() -> Iterator[None]:
     """After the block, restore the handlers that SIGINT and SIGTERM had before it."""
     before = {number: signal.getsignal(number) for number in SIGNALS}

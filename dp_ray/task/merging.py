@@ -119,6 +119,9 @@ class Merger:
         self._through: float = 0  # the first step that is not merged, of the files that this worker merges
         self._most_ahead: float = math.inf
         self._enough_room: float = math.inf
+        self._has_moved = threading.Event()
+        self._is_waited_for = threading.Event()
+        self._idle_looks = 0  # since something was merged
         self._has_ended = threading.Event()
         self._is_stopped = threading.Event()
         self._error: BaseException | None = None
@@ -130,7 +133,7 @@ class Merger:
 
     def __exit__(self, *_: object) -> None:
         self._is_stopped.set()
-        self._has_ended.set()
+        self._end()
         self._thread.join()
 
     def on_step(self, step: int) -> None:
@@ -148,11 +151,14 @@ class Merger:
         if not self.is_far_behind:
             return
         commit()
+        self._is_waited_for.set()
         with waiting("the merging of the outputs"):
             while self._ahead > self._enough_room and not control.wants_stop:
                 control.touch()
-                self._thread.join(END_SECONDS)
+                self._has_moved.wait(END_SECONDS)
+                self._has_moved.clear()
                 self._check()
+        self._is_waited_for.clear()
 
     @property
     def is_far_behind(self) -> bool:
@@ -171,11 +177,15 @@ class Merger:
         """
         if self._has_peers:
             note_ended(self._run, self._ledger.attempt, self._world.rank)
-        self._has_ended.set()
+        self._end()
         while self._thread.is_alive() and not control.wants_stop:
             self._thread.join(END_SECONDS)
         self._check()
         return not self._thread.is_alive()
+
+    def _end(self) -> None:
+        self._has_ended.set()
+        self._is_waited_for.set()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -200,7 +210,7 @@ class Merger:
         except BaseException as error:
             self._error = error
         finally:
-            self._through = math.inf  # nobody waits for what no thread merges
+            self._reach(math.inf)  # nobody waits for what no thread merges
 
     def _limit_loop(self, cut: FileCut) -> None:
         """Have the loop wait if it is too far ahead, unless the other workers run later."""
@@ -212,7 +222,8 @@ class Merger:
     def _merge(self, merge: FileMerge) -> None:
         """Merge one file, or what is there of it if no other worker runs beside this one."""
         while True:
-            self._through = before = merge.through
+            before = merge.through
+            self._reach(before)
             have_all_ended = self._have_all_ended()  # asked first: no part is committed after that
             if self._steps > merge.first_step or self._has_ended.is_set():
                 if merge.advance():
@@ -221,17 +232,28 @@ class Merger:
                     self._give_up(merge)
                     return
             if merge.through > before:
+                self._idle_looks = 0
                 self._looks.begin()  # at once: parts may have come while these were merged
             else:
                 self._pause()
 
+    def _reach(self, through: float) -> None:
+        """Tell the loop how far the merging is."""
+        if through != self._through:
+            self._through = through
+            self._has_moved.set()
+
     def _pause(self) -> None:
-        """Wait before the next look, which comes soon once the loop has ended."""
+        """Wait before the next look, which comes soon while the loop waits, or once it has ended."""
         self._between()
         if self._has_ended.is_set():
             self._looks.pause(END_SECONDS, self._is_stopped)
+        elif self._is_waited_for.is_set():  # ever more seldom: other workers may take long
+            self._looks.pause(min(LOOK_SECONDS, END_SECONDS * 2**self._idle_looks), self._is_stopped)
+            self._idle_looks = min(self._idle_looks + 1, 10)
         else:
-            self._looks.pause(LOOK_SECONDS, self._has_ended)
+            self._idle_looks = 0
+            self._looks.pause(LOOK_SECONDS, self._is_waited_for)
 
     def _give_up(self, merge: FileMerge) -> None:
         """Give up a file of which parts are missing; that is an error, unless its other workers run later."""

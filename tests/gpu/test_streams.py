@@ -1,6 +1,7 @@
 """The streams of the loader and of the reducer, under load: the numbers of one stream."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from dp_ray.replica.model import build_model
 from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction
 from dp_ray.replica.step import Metrics, build_step
+from dp_ray.replica.step_clock import Part, TimedStep, clock_on
 from dp_ray.replica.stop_vote import StopVote
 from dp_ray.replica.trainer import Trainer
 from dp_ray.replica.world import World
@@ -195,3 +197,38 @@ def test_memory_is_flat_over_a_thousand_steps(cuda: torch.device) -> None:
         if step == STEPS:
             break
     assert held[1] <= held[0] + 2**20
+
+
+def test_the_parts_of_steps_are_read_without_waiting_for_the_device(device: torch.device) -> None:
+    """They add up to the time of the loop; nothing in it synchronises."""
+    clock, load = clock_on(device), torch.ones(512, 512, device=device)
+    timed: list[TimedStep] = []
+    with unsynchronised(device):
+        began = time.perf_counter()
+        clock.restart()
+        for step in range(50):
+            for part in (Part.FORWARD, Part.BACKWARD):
+                clock.enter(part)
+                for _ in range(2 + 2 * (part is Part.BACKWARD)):
+                    load = (load @ load).clamp(max=1.0)
+            timed += clock.end_step(step, 4)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - began
+    timed += clock.rest()
+    assert [one.step for one in timed] == list(range(50))
+    assert 0.3 * seconds < sum(sum(one.seconds) for one in timed) <= 1.05 * seconds
+    assert all(one.seconds[Part.FORWARD] > 0 and one.seconds[Part.BACKWARD] > 0 for one in timed)
+
+
+@contextmanager
+def unsynchronised(device: torch.device) -> Iterator[None]:
+    """Within the block, waiting for a GPU is an error."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

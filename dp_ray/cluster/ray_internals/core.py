@@ -4,7 +4,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,38 @@ import ray._raylet
 from ray._private.authentication import authentication_token_setup
 from ray.core.generated import autoscaler_pb2
 
+from dp_ray.cluster.ray_internals import forked_worker
+from dp_ray.cluster.ray_internals.variables import VARIABLES
+from dp_ray.system.environment import environment
+
 # Finding, starting and authenticating
 
 CONNECT_SECONDS = 10.0
 NO_AGENT = [sys.executable, "-S", "-E", str(Path(__file__).with_name("no_agent.py"))]
+DEFAULT_WORKER = Path(ray._private.__path__[0]) / "workers" / "default_worker.py"
+# The driver would wait for them with Python's lock held, so that it imports nothing meanwhile.
+WITHOUT_SPARE_WORKERS = {"prestart_worker_first_driver": False}
 _GCS = "--gcs-address="  # an argument of each raylet
 
 
-def start_local(num_cpus: int, folder: str, logs: bool, **keys: Any) -> None:
+def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None, **keys: Any) -> None:
     """Start an embedded Ray in a folder of its own, without the processes that nobody would ask anything.
 
-    `logs` says whether the driver prints the workers' logs. Public: none; ray.init documents no argument for the
+    `logs` says whether the driver prints the workers' logs. `fork_server` is the socket of the server that forks its
+    workers; None for Ray's own way. Public: none; ray.init documents no argument for the
     folder, nor for the processes. Each costs a second of a core: the dashboard's server and its agent, for which the
     node would wait, the autoscaler's monitor, which has no nodes to add here, and the reader of the logs.
     """
-    with _without_servers(logs), _without_agent():
-        ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=logs, _temp_dir=folder, **keys)
+    with _without_servers(logs), _without_agent(), _workers_forked_by(fork_server):
+        ray.init(
+            "local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=logs,
+            _temp_dir=folder,
+            _system_config=None if fork_server is None else WITHOUT_SPARE_WORKERS,
+            **keys,
+        )
 
 
 @contextmanager
@@ -52,6 +68,28 @@ def _without_servers(logs: bool) -> Iterator[None]:
     finally:
         for name, start in before.items():
             setattr(node, name, start)
+
+
+@contextmanager
+def _workers_forked_by(server: Path | None) -> Iterator[None]:
+    """Within the block, a raylet that is started has its workers forked by the server at this socket."""
+    if server is None:
+        yield
+        return
+    node = ray._private.node.Node
+    before = node.start_raylet
+    given = {forked_worker.SERVER: str(server), forked_worker.DEFAULT_WORKER: str(DEFAULT_WORKER)}
+
+    def start_raylet(self: Any, *args: Any, **keys: Any) -> Any:
+        self._ray_params.worker_path = forked_worker.__file__
+        return before(self, *args, **keys)
+
+    node.start_raylet = start_raylet
+    try:
+        with environment(given):
+            yield
+    finally:
+        node.start_raylet = before
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:
@@ -141,6 +179,19 @@ def shown_as(arguments: Sequence[str] | None) -> Iterator[None]:
         yield
     finally:
         ray._private.utils.get_entrypoint_name = before
+
+
+def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] = ()) -> None:
+    """Remove Ray's variables from an environment, except the names to keep, and have Ray read the rest again."""
+    for key in environment.keys() - set(keep):
+        if key.startswith(VARIABLES) or key == "PYTHONBREAKPOINT":
+            del environment[key]
+    read_variables_anew()
+
+
+def read_variables_anew() -> None:
+    """Have Ray read its variables from os.environ again; it reads them only once. Public: none; a fresh process."""
+    ray._raylet.Config.initialize("")
 
 
 # What the cluster is like

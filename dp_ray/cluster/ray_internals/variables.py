@@ -1,11 +1,7 @@
-"""Names and sets environment variables of Ray.
+"""Names environment variables of Ray; it does not import Ray, so that they are known before.
 
 Public: ADDRESS to USE_TLS are documented; for the rest there is no argument of ray.init or of ray.train.RunConfig.
 """
-
-from collections.abc import MutableMapping, Sequence
-
-import ray._raylet
 
 VARIABLES = "RAY_"  # the prefix of all names
 TRAIN_VARIABLES = "RAY_TRAIN_"
@@ -27,16 +23,3 @@ TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # saves a process; our scaling checks the nodes itself
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",  # not Ray's 60: workers start only where room was just free
 }
-
-
-def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] = ()) -> None:
-    """Remove Ray's variables from an environment, except the names to keep, and have Ray read the rest again."""
-    for key in environment.keys() - set(keep):
-        if key.startswith(VARIABLES) or key == "PYTHONBREAKPOINT":
-            del environment[key]
-    read_variables_anew()
-
-
-def read_variables_anew() -> None:
-    """Have Ray read its variables from os.environ again; it reads them only once. Public: none; a fresh process."""
-    ray._raylet.Config.initialize("")

@@ -1,0 +1,94 @@
+"""Runs as a process of its own that imports what workers import, and forks each worker from itself.
+
+The program of `dp_ray.cluster.forking`. It imports all but Ray itself, which starts threads and reads its environment
+when it is imported: each worker does that for itself, in a tenth of a second.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import marshal
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from typing import NamedTuple
+
+
+class Request(NamedTuple):
+    """What `forked_worker` asks for: its own arguments, environment, working directory, blocked signals and files."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    blocked: list[int]
+    files: list[int]
+
+
+def main(listening: int, path: list[str], modules: list[str]) -> None:
+    """Import `modules` with `path` as sys.path, and fork workers until stdin ends.
+
+    In each worker, `serve` returns what it is to be.
+    """
+    own_path = sys.path[1:]  # the first is this file's folder
+    sys.path[:] = path
+    gc.disable()
+    for name in modules:
+        with contextlib.suppress(ImportError):  # a worker that needs it says so
+            importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
+    with socket.socket(fileno=listening) as listener:
+        request = serve(listener)
+    if request is not None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        take_place(request)
+        program = request.arguments[0]
+        sys.path[:] = [os.path.dirname(program), *own_path]
+        runpy.run_path(program, run_name="__main__")
+
+
+def serve(listener: socket.socket) -> Request | None:
+    """Fork a worker for each request. In a worker it returns the request; in the server, None once stdin ends."""
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return None
+        connection, _ = listener.accept()
+        with connection:
+            request = received(connection)
+            if os.fork() == 0:
+                if numpy := sys.modules.get("numpy"):
+                    numpy.random.seed()  # Python's own generator does so by itself
+                return request
+            connection.sendall(b"forked")
+        for file in request.files:
+            os.close(file)
+
+
+def received(connection: socket.socket) -> Request:
+    """The request that comes through a connection, to its end."""
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rb") as rest:
+        arguments, environment, folder, blocked = marshal.loads(rest.read())
+    return Request(arguments, environment, folder, blocked, files)
+
+
+def take_place(request: Request) -> None:
+    """Make this process what the requesting one is: its files, environment, folder, arguments and blocked signals."""
+    for number, file in enumerate(request.files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    sys.argv = request.arguments
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *json.loads(sys.argv[2]))

@@ -1,0 +1,102 @@
+"""Starts the fork server of a Ray that dp_ray starts: its workers are forked from a process with torch imported."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dp_ray.cluster import fork_server
+from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
+from dp_ray.job_keys import WorkerKeys
+from dp_ray.system.environment import environment
+from dp_ray.system.folders import own_folder, short_folder
+
+# What a worker imports, but for Ray itself and what imports Ray: first our own, then what Ray needs of others.
+MODULES = (
+    "dp_ray.task.task",
+    "dp_ray.monitor.failures",
+    "dp_ray.monitor.message_of",
+    "dp_ray.rundir.claim",
+    "dp_ray.system.edited",
+    "filelock",
+    "fsspec.implementations.local",
+    "google.protobuf.json_format",
+    "jsonschema",
+    "logging.config",
+    "msgpack",
+    "psutil",
+    "pydantic.dataclasses",
+    "pydantic.deprecated.class_validators",
+    "requests",
+    "tqdm.auto",
+    "yaml",
+)
+THREADS = "OMP_NUM_THREADS"
+WAITING = 128  # requests that may wait until the server has imported what it needs
+
+_early: dict[str, Path] = {}  # the socket of a server that was started before Ray is imported, by its threads
+
+
+@contextmanager
+def forking_early(keys: WorkerKeys, address: str | None) -> Iterator[None]:
+    """Start a fork server before Ray is imported, if the job will get a Ray of its own; it ends with the block."""
+    if address or ADDRESS in os.environ or JOB_CONFIG in os.environ:
+        yield
+        return
+    with forking(keys) as server:
+        if server is not None:
+            _early[threads_of(keys)] = server
+        try:
+            yield
+        finally:
+            _early.clear()
+
+
+@contextmanager
+def forking(keys: WorkerKeys) -> Iterator[Path | None]:
+    """Start a fork server, or take the early one; gives the path of its socket. It ends with the block.
+
+    None with `env`, which has to be set in a worker before torch is imported there.
+    """
+    threads = threads_of(keys)
+    if keys.env:
+        yield None
+    elif threads in _early:
+        yield _early[threads]
+    else:
+        with own_folder(short_folder()) as folder, socket.socket(socket.AF_UNIX) as listener:
+            path = Path(folder) / "fork-server"
+            listener.bind(str(path))
+            listener.listen(WAITING)
+            with _started(listener, threads):
+                listener.close()  # so that nobody waits for an answer once the server has ended
+                yield path
+
+
+def threads_of(keys: WorkerKeys) -> str:
+    """The number of threads that Ray sets for a worker: torch reads it when it is imported."""
+    return os.environ.get(THREADS, str(max(int(keys.cpus_per_worker), 1)))
+
+
+@contextmanager
+def _started(listener: socket.socket, threads: str) -> Iterator[None]:
+    """Run the server's program while the block runs; should this process be killed, the program's stdin ends."""
+    given = json.dumps([list(map(str, sys.path)), MODULES])
+    line = [sys.executable, fork_server.__file__, str(listener.fileno()), given]
+    nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is the driver's
+    try:
+        with environment({THREADS: threads}):
+            server = subprocess.Popen(line, stdin=pipe, stdout=nowhere, stderr=nowhere, pass_fds=[listener.fileno()])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with server:
+        try:
+            yield
+        finally:
+            server.kill()

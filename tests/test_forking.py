@@ -1,0 +1,184 @@
+"""The fork server: what a forked worker has of the process that asked for it, and how the server ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dp_ray.cluster import forking
+from dp_ray.cluster.ray_internals import forked_worker
+from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
+from dp_ray.job_keys import WorkerKeys
+
+KEYS = WorkerKeys(workers=2)
+SECONDS = 60.0
+# In place of Ray's program: writes what it is to stdout, and what it has from its server.
+PROGRAM = """
+import json, os, random, signal, sys
+print(json.dumps({
+    "arguments": sys.argv, "folder": os.getcwd(), "mark": os.environ.get("MARK"), "path": sys.path,
+    "threads": os.environ.get("OMP_NUM_THREADS"), "parent": os.getppid(), "random": random.random(),
+    "drawn": sys.modules["numpy"].random.rand() if "numpy" in sys.modules else None,
+    "modules": [one for one in ("wave", "ray", "dp_ray.cluster") if one in sys.modules],
+    "blocked": [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+    "children": signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL,
+}), flush=True)
+sys.stderr.write("heard\\n")
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ray's program; the server imports a module of Python alone, so that it starts at once."""
+    monkeypatch.setattr(forking, "MODULES", ("wave", "numpy.random", "no_such_module_anywhere"))
+    path = tmp_path / "default_worker.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def asked(server: Path | str, program: Path, folder: Path, **more: str) -> tuple[dict[str, Any], str, int]:
+    """What a worker says that is started as the raylet does; its stderr, and the process that asked for it."""
+    given = {forked_worker.SERVER: str(server), forked_worker.DEFAULT_WORKER: str(program)}
+    kept = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    line = [sys.executable, forked_worker.__file__, "--node-id=1", "a b"]
+    with subprocess.Popen(
+        line,
+        cwd=folder,
+        env={**kept, **given, **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as asking:
+        out, errors = asking.communicate(timeout=SECONDS)
+    return json.loads(out), errors, asking.pid
+
+
+def test_a_forked_worker_is_what_the_asking_process_is(program: Path, tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with forking.forking(KEYS) as server:
+            assert server is not None
+            said, errors, _ = asked(server, program, tmp_path, MARK="é\n")
+            again, _, _ = asked(server, program, tmp_path)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert said["arguments"] == [str(program), "--node-id=1", "a b"]
+    assert (said["folder"], said["mark"], again["mark"]) == (str(tmp_path), "é\n", None)
+    assert said["path"][0] == str(program.parent), "as a program's own folder is"
+    assert said["threads"] is None, "Ray sets it"
+    assert signal.SIGINT in said["blocked"]
+    assert said["children"]
+    assert errors == "heard\n"
+    assert said["random"] != again["random"]
+    assert said["drawn"] != again["drawn"]
+
+
+def test_it_has_what_the_server_has_imported_and_not_ray(program: Path, tmp_path: Path) -> None:
+    with forking.forking(KEYS) as server:
+        assert server is not None
+        said, _, asking = asked(server, program, tmp_path)
+    assert said["modules"] == ["wave"]
+    assert said["parent"] not in (os.getpid(), asking)
+
+
+def test_without_a_server_the_worker_is_rays_own(program: Path, tmp_path: Path) -> None:
+    said, errors, _ = asked(tmp_path / "nobody", program, tmp_path, MARK="1")
+    assert (said["arguments"], said["mark"]) == ([str(program), "--node-id=1", "a b"], "1")
+    assert said["modules"] == []
+    assert errors == "heard\n"
+
+
+def test_a_server_that_dies_while_a_worker_waits_leaves_it_rays_own(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails_now.py").write_text("import os; os._exit(1)")
+    monkeypatch.setattr(forking, "MODULES", ("fails_now",))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with forking.forking(KEYS) as server:
+        assert server is not None
+        said, _, _ = asked(server, program, tmp_path)
+    assert said["modules"] == []
+
+
+def test_what_the_server_imports_is_torch_and_not_ray_and_starts_no_thread() -> None:
+    """Ray starts threads and reads its environment when it is imported; a fork keeps neither."""
+    code = (
+        "import contextlib, importlib, os, sys\n"
+        "from dp_ray.cluster.forking import MODULES\n"
+        "for name in MODULES: importlib.import_module(name)\n"
+        "assert 'torch' in sys.modules and 'ray' not in sys.modules\n"
+        "print(*(open(f'/proc/self/task/{one}/comm').read() for one in os.listdir('/proc/self/task')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    # pyarrow's jemalloc has a thread that it starts again in a forked process.
+    assert {one for one in done.stdout.split() if one != "jemalloc_bg_thd"} == {"python"}, done.stdout
+
+
+@contextmanager
+def no_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (ADDRESS, JOB_CONFIG):
+        monkeypatch.delenv(name, raising=False)
+    yield
+
+
+def test_env_has_to_be_set_before_torch_is_imported_so_nothing_is_forked() -> None:
+    with forking.forking(WorkerKeys(workers=2, env={"OMP_NUM_THREADS": "3"})) as server:
+        assert server is None
+
+
+def test_the_early_server_is_taken_over_and_ends_with_its_block(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with no_address(monkeypatch):
+        with forking.forking_early(KEYS, None), forking.forking(KEYS) as server, forking.forking(KEYS) as again:
+            assert server is not None
+            assert server == again
+            assert server.exists()
+        assert not server.exists()
+        with forking.forking_early(KEYS, "there:1"):
+            assert not forking._early, "that Ray starts its workers itself"
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(0, "1"), (0.5, "1"), (1, "1"), (2.5, "2")])
+def test_torch_gets_the_threads_that_ray_would_set(
+    cpus: float, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert forking.threads_of(WorkerKeys(cpus_per_worker=cpus)) == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert forking.threads_of(WorkerKeys(cpus_per_worker=cpus)) == "7"
+
+
+def test_a_killed_driver_ends_its_server(program: Path) -> None:
+    code = (
+        "import time\nfrom dp_ray.cluster import forking\nfrom dp_ray.job_keys import WorkerKeys\n"
+        "forking.MODULES = ()\n"
+        "with forking.forking(WorkerKeys(workers=2)) as server:\n print(server, flush=True)\n time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        folder = Path(driver.stdout.readline().strip()).parent
+        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
+        driver.kill()
+    until = time.monotonic() + SECONDS
+    while any(Path(f"/proc/{one}").exists() for one in children) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(children) == 1
+    assert not Path(f"/proc/{children[0]}").exists()
+    assert folder.exists(), "the next driver removes it"
