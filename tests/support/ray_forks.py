@@ -43,7 +43,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.environ[SOCKET])
         listener.listen(64)
-        line = [sys.executable, __file__, "--serve", str(listener.fileno())]
+        line = [sys.executable, __file__, "--serve", str(listener.fileno()), gcs_address(arguments)]
         own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         server = subprocess.Popen(line, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=own)
     try:
@@ -51,6 +51,12 @@ def main() -> None:
     finally:
         server.kill()
         server.wait()
+
+
+def gcs_address(arguments: list[str]) -> str:
+    """The argument of a raylet that names its cluster."""
+    (port,) = (one.removeprefix("--port=") for one in arguments if one.startswith("--port="))
+    return f"--gcs-address=127.0.0.1:{port}"
 
 
 def start_ray(arguments: list[str]) -> None:
@@ -74,6 +80,8 @@ def start_ray(arguments: list[str]) -> None:
 def serve(listener: socket.socket) -> None:
     """Fork a worker for each request, until the standard input ends."""
     del sys.path[0]  # this file's folder
+    # Workers know their cluster by the raylet that is their parent: here this process is.
+    Path("/proc/self/comm").write_text("raylet")
     gc.disable()
     for name in MODULES:
         importlib.import_module(name)
