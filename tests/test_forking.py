@@ -28,6 +28,7 @@ print(json.dumps({
     "threads": os.environ.get("OMP_NUM_THREADS"), "parent": os.getppid(), "random": random.random(),
     "drawn": sys.modules["numpy"].random.rand() if "numpy" in sys.modules else None,
     "modules": [one for one in ("wave", "ray", "dp_ray.cluster") if one in sys.modules],
+    "leads": os.getpgid(0) == os.getpid(),
     "blocked": [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
     "children": signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL,
 }), flush=True)
@@ -45,8 +46,13 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def asked(server: Path | str, program: Path, folder: Path, **more: str) -> tuple[dict[str, Any], str, int]:
-    """What a worker says that is started as the raylet does; its stderr, and the process that asked for it."""
+def asked(
+    server: Path | str, program: Path, folder: Path, group: int | None = 0, **more: str
+) -> tuple[dict[str, Any], str, int]:
+    """What a worker says that is started as the raylet does; its stderr, and the process that asked for it.
+
+    `group` is its process group: 0 is one of its own, None that of this process.
+    """
     given = {forked_worker.SERVER: str(server), forked_worker.DEFAULT_WORKER: str(program)}
     kept = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     line = [sys.executable, forked_worker.__file__, "--node-id=1", "a b"]
@@ -57,6 +63,7 @@ def asked(server: Path | str, program: Path, folder: Path, **more: str) -> tuple
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        process_group=group,
     ) as asking:
         out, errors = asking.communicate(timeout=SECONDS)
     return json.loads(out), errors, asking.pid
@@ -68,7 +75,7 @@ def test_a_forked_worker_is_what_the_asking_process_is(program: Path, tmp_path: 
         with forking.forking(KEYS) as server:
             assert server is not None
             said, errors, _ = asked(server, program, tmp_path, MARK="é\n")
-            again, _, _ = asked(server, program, tmp_path)
+            again, _, _ = asked(server, program, tmp_path, group=None)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert said["arguments"] == [str(program), "--node-id=1", "a b"]
@@ -77,6 +84,7 @@ def test_a_forked_worker_is_what_the_asking_process_is(program: Path, tmp_path: 
     assert said["threads"] is None, "Ray sets it"
     assert signal.SIGINT in said["blocked"]
     assert said["children"]
+    assert (said["leads"], again["leads"]) == (True, False)
     assert errors == "heard\n"
     assert said["random"] != again["random"]
     assert said["drawn"] != again["drawn"]

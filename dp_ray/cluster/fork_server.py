@@ -19,12 +19,16 @@ from typing import NamedTuple
 
 
 class Request(NamedTuple):
-    """What `forked_worker` asks for: its own arguments, environment, working directory, blocked signals and files."""
+    """What `forked_worker` asks for: its own arguments, environment, working directory, blocked signals and files.
+
+    `is_leader` says that it has a process group of its own, with which Ray ends what a worker has started.
+    """
 
     arguments: list[str]
     environment: dict[str, str]
     folder: str
     blocked: list[int]
+    is_leader: bool
     files: list[int]
 
 
@@ -74,12 +78,14 @@ def received(connection: socket.socket) -> Request:
     """The request that comes through a connection, to its end."""
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rb") as rest:
-        arguments, environment, folder, blocked = marshal.loads(rest.read())
-    return Request(arguments, environment, folder, blocked, files)
+        arguments, environment, folder, blocked, is_leader = marshal.loads(rest.read())
+    return Request(arguments, environment, folder, blocked, is_leader, files)
 
 
 def take_place(request: Request) -> None:
-    """Make this process what the requesting one is: its files, environment, folder, arguments and blocked signals."""
+    """Make this process what the requesting one is: group, files, environment, folder, arguments, blocked signals."""
+    if request.is_leader:
+        os.setpgid(0, 0)
     for number, file in enumerate(request.files):
         os.dup2(file, number)
         os.close(file)

@@ -25,7 +25,8 @@ def main() -> None:
 def is_forked(server: str, arguments: list[str]) -> bool:
     """Whether the server has forked a worker with these arguments, and with what else this process was given."""
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
-    request = marshal.dumps((arguments, dict(os.environ), os.getcwd(), blocked))
+    is_leader = os.getpgid(0) == os.getpid()
+    request = marshal.dumps((arguments, dict(os.environ), os.getcwd(), blocked, is_leader))
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(server)
