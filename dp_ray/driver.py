@@ -207,7 +207,8 @@ class Execution:
         self._storage.remove_unfinished(recursive=True)
         try:
             # Within this block only: what removes unfinished files would remove the one that is being written.
-            with planned_stops(self._ask_to_stop), recorded_about(self._storage, table(self._prepared.plan)):
+            told = table(self._prepared.plan), self._job.max_workers == 0
+            with planned_stops(self._ask_to_stop), recorded_about(self._storage, *told):
                 self._follow()
                 check_ours(self._claimed)
                 self._merge()

@@ -58,10 +58,12 @@ _TOP = (
         "load_checkpoint pretrained pretrained_weights weights init_weights state_dict",
     ),
     (
-        "device_map: auto spreads a model over several devices of a worker; that workers share each batch needs no "
-        "key",
-        "strategy backend ddp fsdp deepspeed distributed dist distributed_backend parallel data_parallel "
-        "model_parallel tensor_parallel",
+        "strategy: fsdp shards a model over the workers; that workers share each batch needs no key",
+        "backend ddp deepspeed zero distributed dist distributed_backend parallel data_parallel",
+    ),
+    (
+        "device_map: auto spreads a model over several devices of a worker",
+        "model_parallel tensor_parallel pipeline_parallel",
     ),
     ("epochs", "num_epochs max_epochs n_epochs nb_epochs num_train_epochs train_epochs total_epochs epoch"),
     ("max_steps", "num_steps n_steps total_steps train_steps steps iterations iters max_iters num_iterations"),

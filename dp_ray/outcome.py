@@ -34,6 +34,7 @@ from dp_ray.tensors.file import sha256_of
 from dp_ray.text import percent
 from dp_ray.tracebacks import frames_of
 
+TELLS_FROM = 5.0  # seconds of a run whose console tells where they went
 NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
 
 
@@ -72,10 +73,11 @@ def summary_of(result: Result, is_resumed: bool) -> str:
 
 
 def time_lines(result: Result) -> Iterator[str]:
-    """Lines on where the time of the steps went, and what limits the run."""
-    if result.time_split is not None:
+    """Lines on where the time of the steps went, and what limits the run; a short one has nothing to gain."""
+    is_long = result.seconds >= TELLS_FROM
+    if is_long and result.time_split is not None:
         yield f"time of the steps: {split_line(result.time_split)}"
-    if result.verdict is not None:
+    if is_long and result.verdict is not None:
         yield result.verdict
     if result.flops_per_row is not None:
         share = "" if result.mfu is None else f", {percent(result.mfu)} of the devices' peak (MFU)"

@@ -1,11 +1,14 @@
 """What a run keeps of its code and command: the commit, changed files, no secrets."""
 
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from dp_ray.rundir.about import command_of
+from dp_ray.rundir.about import command_of, read_about, recorded_about
+from dp_ray.storage import Storage
 from dp_ray.system.git_state import git_state
 
 
@@ -37,3 +40,21 @@ def test_a_command_is_kept_without_secrets() -> None:
     assert told == "dp-ray run 'my job.yaml' --set 'env.TOKEN=(not shown)' --storage s3://bucket/runs"
     assert command_of(["/usr/bin/python3", "-m", "dp_ray", "run", "a.yaml"]) == "python3 -m dp_ray run a.yaml"
     assert command_of(["python", "-c", "import dp_ray"]) == "python -c 'import dp_ray'"
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_nothing_that_may_fork_runs_while_git_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_forked: bool
+) -> None:
+    """A forked loader would hold git's pipes open, and git's answer would wait for the loader's end."""
+    asked = threading.Event()
+
+    def slow() -> None:
+        time.sleep(0.2)
+        asked.set()
+
+    monkeypatch.setattr("dp_ray.rundir.about.git_state", slow)
+    with recorded_about(Storage(str(tmp_path)), "plan", is_forked):
+        assert asked.is_set() == is_forked
+    (driver,) = read_about(Storage(str(tmp_path)))
+    assert (driver["git"], driver["plan"]) == (None, "plan")

@@ -44,7 +44,6 @@ def told(**keys: Any) -> str:
         ("test", "eval.dataset"),
         ("resume", "init_from"),
         ("resume_from_checkpoint", "init_from"),
-        ("strategy", "device_map"),
         ("split", "device_map: the new name of split"),
         ("num_epochs", "epochs"),
         ("max_epochs", "epochs"),

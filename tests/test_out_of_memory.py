@@ -138,7 +138,7 @@ def test_a_batch_that_does_not_fit_is_told_too(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError(FULL)
 
-    monkeypatch.setattr(data, "on_device", lambda batches, device: map(full, batches))
+    monkeypatch.setattr(data, "on_device", lambda batches, *_: map(full, batches))
     optimizer = {} if task == "train" else {"optimizer": None}
     says = error_of_run(tmp_path, model=small(most=9), task=task, **optimizer)
     assert "step 0" in says.partition(": ")[0]

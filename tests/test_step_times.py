@@ -61,6 +61,9 @@ def test_a_long_wait_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dp_ray.results.verdicts.DATA", 0.2)
+    ran(tmp_path / "short", "predict", quiet=False)
+    assert "the limit" not in capsys.readouterr().err, "a short run has nothing to gain"
+    monkeypatch.setattr("dp_ray.outcome.TELLS_FROM", 0.0)
     result = ran(tmp_path, "predict", quiet=False)
     assert result.verdict is not None
     assert result.verdict.startswith("loaders are the limit: ")

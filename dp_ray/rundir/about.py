@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,20 @@ KEPT = 20  # drivers of a run that was resumed often
 
 
 @contextmanager
-def recorded_about(run: Storage, plan: str) -> Iterator[None]:
+def recorded_about(run: Storage, plan: str, is_forked: bool) -> Iterator[None]:
     """Add this driver to the run's `about.json` in the background, while the block runs; `plan` is its text.
 
-    A file that cannot be written is left out: it only informs.
+    If the block may fork this process, as loaders do, it begins once git has told its state: a fork would hold the
+    pipes open through which git does. A file that cannot be written is left out: it only informs.
     """
-    now = datetime.now(UTC)
+    now, git = datetime.now(UTC), cache(git_state)
+    if is_forked:
+        git()
 
     def record() -> None:
         with suppress(StorageError, OSError):
             earlier = read_about(run)
-            write_json(run, ABOUT, {"drivers": [*earlier, {**_this_driver(now), "plan": plan}][-KEPT:]})
+            write_json(run, ABOUT, {"drivers": [*earlier, {**_this_driver(now, git()), "plan": plan}][-KEPT:]})
 
     thread = threading.Thread(target=record, name="about", daemon=True)
     thread.start()
@@ -55,16 +59,16 @@ def read_about(run: Storage) -> list[dict[str, Any]]:
     return []
 
 
-def _this_driver(started: datetime) -> dict[str, Any]:
+def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "started": started.isoformat(timespec="seconds"),
         "command": command_of(sys.orig_argv),
         "folder": os.getcwd(),
-        "git": git_state(),
+        "git": git,
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "python": platform.python_version(),
         "host": platform.node(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": _gpus(),
