@@ -113,15 +113,20 @@ def test_a_large_file_is_sent_once_and_never_copied(server: Server, named: bool)
     assert server.copies() == []
 
 
+def assert_ended(server: Server, run: str) -> None:
+    """The files of a prediction that has ended are there, and no others."""
+    left = {name for name in server.objects(run) if not name.startswith(("times/", "previews/"))}
+    told = {"result.json", "run.json", "shapes.parquet", "report.html", "about.json"}
+    assert left == {*OUTPUT_FILES, *told}
+
+
 def test_a_predict_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
     result = dp_ray.run(**predicting(server, "predict"))
     local = dp_ray.run(**predicting(server, "predict", storage=str(tmp_path)))
     assert result.outputs_sha256 == local.outputs_sha256
     assert torch.equal(result.outputs, local.outputs)
-    left = {name for name in server.objects("predict/run") if not name.startswith(("times/", "previews/"))}
-    told = {"result.json", "run.json", "shapes.parquet", "report.html", "about.json"}
-    assert left == {*OUTPUT_FILES, *told}
+    assert_ended(server, "predict/run")
     assert (server.uploads("predict"), server.copies()) == ([], [])
     assert torch.equal(dp_ray.load(server.url("predict/run")).outputs, local.outputs)
     with pytest.raises(dp_ray.Error, match="holds this run, finished"):
@@ -206,7 +211,7 @@ def test_a_run_through_ray(
     result = session.run(**predicting(server, "ray", workers=2))
     local = dp_ray.run(**predicting(server, "ray", storage=str(tmp_path)))
     assert result.outputs_sha256 == local.outputs_sha256
-    assert set(server.objects("ray/run")) == {*OUTPUT_FILES, "result.json", "run.json", "shapes.parquet"}
+    assert_ended(server, "ray/run")
     assert (server.uploads("ray"), server.copies()) == ([], [])
     logs = [path for path in (cluster.folder / "session_latest" / "logs").rglob("*") if path.is_file()]
     told = "".join(path.read_text(errors="replace") for path in logs) + "".join(capfd.readouterr())
