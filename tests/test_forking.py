@@ -1,8 +1,10 @@
 """The fork server: what a forked worker has of the process that asked for it, and how the server ends."""
 
 import json
+import marshal
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from dp_ray.cluster.ray_internals import forked_worker
 from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.job import Job
 from dp_ray.job_keys import WorkerKeys
+from dp_ray.system.folders import remove_orphans
 
 KEYS = WorkerKeys(workers=2)
 SECONDS = 60.0
@@ -97,6 +100,33 @@ def test_it_has_what_the_server_has_imported_and_not_ray(program: Path, tmp_path
         said, _, asking = asked(server, program, tmp_path)
     assert said["modules"] == ["wave"]
     assert said["parent"] not in (os.getpid(), asking)
+
+
+def test_its_path_for_imports_is_that_of_its_own_environment(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/the/server")
+    with forking.forking(KEYS) as server:
+        assert server is not None
+        said, _, _ = asked(server, program, tmp_path, PYTHONPATH="/own:/too")
+        again, _, _ = asked(server, program, tmp_path)
+    assert said["path"][:3] == [str(program.parent), "/own", "/too"]
+    assert "/of/the/server" not in said["path"]
+    assert again["path"] == [str(program.parent), "/of/the/server", *said["path"][3:]]
+
+
+def test_who_is_killed_while_he_asks_ends_no_server(program: Path, tmp_path: Path) -> None:
+    with forking.forking(KEYS) as server:
+        assert server is not None
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.connect(str(server))
+        with socket.socket(socket.AF_UNIX) as leaving:
+            leaving.connect(str(server))
+            request = marshal.dumps(([str(program)], {}, str(tmp_path), [], False))
+            with open(os.devnull, "r+b") as nowhere:
+                socket.send_fds(leaving, [request], [nowhere.fileno()] * 3)
+        said, _, _ = asked(server, program, tmp_path)
+    assert said["modules"] == ["wave"]
 
 
 def test_without_a_server_the_worker_is_rays_own(program: Path, tmp_path: Path) -> None:
@@ -203,4 +233,5 @@ def test_a_killed_driver_ends_its_server(program: Path) -> None:
         time.sleep(0.05)
     assert len(children) == 1
     assert not Path(f"/proc/{children[0]}").exists()
-    assert folder.exists(), "the next driver removes it"
+    remove_orphans(folder.parent)
+    assert not folder.exists(), "the next driver removes it"
