@@ -412,6 +412,35 @@ def test_a_file_is_not_there_while_it_is_merged(six: Storage, monkeypatch: pytes
     assert six.child(OUTPUTS).names() == ["00000-of-00001.parquet"]
 
 
+READERS: dict[str, Callable[[str], list[int]]] = {
+    "pandas": lambda folder: pd.read_parquet(folder)["sample_index"].tolist(),
+    "polars": lambda folder: pl.read_parquet(folder)["sample_index"].to_list(),
+    "polars, lazily": lambda folder: pl.scan_parquet(folder).collect()["sample_index"].to_list(),
+    "duckdb": lambda folder: [row[0] for row in duckdb.execute(f"from read_parquet('{folder}')").fetchall()],
+    "pyarrow": lambda folder: pads.dataset(folder).to_table()["sample_index"].to_pylist(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_bare_folder_is_read_while_files_are_merged_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    run, folder, read, seen = Storage(str(tmp_path)), str(tmp_path / OUTPUTS), READERS[reader], list[list[int]]()
+    run_workers(run, Split(30, 10, 4), SHUFFLED, 2, files=3)
+    write = OpenFile._write_group
+
+    def watched(file: OpenFile) -> None:
+        if run.child(OUTPUTS).names():
+            seen.append(read(folder))
+        write(file)
+
+    monkeypatch.setattr(OpenFile, "_write_group", watched)
+    merge_six(run)
+    samples = SHUFFLED.indices(0, 30).tolist()
+    assert seen == [samples[:10], samples[:20]]
+    assert read(folder) == samples
+
+
 @pytest.mark.parametrize("files", [1, 3])
 def test_the_files_open_in_pandas_polars_and_duckdb(tmp_path: Path, files: int) -> None:
     run = Storage(str(tmp_path))
