@@ -4,12 +4,16 @@ In one process they share all that a process has: the allocator and its settings
 group. In two processes they differ in what is to be compared.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from dp_ray.task.step_control import StepControl
 
@@ -17,16 +21,19 @@ Loop = Callable[[StepControl], object]  # calls `before` of its control with eac
 
 
 def take_turns(
-    ours: Loop, theirs: Loop, block: int, settle: Callable[[], object] = lambda: None
+    ours: Loop, theirs: Loop, block: int, settle: Callable[[], object] = lambda: None, by_cpu: bool = False
 ) -> list[tuple[float, float]]:
     """Run both loops in this process, in turns of `block` steps; the seconds of a step in each pair of turns.
+
+    With `by_cpu` they are those of CPU time, as `CpuTurns` measures it.
 
     A turn's first step is not measured, on either side: it finds the other side's numbers in the caches. `settle` is
     called at both ends of what is measured: it waits for what else works for the loop, like a GPU or the other
     processes. The steps after a loop's last whole turn are not measured.
     """
     mine, others = Baton.of(threading), Baton.of(threading)
-    sides = Turns(block, mine, others, settle), Turns(block, others, mine, settle)
+    make = functools.partial(CpuTurns, known=set()) if by_cpu else Turns
+    sides = make(block, mine, others, settle), make(block, others, mine, settle)
     mine.may_run.release()
     with ThreadPoolExecutor(2) as threads:
         running = [threads.submit(side.run, loop) for side, loop in zip(sides, (ours, theirs), strict=True)]
@@ -83,3 +90,44 @@ class Turns(StepControl):
         if not self._others.has_ended.is_set():
             self._others.may_run.release()
             self._mine.may_run.acquire()
+
+
+class CpuTurns(Turns):
+    """The same, which measures CPU time: of this process in the side's turns, and of the side's loader processes.
+
+    What else runs on the machine hardly changes it. Loader processes work on in the other side's turn, so theirs
+    counts from the end of one turn to that of the next. `known` are the child processes that have a side.
+    """
+
+    def __init__(
+        self,
+        block: int,
+        mine: Baton,
+        others: Baton,
+        settle: Callable[[], object] = lambda: None,
+        known: set[int] | None = None,
+    ) -> None:
+        super().__init__(block, mine, others, settle)
+        self._known = set() if known is None else known
+        self._loaders: list[int] = []
+        self._loaded = 0.0
+
+    def before(self, step: int) -> None:
+        """At a turn's first step: end the last turn, and wait for the next one."""
+        if step % self._block:
+            return
+        self._settle()
+        if step == 0:
+            self._loaders = [child.pid for child in psutil.Process().children() if child.pid not in self._known]
+            self._known.update(self._loaders)
+        loaded = sum(map(_cpu_seconds, self._loaders))
+        if step:
+            self.seconds.append((time.process_time() - self._began + loaded - self._loaded) / self._block)
+            self._let_other_run()
+        self._loaded = loaded
+        self._began = time.process_time()
+
+
+def _cpu_seconds(pid: int) -> float:
+    """The CPU time of all threads of a process so far (Linux only), to the nanosecond."""
+    return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
