@@ -9,11 +9,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dp_ray.task.step_control import StepControl
 
+Drain = Callable[[], object]
 Loop = Callable[[StepControl], object]  # calls `before` of its control with each step's number, from 0 on
+
+
+class Cost(NamedTuple):
+    """What a step of a turn took: seconds of wall time, and of CPU time of all threads of the process."""
+
+    wall: float
+    cpu: float
 
 
 def take_turns(
@@ -25,14 +33,25 @@ def take_turns(
     called at both ends of what is measured: it waits for what else works for the loop, like a GPU or the other
     processes. The steps after a loop's last whole turn are not measured.
     """
+    return [(one.wall, other.wall) for one, other in costs_in_turns(ours, theirs, block, settle)]
+
+
+def costs_in_turns(
+    ours: Loop, theirs: Loop, block: int, settle: Callable[[], object] = lambda: None, drain: Drain = lambda: None
+) -> list[tuple[Cost, Cost]]:
+    """The same, with the CPU time beside.
+
+    `drain` is called at the end of a turn of `ours`, before the CPU time is read: it waits for the threads that work
+    for this side alone. What it waits is no wall time of a step.
+    """
     mine, others = Baton.of(threading), Baton.of(threading)
-    sides = Turns(block, mine, others, settle), Turns(block, others, mine, settle)
+    sides = Turns(block, mine, others, settle, drain), Turns(block, others, mine, settle)
     mine.may_run.release()
     with ThreadPoolExecutor(2) as threads:
         running = [threads.submit(side.run, loop) for side, loop in zip(sides, (ours, theirs), strict=True)]
         for one in running:
             one.result()
-    return list(zip(sides[0].seconds, sides[1].seconds, strict=True))
+    return list(zip(sides[0].costs, sides[1].costs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -51,13 +70,21 @@ class Baton:
 class Turns(StepControl):
     """The step control of one of two loops: after each `block` steps, two or more, it lets the other one run."""
 
-    def __init__(self, block: int, mine: Baton, others: Baton, settle: Callable[[], object] = lambda: None) -> None:
-        self.seconds: list[float] = []
+    def __init__(
+        self, block: int, mine: Baton, others: Baton, settle: Drain = lambda: None, drain: Drain = lambda: None
+    ) -> None:
+        self.costs: list[Cost] = []
         self._block = block
         self._mine = mine
         self._others = others
         self._settle = settle
-        self._began = 0.0
+        self._drain = drain
+        self._began = Cost(0.0, 0.0)
+
+    @property
+    def seconds(self) -> list[float]:
+        """The wall time of a step, of each turn."""
+        return [one.wall for one in self.costs]
 
     def run(self, loop: Loop) -> None:
         """Run the loop, from this side's first turn on."""
@@ -72,11 +99,14 @@ class Turns(StepControl):
         """At a turn's first step: end the last turn, and wait for the next one. At its second: start the clock."""
         if step and step % self._block == 0:
             self._settle()
-            self.seconds.append((time.perf_counter() - self._began) / (self._block - 1))
+            wall = time.perf_counter()
+            self._drain()
+            spent = wall - self._began.wall, time.process_time() - self._began.cpu
+            self.costs.append(Cost(*(one / (self._block - 1) for one in spent)))
             self._let_other_run()
         if step % self._block == 1:
             self._settle()
-            self._began = time.perf_counter()
+            self._began = Cost(time.perf_counter(), time.process_time())
 
     def _let_other_run(self) -> None:
         """Let the other side run, unless it has ended, and wait for the next turn."""
