@@ -25,8 +25,8 @@ class TensorBoardWriter:
     """Writes scalars as they arrive; a repeated step replaces all that was written from that step on.
 
     A step is one event with all of its values. The package's SummaryWriter takes ten times as long: an event for each
-    value goes through a queue to a thread. A full disk ends only this writer, not the run: `metrics.parquet` holds the
-    same values, and raises if it cannot.
+    value goes through a queue to a thread. A full disk ends only this writer, not the run: `metrics.parquet` holds
+    the same values, and raises if it cannot.
     """
 
     def __init__(self, run: Storage) -> None:
