@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job
 from dp_ray.plan.order import Order
 from dp_ray.task.notices import Note
 from dp_ray.task.step_control import StepControl
@@ -36,15 +35,11 @@ def notes(messages: list[Any]) -> list[str]:
     return [one.text for one in messages if isinstance(one, Note)]
 
 
-def sharded(case: dict[str, Any], workers: int, strategy: str = "fsdp") -> Job:
-    return job_for(case, workers).model_copy(update={"strategy": strategy})
-
-
 def check(case: dict[str, Any], folder: Path, first: str = "fsdp", second: str = "fsdp") -> None:
     """A training that is ended before a step, and goes on with other workers, maybe by another strategy."""
     case = {**USUAL, "bitwise": False, "shards": 8, **case}
-    run_group(sharded(case, case["workers"][0], first), folder, StopsBefore(case["stops"]))
-    run_group(sharded(case, case["workers"][1], second), folder)
+    run_group(job_for(case, case["workers"][0], first), folder, StopsBefore(case["stops"]))
+    run_group(job_for(case, case["workers"][1], second), folder)
     compare(case, weights_of(folder), history_of(folder))
 
 
@@ -230,7 +225,6 @@ def test_mixed_precision_is_near_full_precision(tmp_path: Path, workers: int) ->
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"bitwise": True}, "bitwise: is not possible with strategy: fsdp"),
         ({"compile": True}, "compile: is not possible with strategy: fsdp"),
         ({"devices": ["cpu", "cpu"]}, "each with one device; got 2 devices each"),
     ],
