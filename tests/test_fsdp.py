@@ -241,6 +241,18 @@ def test_an_unknown_block_is_told(tmp_path: Path) -> None:
         run_group(job_of("mlp", workers=2, fsdp={"blocks": ["Layer"]}, **SHARDED), tmp_path)
 
 
+def test_workers_that_run_different_blocks_are_told(tmp_path: Path) -> None:
+    """Each gathers a block of the same size, so nothing else would notice: the numbers would be wrong."""
+    with pytest.raises(ProcessExit, match="the workers did not run the same blocks in the same order"):
+        run_group(job_of("EitherBlock", workers=2, **SHARDED), tmp_path)
+
+
+def test_adafactor_is_refused_by_name(tmp_path: Path) -> None:
+    keys = {"optimizer": {"target": "torch.optim:Adafactor"}, **SHARDED}
+    with pytest.raises(ProcessExit, match="optimizer: Adafactor keeps state of another shape than its parameters"):
+        run_group(job_of("mlp", workers=2, **keys), tmp_path)
+
+
 def test_a_jobs_fingerprint_does_not_know_the_strategy() -> None:
     ddp, fsdp = job_of("mlp"), job_of("mlp", **SHARDED)
     assert ddp.fingerprint() == fsdp.fingerprint()

@@ -214,7 +214,7 @@ class BatchGradient:
     def _round_without_rows(self, stats: torch.Tensor, where: str, is_last: bool) -> None:
         """Forward and backward of a round in which this worker has no rows, with a loss of zero."""
         reduction = self._reduction
-        assert isinstance(reduction, ShardedReduction) and self._stand_ins.found is not None
+        assert reduction is not None and self._stand_ins.found is not None
         batch, rows = self._stand_ins.found
         self._clock.enter(Part.FORWARD)
         with reduction.shard(is_last), reduction.standing_in():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.errors import ModelError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.replica.aligned import AlignedParts, check_elementwise, one_thread
 from dp_ray.replica.optimizer import Schedule, build_optimizer, build_scaler, load_optimizer, scale_by, total_norm
@@ -29,6 +29,11 @@ class OptimizerStep:
         self.optimizer = build_optimizer(job.optimizer, model, instead)
         if self._is_exact:
             check_elementwise(self.optimizer)
+        if sharded is not None and isinstance(self.optimizer, torch.optim.Adafactor):
+            raise JobError(
+                "optimizer: Adafactor keeps state of another shape than its parameters, of which strategy: fsdp "
+                "cannot give each worker a part; take another one, like torch.optim:AdamW"
+            )
         if self._aligned is not None:
             self._aligned.optimizer = self.optimizer
         self._sharded = sharded

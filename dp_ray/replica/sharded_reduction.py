@@ -26,11 +26,10 @@ class ShardedReduction(Reduction):
         super().__init__(loss, None, ())
         self._sharded = sharded
         self._looks = bool(looks_for_unused)
-        # Of the CPUs: to ask over GPUs would wait for the whole backward.
-        self._group = dist.new_group(backend="gloo") if self._looks and dist.get_backend() != "gloo" else None
         self._used: set[int] = set()
         self._unwatched = list(sharded.units)
         self._is_standing_in = False
+        self._exchanges = True
         self.replica = self._forward  # type: ignore[assignment]
         for one in sharded.replicated.values():
             self._watch(one, one)
@@ -46,6 +45,7 @@ class ShardedReduction(Reduction):
         root = self._sharded.root
         root.set_requires_gradient_sync(is_last)
         root.set_is_last_backward(is_last)
+        self._exchanges = is_last
         yield
 
     @contextmanager
@@ -87,6 +87,8 @@ class ShardedReduction(Reduction):
         for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
             if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
                 self._watch(gathered, unit.sharded_param)
+        if self._exchanges:
+            self._sharded.round.ask()
         self._unwatched = [unit for unit in self._unwatched if not hasattr(unit, "_unsharded_param")]
         return loss
 
@@ -114,7 +116,7 @@ class ShardedReduction(Reduction):
         trained = [one for one in trained if one.requires_grad]
         counts = torch.tensor([id(one) in self._used for one in trained], dtype=torch.int32)
         with waiting("the other workers' unused parameters"):
-            dist.all_reduce(counts, group=self._group)
+            dist.all_reduce(counts, group=self._sharded.round.group)
             found = counts.tolist()
         return {id(one) for one, count in zip(trained, found, strict=True) if not count}
 

@@ -1,5 +1,6 @@
 """A model of which each worker holds a part: torch's `fully_shard` (FSDP2), built shard by shard."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from dp_ray.replica.deferred import CannotDefer, Recording, Ref, record, replay
 from dp_ray.replica.devices import as_module
 from dp_ray.replica.model import build_model, check_has_shape
 from dp_ray.replica.rng import seed_all
-from dp_ray.replica.scatter import Round, SumScatter, TreeScatter
+from dp_ray.replica.scatter import Gather, Round, SumScatter, TreeScatter
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sparse import make_gradients_dense
 from dp_ray.replica.targets import build, resolve
@@ -183,26 +184,33 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     root = fully_shard(Root(model), mp_policy=policy, **keys)
     if dtypes[0] is not None:
         model.register_forward_pre_hook(_casting(dtypes[0]), with_kwargs=True)
-    current = Round()
-    for name, module in root.named_modules():  # type: ignore[attr-defined]
+    # Of the CPUs: to ask over GPUs would wait for the whole forward.
+    current = Round(group=None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo"))
+    for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
-            _set_scatter(module, job, current, name.removeprefix("model."))
-            module.set_gradient_divide_factor(1.0)
+            _set_collectives(module, job, current, name.removeprefix("model."))
+            module.register_forward_pre_hook(functools.partial(_noting, current, number))  # type: ignore[attr-defined]
     root.set_reduce_scatter_unused_params(True)
     return root, current
 
 
-def _set_scatter(module: FSDPModule, job: Job, current: Round, name: str) -> None:
-    """Set how a block's gradients are summed."""
+def _set_collectives(module: FSDPModule, job: Job, current: Round, name: str) -> None:
+    """Set how a block is gathered, and how its gradients are summed."""
     group: Any = module._get_fsdp_state()._fsdp_param_group
+    module.set_gradient_divide_factor(1.0)
+    module.set_custom_all_gather(Gather(current, name))  # type: ignore[arg-type]
     if not job.bitwise or group is None:
-        module.set_custom_reduce_scatter(SumScatter(current))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(SumScatter(current, name))  # type: ignore[arg-type]
         return
     trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
     scatter = TreeScatter(current, name, trained, job.num_shards)
     module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
     if dist.get_world_size() == 1:
         module.set_all_reduce_hook(scatter.alone)
+
+
+def _noting(current: Round, number: int, *_: Any) -> None:
+    current.runs(number)
 
 
 def _casting(dtype: torch.dtype) -> Callable[..., Any]:
