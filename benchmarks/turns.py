@@ -66,8 +66,8 @@ class Baton:
 class Turns(StepControl):
     """The step control of one of two loops: after each `block` steps, two or more, it lets the other one run.
 
-    Loader processes work on in the other side's turn, so their CPU time counts from the end of one turn to that of the
-    next. `known` are the child processes that have a side.
+    Loader processes work on in the other side's turn, so their CPU time counts from a turn's end to that of the next.
+    `known` are the child processes that have a side.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def test_loops_take_turns_every_few_steps() -> None:
     first = ["a builds", "a", "a", "b builds", "b", "b"]
     assert ran == [*first, "a", "a", "b", "b", "a", "b"]
     assert len(pairs) == 2
-    assert all(0 < cost.cpu and 0 < cost.wall for pair in pairs for cost in pair)
+    assert all(cost.cpu > 0 and cost.wall > 0 for pair in pairs for cost in pair)
 
 
 def test_the_first_step_of_a_turn_is_not_measured_on_either_side() -> None:
