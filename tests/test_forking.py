@@ -18,6 +18,7 @@ import pytest
 from dp_ray.cluster import forking
 from dp_ray.cluster.ray_internals import forked_worker
 from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
+from dp_ray.job import Job
 from dp_ray.job_keys import WorkerKeys
 from dp_ray.system.folders import remove_orphans
 
@@ -149,12 +150,26 @@ def test_a_server_that_dies_while_a_worker_waits_leaves_it_rays_own(
 
 
 @pytest.mark.slow
+def test_a_training_has_imported_what_torch_imports_with_the_first_optimizer() -> None:
+    """Each worker would take nearly two seconds for it; a prediction and a session's first start do without."""
+    trains = {"task": "train", "loss": "torch.nn:MSELoss", "optimizer": "torch.optim:SGD"}
+    job = {"model": "torch.nn:Linear", "dataset": "a:B", "batch_size": 2}
+    assert set(forking.modules_of(Job.make({**job, **trains}, "a"))) == {*forking.MODULES, "torch._dynamo"}
+    assert forking.modules_of(Job.make(job, "a")) == forking.MODULES
+    assert forking.modules_of(KEYS) == forking.MODULES
+    asks = f"print(*sorted({set(forking.OF_TRAINING)!r} & {{*sys.modules}}))"
+    code = f"import torch, sys; torch.optim.SGD([torch.ones(1)], 0.1); {asks}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout.split() == sorted(forking.OF_TRAINING), done.stderr
+
+
+@pytest.mark.slow
 def test_what_the_server_imports_is_torch_and_not_ray_and_starts_no_thread() -> None:
     """Ray starts threads and reads its environment when it is imported; a fork keeps neither."""
     code = (
         "import contextlib, importlib, os, sys\n"
-        "from dp_ray.cluster.forking import MODULES\n"
-        "for name in MODULES: importlib.import_module(name)\n"
+        "from dp_ray.cluster.forking import MODULES, OF_TRAINING\n"
+        "for name in MODULES + OF_TRAINING: importlib.import_module(name)\n"
         "assert 'torch' in sys.modules and 'ray' not in sys.modules\n"
         "print(*(open(f'/proc/self/task/{one}/comm').read() for one in os.listdir('/proc/self/task')))"
     )
