@@ -58,6 +58,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.ray_constants:PROCESS_TYPE_DASHBOARD_AGENT": None,
     "ray._private.ray_constants:PROCESS_TYPE_RUNTIME_ENV_AGENT": None,
     "ray._private.services:_build_python_executable_command_memory_profileable": ("component", "session_dir"),
+    "ray._private.services:get_node": ("gcs_address", "node_id"),
     "ray._private.utils:get_dashboard_dependency_error": (),
     "ray._private.state:available_resources_per_node": (),
     "ray._private.state:state.get_draining_nodes": (),
@@ -68,6 +69,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._raylet:AuthenticationTokenLoader.reset_cache": None,
     "ray._raylet:Config.initialize": None,
     "ray._raylet:GcsClient": None,
+    "ray._raylet:InnerGcsClient.get_all_node_info": (),
     "ray._raylet:InnerGcsClient.drain_node": ("node_id", "reason", "reason_message", "deadline_timestamp_ms"),
     "ray._raylet:InnerGcsClient.internal_kv_del": ("key", "del_by_prefix", "namespace"),
     "ray._raylet:InnerGcsClient.internal_kv_get": ("key", "namespace"),
@@ -153,6 +155,10 @@ USED: dict[str, tuple[str, str]] = {
     "a raylet's agent": (
         "ray._private.services:start_raylet",
         "_memory_profileable(\n            ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, session_dir\n",
+    ),
+    "a node that is started is asked for": (
+        "ray._private.node:Node.__init__",
+        f"ray._private.services.get_node(\n{' ' * 24}self.gcs_address,\n{' ' * 24}self._node_id,\n",
     ),
     "a raylet's agent of environments": (
         "ray._private.services:start_raylet",

@@ -29,6 +29,8 @@ from dp_ray.system.environment import environment
 # Finding, starting and authenticating
 
 CONNECT_SECONDS = 10.0
+NODE_SECONDS = 30.0  # as long as Ray waits
+LOOK_SECONDS = 0.02
 AGENTS = [sys.executable, "-S", "-E", str(Path(__file__).with_name("agents.py"))]
 DEFAULT_WORKER = Path(ray._private.__path__[0]) / "workers" / "default_worker.py"
 # The driver would wait for them with Python's lock held, so that it imports nothing meanwhile.
@@ -44,7 +46,7 @@ def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None
     folder, nor for the processes. Each costs a second of a core: the dashboard's server and its agent, for which the
     node would wait, the autoscaler's monitor, which has no nodes to add here, and the reader of the logs.
     """
-    with _without_servers(logs), _with_agents_replaced(), workers_forked_by(fork_server):
+    with _without_servers(logs), _with_agents_replaced(), _node_awaited(), workers_forked_by(fork_server):
         ray.init(
             "local",
             num_cpus=num_cpus,
@@ -91,6 +93,28 @@ def workers_forked_by(server: Path | None) -> Iterator[None]:
             yield
     finally:
         node.start_raylet = before
+
+
+@contextmanager
+def _node_awaited() -> Iterator[None]:
+    """Within the block, a node that is started is awaited in short looks, between which other threads run.
+
+    Ray's own function looks once a second, and holds Python's lock all the time.
+    """
+    services = ray._private.services
+    before = services.get_node
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        known, until = ray._raylet.GcsClient(address=gcs_address), time.monotonic() + NODE_SECONDS
+        while all(one.hex() != node_id for one in known.get_all_node_info()) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        return before(gcs_address, node_id)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = before
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:
