@@ -117,7 +117,7 @@ class CpuTurns(Turns):
         if step % self._block:
             return
         self._settle()
-        if step == 0:
+        if step == self._block:  # its loader has started
             self._loaders = [child.pid for child in psutil.Process().children() if child.pid not in self._known]
             self._known.update(self._loaders)
         loaded = sum(map(_cpu_seconds, self._loaders))
