@@ -126,7 +126,7 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
     claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume)
     for line in _resumption(prepared, claimed, killed):
         console.say(line)
-    execution = Execution(prepared, claimed, options, console, started, on_ray or _on_own_workers(options))
+    execution = Execution(prepared, claimed, options, console, started, on_ray)
     with held(claimed, lambda: execution.steps_done):
         try:
             return execution.run()
@@ -185,7 +185,7 @@ class Execution:
         options: Options,
         console: Console,
         started: float,
-        on_ray: OnRay,
+        on_ray: OnRay | None,
     ) -> None:
         self._prepared = prepared
         self._job = prepared.job
@@ -195,7 +195,8 @@ class Execution:
         self._options = options
         self._console = console
         self._started = started
-        self._on_ray = on_ray
+        self._is_in_session = on_ray is not None
+        self._on_ray = on_ray or _on_own_workers(options)
         self._monitor: Monitor | None = None
         self._trackers = RunTrackers(self._job, self._storage, console.say)
 
@@ -263,7 +264,8 @@ class Execution:
             merge_quarantine(run, (self._job.outputs.carry or ()) if self._job.task == "predict" else ())
 
     def _result(self, status: str, error: BaseException | None = None) -> Result:
-        return result_of(self._job, self._split, self._claimed, self._monitor, self._started, status, error)
+        of_run = self._job, self._split, self._claimed, self._monitor, self._started
+        return result_of(*of_run, status, error, self._is_in_session)
 
     def _keep_unfinished(self, status: str, error: BaseException) -> None:
         check_ours(self._claimed)

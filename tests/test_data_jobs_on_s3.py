@@ -81,7 +81,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
 
 @pytest.mark.parametrize(
     ("write", "workers_and_processes"),
-    [(parquet, [(1, 2), (2, 0), (3, 0)]), (shards, [(1, 0), (2, 2), (3, 0)])],
+    [(parquet, [(1, 2), (2, 0), (3, 0)]), (shards, [(2, 2), (1, 0), (3, 0)])],
 )
 def test_any_workers_and_loaders_give_the_bits_of_memory(
     server: "Server",

@@ -25,6 +25,11 @@ class StepTimes:
         self._began = time.perf_counter()
         self._told = 0.0
 
+    def begin(self) -> None:
+        """Begin the loop and its first step now: what was set up before counts nowhere."""
+        self._began = time.perf_counter()
+        self.clock.restart()
+
     def waiting(self, batches: Iterator[T]) -> Generator[T, None, None]:
         """The same batches; the time until each is there counts as `data_wait`. Closing it ends `batches` too."""
         end: Any = object()
@@ -43,7 +48,7 @@ class StepTimes:
         return new
 
     def to_json(self) -> dict[str, float]:
-        """All of it as a result shows it; `loop_seconds` is the whole time since the loop was set up."""
+        """All of it as a result shows it; `loop_seconds` is the whole time since the loop began."""
         seconds = {"loop": time.perf_counter() - self._began, "data_wait": self.data_wait, "load": self.load}
         return {f"{name}_seconds": round(value, 6) for name, value in seconds.items()}
 
