@@ -51,7 +51,7 @@ def render_run(data: RunData, live: float | None = None) -> str:
         facts=facts_of(data),
         metrics=metrics_of(data),
         split=time_split(data),
-        job_file=yaml.dump(data.job, Dumper=DUMPER, sort_keys=False, allow_unicode=True) if data.job else "",
+        job_file=job_file_of(data.job),
         driver=data.drivers[-1] if data.drivers else {},
         evaluations=evaluations_of(data),
         heat_maps=heat_maps(data.grid),
@@ -74,7 +74,7 @@ def drawing_of(data: RunData, charts: Sequence[Chart]) -> dict[str, Any]:
 def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
     """A template as HTML, with the scripts and the values that they draw."""
     scripts = plotting_scripts()
-    return (
+    page = (
         _templates()
         .get_template(template)
         .render(
@@ -86,6 +86,15 @@ def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
             theme_script=Markup((HERE / "theme.js").read_text()),
         )
     )
+    return page.encode(errors="replace").decode()  # a file's name may hold halves of characters
+
+
+def job_file_of(job: dict[str, Any]) -> str:
+    """A job with all of its keys as YAML."""
+    try:
+        return str(yaml.dump(job, Dumper=DUMPER, sort_keys=False, allow_unicode=True)) if job else ""
+    except UnicodeEncodeError:  # the fast dumper takes no halves of characters
+        return str(yaml.dump(job, Dumper=yaml.SafeDumper, sort_keys=False))
 
 
 @functools.cache
