@@ -22,7 +22,7 @@ from benchmarks.cluster import local_ray
 from benchmarks.compare import at_most, compared, in_rounds
 from benchmarks.measure import in_processes
 from benchmarks.table import Row, time_text
-from benchmarks.turns import Cost, costs_in_turns
+from benchmarks.turns import Cost, take_turns
 from dp_ray.cluster.gauges import exports_metrics, gauged
 from dp_ray.monitor.console import Progressed
 from dp_ray.monitor.tensorboard import TensorBoardWriter
@@ -75,7 +75,7 @@ def _taking_turns(name: str, size: Size, told: Any) -> None:
 def _split(block: int, folder: Path) -> list[tuple[Cost, Cost]]:
     world = World()
     split, unsplit = (partial(loop, MODEL, {}, world) for loop in (training.ours, training.unsplit))
-    return costs_in_turns(split, unsplit, block)
+    return take_turns(split, unsplit, block)
 
 
 def _tensorboard(block: int, folder: Path) -> list[tuple[Cost, Cost]]:
@@ -139,7 +139,7 @@ def _logging(
     def loop(control: StepControl, **keys: Any) -> None:
         training.ours(MODEL, {}, World(), control, **keys)
 
-    return costs_in_turns(partial(loop, send=send), loop, block, drain=drain)
+    return take_turns(partial(loop, send=send), loop, block, drain=drain)
 
 
 SIDES: dict[str, Callable[[int, Path], list[tuple[Cost, Cost]]]] = {

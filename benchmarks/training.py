@@ -155,16 +155,18 @@ def as_a_worker(keeps_memory: bool = True) -> None:
         keep_freed_memory()
 
 
-def worker(rank: int, port: int, world_size: int, mine: WorldLoop, theirs: WorldLoop, told: Any) -> None:
+def worker(
+    rank: int, port: int, world_size: int, mine: WorldLoop, theirs: WorldLoop, by_cpu: bool, told: Any
+) -> None:
     """One of the processes in which both sides take turns; rank 0 puts the seconds of their steps into `told`."""
     as_a_worker()
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     world = World(rank, world_size)
-    pairs = take_turns(
+    costs = take_turns(
         lambda control: mine(world, control), lambda control: theirs(world, control), BLOCK, dist.barrier
     )
     if rank == 0:
-        told.put(pairs)
+        told.put([(one.cpu, other.cpu) if by_cpu else (one.wall, other.wall) for one, other in costs])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -174,7 +176,7 @@ def allocating(rank: int, batons: tuple[Baton, Baton], loop: Loop, told: Any) ->
     as_a_worker(keeps_memory=rank == 0)
     turns = Turns(BLOCK, batons[rank], batons[1 - rank])
     turns.run(loop)
-    told.put((rank, turns.seconds))
+    told.put((rank, [one.wall for one in turns.costs]))
 
 
 def blocked(folder: Path, megabytes: int, repeats: int) -> list[tuple[float, float]]:

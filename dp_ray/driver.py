@@ -38,11 +38,14 @@ from dp_ray.rundir.quarantine_files import QUARANTINE, has_set_aside, merge_quar
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.rundir.weights import LINKS, first_step
 from dp_ray.system.environment import environment
+from dp_ray.system.repeating import repeated
 from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StopRequested
 from dp_ray.tracebacks import shorten
 from dp_ray.trackers.process import check_installed
 from dp_ray.trackers.run_trackers import RunTrackers
+
+PAGE_SECONDS = 1.0  # how often it is asked whether to import what the page needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +244,14 @@ class Execution:
             if job.max_workers == 0:
                 run_in_process(job, self._claimed, monitor, prepared.plan.rows)
             else:
-                self._on_ray(prepared, self._claimed, monitor, self._console)
+                with repeated("page", PAGE_SECONDS, self._import_page):
+                    self._on_ray(prepared, self._claimed, monitor, self._console)
+
+    def _import_page(self) -> None:
+        """Once the workers run, import what the page needs: this process has little to do until they end."""
+        if self.steps_done:
+            with contextlib.suppress(Exception):  # whoever writes the page tells
+                from dp_ray.report import page  # noqa: F401
 
     def _merge(self) -> None:
         """Prove that the outputs are whole, or merge the pieces of the history."""
@@ -282,7 +292,7 @@ class Execution:
     def write_page(self) -> None:
         """Write the page of the run; a page that cannot be made is told of, and fails no run."""
         try:
-            from dp_ray.report.page import write_page  # only now: a run does not wait for it at its start
+            from dp_ray.report.page import write_page  # not before: a run does not wait for it at its start
 
             write_page(self._storage)
         except Exception as error:  # whatever it is, the run's result stands

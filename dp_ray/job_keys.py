@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from dp_ray.job_outputs import Outputs
 from dp_ray.job_parts import (
+    ActivationBudget,
     BlocksKey,
     Checkpoint,
     Elastic,
@@ -200,6 +201,11 @@ class JobKeys(WorkerKeys, WorkKeys):
         default="fp32",
         description="bf16 and fp16 run the model under autocast. fp16 adds a loss scaler on which all workers agree.",
     )
+    activation_checkpointing: bool | Annotated[list[str], Field(min_length=1)] | ActivationBudget = Field(
+        default=False,
+        description="train only: blocks keep their inputs alone, and their backward runs their forward again. true: "
+        "the blocks that `fsdp.blocks: auto` finds. A list names their classes. The numbers stay the same bits.",
+    )
     compile: bool = Field(default=False, description="Compile the model with torch.compile.")
     sync_batchnorm: bool = Field(
         default=False,
@@ -208,7 +214,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     find_unused_parameters: Literal["auto"] | bool = Field(
         default="auto",
         description="Whether the model may leave parameters unused. auto: each worker looks once, at its first "
-        "shard. Set true if the parameters that it uses change from step to step.",
+        "shard. Set true if the parameters that it uses change from step to step. With `strategy: fsdp`, auto looks "
+        "in every step.",
     )
     bitwise: bool = Field(
         default=False,
