@@ -153,4 +153,13 @@ def test_a_file_name_with_half_a_character_does_not_cost_the_page(runs: Path, tm
     values = json.loads(about.read_text())
     values["drivers"][-1]["command"] = "dp-ray run j\udcffob.yaml"
     about.write_text(json.dumps(values))
-    assert "dp-ray run j?ob.yaml" in page_of(Storage(str(tmp_path / "train")))
+    page = page_of(Storage(str(tmp_path / "train")))
+    assert page.count("dp-ray run j\\udcffob.yaml") == 2, "shown, and to copy"
+
+
+def test_no_text_of_a_page_turns_its_direction(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "failed", tmp_path / "failed")
+    result = tmp_path / "failed" / "result.json"
+    result.write_text(json.dumps({**json.loads(result.read_text()), "error": "a \u202egpj.exe \x1b[0m <b>"}))
+    page = page_of(Storage(str(tmp_path / "failed")))
+    assert "<pre>a \\u202egpj.exe \\x1b[0m &lt;b&gt;</pre>" in page

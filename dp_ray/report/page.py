@@ -22,6 +22,7 @@ from dp_ray.report.worker_grid import WorkerGrid
 from dp_ray.results.arrow_numbers import known_numbers
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.storage import Storage
+from dp_ray.text import harmless
 
 REPORT = "report.html"
 HERE = Path(__file__).parent
@@ -74,7 +75,7 @@ def drawing_of(data: RunData, charts: Sequence[Chart]) -> dict[str, Any]:
 def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
     """A template as HTML, with the scripts and the values that they draw."""
     scripts = plotting_scripts()
-    page = (
+    return (
         _templates()
         .get_template(template)
         .render(
@@ -86,7 +87,6 @@ def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
             theme_script=Markup((HERE / "theme.js").read_text()),
         )
     )
-    return page.encode(errors="replace").decode()  # a file's name may hold halves of characters
 
 
 def job_file_of(job: dict[str, Any]) -> str:
@@ -116,10 +116,20 @@ def _templates() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(HERE)
     # What an earlier version did not keep is left out.
     found = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=jinja2.ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
     found.filters |= {"number": number, "duration": duration, "text": as_text}
     return found
+
+
+def _shown(value: Any) -> Any:
+    """A value that a template shows: a text without what would turn its direction, or cannot be encoded."""
+    return harmless(value) if type(value) is str else value
 
 
 def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:
