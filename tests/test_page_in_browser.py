@@ -203,6 +203,25 @@ def test_a_run_that_goes_on_is_shown_anew_in_place(browser: Browser, run: Storag
         assert view(page) == [0, 99]
 
 
+def test_zooming_into_twenty_thousand_steps_shows_each(browser: Browser, tmp_path: Path) -> None:
+    steps, (first, last) = 20_000, (7_000, 7_100)
+    run = Storage(str(tmp_path / "run"))
+    write_run(run, steps)
+    losses = np.random.default_rng(0).normal(0, 1, steps)
+    losses[12_345] = 50
+    write_history(run, history(steps, loss=losses))
+    run.write_text("report.html", page_of(run))
+    data = "(({x, y}) => [[...x], [...y]])(dpRay.drawn.get('chart-0').parts[0].raw.data)"
+    with browser.opened(file(run)) as page:
+        x, y = page.evaluate(data)
+        assert len(x) <= 3002 and (12_345, 50) in zip(x, y, strict=True) and x == sorted(x)
+        page.evaluate(f"dpRay.show({first}, {last})")
+        x, y = page.evaluate(data)
+        assert x == list(range(first - 1, last + 2)) and y == losses[first - 1 : last + 2].tolist()
+        page.evaluate(f"dpRay.show(0, {steps})")
+        assert len(page.evaluate(data)[0]) > 2000
+
+
 def test_a_million_steps_open_soon_and_hide_no_spike(browser: Browser, tmp_path: Path) -> None:
     steps = 1_000_000
     run = Storage(str(tmp_path / "run"))
