@@ -18,12 +18,12 @@ from torch import nn
 
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.replica.world import broadcast, is_rank_0
-from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, load_checkpoint, name_of, parse, steps_of
+from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, name_of, parse, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.files import write_json
 from dp_ray.rundir.pieces import PIECES, names_of
 from dp_ray.storage import Storage
-from dp_ray.tensors.file import parse_tensors, read_text, write_tensors
+from dp_ray.tensors.file import parse_tensors, read_text
 
 WEIGHTS = "weights.safetensors"
 BEST = "best.safetensors"
@@ -138,13 +138,6 @@ def describe_start(run: Storage, location: str) -> str:
     has_best = storage.exists(BEST)
     beside = f"; its best weights are {storage}/{BEST}{_told_best(storage, BEST)}" if has_best else ""
     return f"{line}, the run's newest checkpoint{beside}"
-
-
-def write_best(run: Storage, metric: str, value: float, step: int) -> None:
-    """Write the weights of the best checkpoint, the one after `step` steps, as a weights file of the bare module."""
-    model = load_checkpoint(run.child(CHECKPOINTS), name_of(step))[1]["model"]
-    tensors = {name: one for name, one in model.items() if isinstance(one, torch.Tensor)}
-    write_tensors(run, BEST, tensors, json.dumps({"metric": metric, "value": value, "step": step}))
 
 
 def _told_best(storage: Storage, name: str) -> str:

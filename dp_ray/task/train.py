@@ -26,7 +26,8 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.ledger import begin_attempt, check_newest
-from dp_ray.rundir.weights import BEST, WEIGHTS, write_best
+from dp_ray.rundir.sharded_checkpoint import write_best
+from dp_ray.rundir.weights import BEST, WEIGHTS
 from dp_ray.storage import Storage
 from dp_ray.task.checkpointer import Checkpointer, PieceKeeper, writer_of
 from dp_ray.task.cut import cut_of
