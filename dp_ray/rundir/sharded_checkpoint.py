@@ -14,6 +14,7 @@ from dp_ray.replica.world import World, broadcast, gathered
 from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, CheckpointWriter, name_of, steps_of, unpack
 from dp_ray.rundir.pieces import PIECES, described, open_pieces, piece_name, stored_in
 from dp_ray.rundir.weights import BEST, TORCH_FILES, check_pinned, file_of, pin_start, read_torch
+from dp_ray.rundir.weights_files import INDEXES, open_index
 from dp_ray.storage import Storage
 from dp_ray.system.waiting import waiting
 from dp_ray.tensors.file import write_tensors
@@ -110,6 +111,8 @@ def open_start(run: Storage, location: str) -> tuple[dict[str, Stored], dict[str
         for one in opened.files[1:]:
             one.check()
         return opened.state["model"], {"about": opened.about, "state": opened.state}
+    if name.endswith(INDEXES):
+        return open_index(storage, name), None
     if name.endswith(TORCH_FILES):
         whole = read_torch(storage.read_bytes(name), f"{storage}/{name}")
         return {key: held(one) for key, one in whole.items() if isinstance(one, torch.Tensor)}, None
