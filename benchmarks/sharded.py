@@ -26,7 +26,7 @@ from dp_ray.task.train import train
 WORDS, LENGTH, WIDTH, LAYERS = 8192, 64, 512, 8
 ROWS, BATCH = 4096, 8
 BLOCK = 3  # steps in a turn, of which the first is not measured
-WARM, PAIRS = 1, 10
+WARM, PAIRS = 1, 7
 STEPS = BLOCK * (WARM + PAIRS) + 1
 LR = 1e-4
 

@@ -7,8 +7,8 @@ from typing import Any
 from benchmarks.cluster import scratch
 from benchmarks.compare import Goal, at_least, at_most, compared
 from benchmarks.measure import alternate, in_processes
-from benchmarks.sharded import BATCH, WARM, blocked, peak, turns
-from benchmarks.table import Row, bytes_text, rate_text, time_text
+from benchmarks.sharded import BATCH, LENGTH, WARM, blocked, peak, turns
+from benchmarks.table import Row, bytes_text, time_text
 from benchmarks.train import free_port
 
 BY_HAND = "FSDP2 by hand"
@@ -33,7 +33,11 @@ def _run(target: Callable[..., object], *args: Any) -> Any:
 
 def _rates(what: str, keys: dict[str, Any], goal: Goal) -> Row:
     pairs = [(BATCH / mine, BATCH / theirs) for mine, theirs in _run(turns, keys)[WARM:]]
-    return compared(f"sharding: rows a second, {WHAT}{what}", pairs, rate_text, BY_HAND, goal)
+    return compared(f"sharding: tokens a second, {WHAT}{what}", pairs, _tokens_text, BY_HAND, goal)
+
+
+def _tokens_text(rows_per_second: float) -> str:
+    return f"{rows_per_second * LENGTH:,.0f} tokens/s"
 
 
 def _checkpoint() -> Row:
