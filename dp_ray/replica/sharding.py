@@ -85,16 +85,21 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     places = _places(model)
     for name, parameter in model.named_parameters():
         check_has_shape(name, parameter)
-    make_gradients_dense(model)
-    replicated = _kept_whole(model)
+    root, scatter, replicated = shard_in_place(job, world, model)
     if replicated:
         sizes = [f"{name} ({one.nbytes} bytes)" for name, one in replicated.items()]
         note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
-    recompute_blocks(job, model, [world.device])
-    root, scatter = _shard(job, world, model, set(replicated.values()))
     tensors = _materialise(places, world.device, job.fsdp.offload)
     fill(lambda number, whole: _copy_rows(tensors[number], whole))
     return Sharded(model, root, {name: _get(model, name) for name in replicated}, scatter, world)
+
+
+def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[Any, "SumScatter", dict[str, nn.Parameter]]:
+    """Shard a model over the workers; gives its root, what sums gradients, and what stays whole, by name."""
+    make_gradients_dense(model)
+    replicated = _kept_whole(model)
+    recompute_blocks(job, model, [world.device])
+    return *_shard(job, world, model, set(replicated.values())), replicated
 
 
 def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Fill]:
