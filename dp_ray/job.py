@@ -129,7 +129,11 @@ class Job(JobKeys):
             yield f"strategy: fsdp shards over the workers, each with one device; got {self.num_devices} devices each"
         if self.task == "predict" and self.on_error is not None:
             yield "on_error: task predict with strategy: fsdp sets no samples aside; leave one of them out"
-        for key in ("bitwise", "compile", "sync_batchnorm"):
+        if self.bitwise and self.precision == "fp16":
+            yield "precision: fp16 cannot be bitwise with strategy: fsdp; take bf16, or leave bitwise out"
+        if self.bitwise and self.fsdp.offload:
+            yield "fsdp.offload: cannot be bitwise: a host's update rounds otherwise than a GPU's; leave one out"
+        for key in ("compile", "sync_batchnorm"):
             if getattr(self, key):
                 yield f"{key}: is not possible with strategy: fsdp; leave one of them out"
 

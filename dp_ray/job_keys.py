@@ -214,7 +214,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     find_unused_parameters: Literal["auto"] | bool = Field(
         default="auto",
         description="Whether the model may leave parameters unused. auto: each worker looks once, at its first "
-        "shard. Set true if the parameters that it uses change from step to step.",
+        "shard. Set true if the parameters that it uses change from step to step. With `strategy: fsdp`, auto looks "
+        "in every step.",
     )
     bitwise: bool = Field(
         default=False,

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job
 from dp_ray.plan.order import Order
 from dp_ray.task.notices import Note
 from dp_ray.task.step_control import StepControl
@@ -36,15 +35,11 @@ def notes(messages: list[Any]) -> list[str]:
     return [one.text for one in messages if isinstance(one, Note)]
 
 
-def sharded(case: dict[str, Any], workers: int, strategy: str = "fsdp") -> Job:
-    return job_for(case, workers).model_copy(update={"strategy": strategy})
-
-
 def check(case: dict[str, Any], folder: Path, first: str = "fsdp", second: str = "fsdp") -> None:
     """A training that is ended before a step, and goes on with other workers, maybe by another strategy."""
     case = {**USUAL, "bitwise": False, "shards": 8, **case}
-    run_group(sharded(case, case["workers"][0], first), folder, StopsBefore(case["stops"]))
-    run_group(sharded(case, case["workers"][1], second), folder)
+    run_group(job_for(case, case["workers"][0], first), folder, StopsBefore(case["stops"]))
+    run_group(job_for(case, case["workers"][1], second), folder)
     compare(case, weights_of(folder), history_of(folder))
 
 
@@ -120,7 +115,8 @@ def test_initial_weights_are_the_bits_of_one_process(tmp_path: Path) -> None:
 
 
 def test_a_model_that_reads_its_weights_is_built_whole_and_told(tmp_path: Path) -> None:
-    told = notes(run_group(job_of("ReadsItsWeights", workers=2, **SHARDED), tmp_path))
+    told = notes(run_group(job_of("ReadsItsWeights", workers=2, flops=True, **SHARDED), tmp_path))
+    assert sum(one.startswith("flops: not counted: ") for one in told) == 1, "rank 0 alone says so"
     model = initial(training.ReadsItsWeights)
     losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, torch.optim.SGD(model.parameters(), 0.1, 0.9))
     assert_close(tmp_path, model, losses)
@@ -230,7 +226,6 @@ def test_mixed_precision_is_near_full_precision(tmp_path: Path, workers: int) ->
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"bitwise": True}, "bitwise: is not possible with strategy: fsdp"),
         ({"compile": True}, "compile: is not possible with strategy: fsdp"),
         ({"devices": ["cpu", "cpu"]}, "each with one device; got 2 devices each"),
     ],
@@ -245,6 +240,18 @@ def test_an_unknown_block_is_told(tmp_path: Path) -> None:
         ProcessExit, match=r"fsdp\.blocks: the model has no module of class Layer; it has Dropout, Linear"
     ):
         run_group(job_of("mlp", workers=2, fsdp={"blocks": ["Layer"]}, **SHARDED), tmp_path)
+
+
+def test_workers_that_run_different_blocks_are_told(tmp_path: Path) -> None:
+    """Each gathers a block of the same size, so nothing else would notice: the numbers would be wrong."""
+    with pytest.raises(ProcessExit, match="the workers did not run the same blocks in the same order"):
+        run_group(job_of("EitherBlock", workers=2, **SHARDED), tmp_path)
+
+
+def test_adafactor_is_refused_by_name(tmp_path: Path) -> None:
+    keys = {"optimizer": {"target": "torch.optim:Adafactor"}, **SHARDED}
+    with pytest.raises(ProcessExit, match="optimizer: Adafactor keeps state of another shape than its parameters"):
+        run_group(job_of("mlp", workers=2, **keys), tmp_path)
 
 
 def test_a_jobs_fingerprint_does_not_know_the_strategy() -> None:

@@ -29,13 +29,16 @@ def trainings(draw: st.DrawFn) -> dict[str, Any]:
     batch_size = draw(st.integers(-(-rows // 8), 12))
     optimizers = [name for name in OPTIMIZERS if ("sparse" not in has and "complex" not in has) or name == "SGD"]
     workers = st.integers(1, min(shards, 5))
+    optimizer = draw(st.sampled_from(optimizers))
+    strategies = st.sampled_from(["ddp", "fsdp"] if optimizer != "noisy" else ["ddp"])
     return {
         "has": has,
         "rows": rows,
         "batch_size": batch_size,
         "shards": shards,
         "workers": [draw(workers), draw(workers)],
-        "optimizer": draw(st.sampled_from(optimizers)),
+        "strategies": [draw(strategies), draw(strategies)],
+        "optimizer": optimizer,
         "scheduler": draw(st.sampled_from([None, "tests.support.training:warm_up"])),
         "grad_clip": draw(st.sampled_from([None, 0.3])),
         "bitwise": draw(st.booleans()),
@@ -57,9 +60,9 @@ def ends_of(folder: Path) -> tuple[dict[str, bytes], str]:
 def check(case: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        first, second = case["workers"]
-        run_group(job_for(case, first), folder / "run", StopsBefore(case["stops"]))
-        run_group(job_for(case, second), folder / "run")
+        first, second = zip(case["workers"], case["strategies"], strict=True)
+        run_group(job_for(case, *first), folder / "run", StopsBefore(case["stops"]))
+        run_group(job_for(case, *second), folder / "run")
         if case["bitwise"]:
             run_group(job_for(case, 1), folder / "one")
             assert ends_of(folder / "run") == ends_of(folder / "one")

@@ -185,10 +185,10 @@ def test_the_command_says_it_in_text_and_json(
     keys = ("--workers", "2")
     shown = run_cli("plan", "jobs/digits.yaml", "--gpu-memory", "40", *keys)
     assert "memory of a worker in GiB, with shards of 4 rows:" in shown
-    assert len([line for line in shown.splitlines() if line.endswith("fits 40 GiB")]) == 2
+    assert len([line for line in shown.splitlines() if line.endswith("fits 40 GiB")]) == 4
     (line,) = run_cli("plan", "jobs/digits.yaml", "--memory", "--json", *keys).splitlines()
     memory = json.loads(line)["memory"]
-    assert [one["workers"] for one in memory["workers"]] == [1, 2]
+    assert [one["workers"] for one in memory["workers"]] == [1, 2, 1, 2]
     assert "memory" not in json.loads(run_cli("plan", "jobs/digits.yaml", "--json", *keys))
 
 

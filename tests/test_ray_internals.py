@@ -19,7 +19,14 @@ import pytest
 import ray
 
 import dp_ray
-from dp_ray.cluster.ray_internals.core import DEFAULT_WORKER, NO_AGENT, WITHOUT_SPARE_WORKERS
+from dp_ray.cluster.ray_internals.core import (
+    DEFAULT_WORKER,
+    NO_AGENT,
+    WITHOUT_SPARE_WORKERS,
+    find_users_token,
+    forget_variables,
+)
+from dp_ray.cluster.ray_internals.variables import AUTH_MODE, AUTH_TOKEN
 from tests.support.cluster import ROOT
 from tests.support.sources import nodes_of
 
@@ -52,6 +59,8 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.state:state.get_max_resources_from_cluster_config": (),
     "ray._private.utils:get_entrypoint_name": (),
     "ray._private.worker:_worker_logs_enabled": None,
+    "ray._raylet:AuthenticationTokenLoader.instance": (),
+    "ray._raylet:AuthenticationTokenLoader.reset_cache": None,
     "ray._raylet:Config.initialize": None,
     "ray._raylet:GcsClient": None,
     "ray._raylet:InnerGcsClient.drain_node": ("node_id", "reason", "reason_message", "deadline_timestamp_ms"),
@@ -390,6 +399,19 @@ def test_ray_has_a_program_for_workers_and_settings_for_them() -> None:
     assert DEFAULT_WORKER.is_file()
     for setting in WITHOUT_SPARE_WORKERS:
         assert setting.encode() in (RAY / "core/src/ray/raylet/raylet").read_bytes()
+
+
+def test_a_token_is_shown_to_the_cluster_that_wants_it_and_to_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that still knows a token demands it from the workers of a cluster without, and loses them."""
+    monkeypatch.delenv(AUTH_MODE, raising=False)
+    monkeypatch.setenv(AUTH_TOKEN, "0123456789abcdef" * 4)
+    before, loader = list(os.environ), ray._raylet.AuthenticationTokenLoader.instance()
+    assert not loader.has_token()
+    assert find_users_token()
+    assert loader.has_token()
+    forget_variables(os.environ, keep=before)
+    assert not loader.has_token()
+    assert not loader.get_token_for_http_header()
 
 
 def test_the_contract_names_all_that_the_wall_uses() -> None:

@@ -8,7 +8,7 @@ alone.
 6.0
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TypeVar
 
 Node = tuple[int, int]
@@ -52,6 +52,29 @@ def fold(held: Mapping[Node, T], node: Node, add: Callable[[T, T], T]) -> T | No
     if left is None or right is None:
         return right if left is None else left
     return add(left, right)
+
+
+def climb(
+    held: MutableMapping[Node, T], node: Node, value: T, above: Mapping[Node, Node], add: Callable[[T, T], T]
+) -> None:
+    """Put a node's sum into `held`; while the node beside it is held too, add both to their parent's sum instead.
+
+    `above` holds the parents. The sums are those of `fold`, and no more are held than needed.
+
+    >>> held = {(1, 2): 2.0, (2, 4): 7.0}
+    >>> climb(held, (0, 1), 1.0, parents((0, 4)), lambda left, right: left + right)
+    >>> held
+    {(0, 4): 10.0}
+    """
+    while node in above:
+        left, right = halves(above[node])
+        beside = right if node == left else left
+        if beside not in held:
+            break
+        other = held.pop(beside)
+        value = add(value, other) if node == left else add(other, value)
+        node = above[node]
+    held[node] = value
 
 
 def leaf_pairs(node: Node) -> set[Node]:

@@ -21,6 +21,7 @@ from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sharded_reduction import ShardedReduction
+from dp_ray.replica.sharded_tree import TreeShardedReduction
 from dp_ray.replica.sparse import sparse_parameters
 from dp_ray.replica.stand_in import StandIns
 from dp_ray.replica.step import OnShard
@@ -133,7 +134,10 @@ class BatchGradient:
     def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any]) -> Reduction:
         """The reduction for the job; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
         if self._sharded is not None:
-            return ShardedReduction(self._loss, self._sharded, self._job.find_unused_parameters)
+            given = self._loss, self._sharded, self._job.find_unused_parameters
+            if not self._job.bitwise:
+                return ShardedReduction(*given)
+            return TreeShardedReduction(*given, self._job.num_shards, self._job.on_error is not None)
         parameters = list(self._parameters.values())
         sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
         if self._world.world_size == 1:
@@ -210,7 +214,7 @@ class BatchGradient:
     def _round_without_rows(self, stats: torch.Tensor, where: str, is_last: bool) -> None:
         """Forward and backward of a round in which this worker has no rows, with a loss of zero."""
         reduction = self._reduction
-        assert isinstance(reduction, ShardedReduction) and self._stand_ins.found is not None
+        assert reduction is not None and self._stand_ins.found is not None
         batch, rows = self._stand_ins.found
         self._clock.enter(Part.FORWARD)
         with reduction.shard(is_last), reduction.standing_in():

@@ -22,6 +22,7 @@ from dp_ray.replica.fake_model import fake_devices, fake_model
 from dp_ray.replica.live_memory import LiveMemory
 from dp_ray.replica.model import autocast, call_model
 from dp_ray.replica.optimizer import build_optimizer
+from dp_ray.replica.scatter import SumScatter
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sharded_reduction import ShardedReduction
@@ -77,10 +78,10 @@ class FakeShard:
         world = World(world_size=workers)
         with _fake(self.job) as mode, _fake_group(workers):
             model = fake_model(self.job, fake_devices(1), mode)
-            root, scatter, replicated = shard_in_place(self.job, world, model)  # its mesh of workers needs numbers
-            sharded = Sharded(model, root, replicated, scatter, world)
+            root, current, replicated = shard_in_place(self.job, world, model)  # its mesh of workers needs numbers
+            sharded = Sharded(model, root, replicated, current, world)
             with mode, LiveMemory() as live:
-                _tell_gradients(root, scatter, live)
+                _tell_gradients(sharded, live)
                 run = self._runner(model, fake_devices(1), mode, sharded)
                 return _forward_backward(model, live, [run] * shards, sharded)
 
@@ -168,18 +169,18 @@ def _forward_backward(
     return Held(*sizes, Counter(live.peak_activations), Counter(live.peak), Counter(), Counter(), growing)
 
 
-def _tell_gradients(root: nn.Module, scatter: Any, live: LiveMemory) -> None:
+def _tell_gradients(sharded: Sharded, live: LiveMemory) -> None:
     """Count what FSDP's reduce-scatter gives as kept: they are this worker's gradients."""
 
-    class Telling(type(scatter)):  # type: ignore[misc]
-        def __call__(self, output_tensor: torch.Tensor, *args: Any, **keys: Any) -> Any:
+    class Telling(SumScatter):
+        def __call__(self, output_tensor: torch.Tensor, *args: Any, **keys: Any) -> dist.Work | None:
             live.keep([output_tensor])
             return super().__call__(output_tensor, *args, **keys)
 
-    telling = Telling()
-    for module in root.modules():
+    for module in sharded.root.modules():
         if (setter := getattr(module, "set_custom_reduce_scatter", None)) is not None:
-            setter(telling)
+            setter(Telling(sharded.round, ""))
+    sharded.round.ask = lambda: None  # type: ignore[method-assign]  # whether others run the same blocks
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> Bytes:

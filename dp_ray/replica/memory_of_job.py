@@ -102,10 +102,12 @@ def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split
     sharding = [workers for workers in counts if shards_over(job, World(world_size=workers))]
     if sharding != counts:
         yield replace(alone, strategy="fsdp")  # one worker holds the whole model
-    rounds_of = {workers: min(_most_filled(split, workers), 2) for workers in sharding}
+    # With bitwise each round exchanges; else gradients add up whole until the last.
+    rounds_of = {one: 1 if job.bitwise else min(_most_filled(split, one), 2) for one in sharding}
+    whole_job = job.model_copy(update={"bitwise": False})
     for rounds in dict.fromkeys(rounds_of.values()):
         some = [workers for workers in sharding if rounds_of[workers] == rounds]
-        held = replace(shard, job=job).sharded(some[0], rounds)
+        held = replace(shard, job=whole_job).sharded(some[0], rounds)
         for workers in some:
             device = _part(job, held, whole, some[0], workers, shard.on_gpu)
             yield WorkerMemory("fsdp", workers, _most_filled(split, workers), (device,))
@@ -117,18 +119,17 @@ def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bo
     What is sharded is in inverse proportion to the workers, and nothing else depends on them.
     """
     (at,), ratio = map(str, fake_devices(1)), seen / workers
-    parameters, gradients, buffers = (
-        round(held.parameters[at] * ratio),
-        round(held.gradients[at] * ratio),
-        held.buffers[at],
-    )
+    parameters, gradients = round(held.parameters[at] * ratio), round(held.gradients[at] * ratio)
+    buffers = held.buffers[at]
     share = gradients / max(1, whole.gradients[at])
     optimizer = round(whole.optimizer[at] * share)
     needs = whole.step_peak[at] - whole.parameters[at] - whole.gradients[at] - whole.buffers[at]
     peak = max(round(growing * ratio) + most for growing, most in held.growing)
-    total = parameters + buffers + max(peak + optimizer, gradients + round(needs * share))
+    # With bitwise a worker keeps the sums of a branch of the tree from round to round, of its own slice.
+    sums = (job.num_shards - 1).bit_length() * gradients if job.bitwise and job.num_shards > workers else 0
+    total = parameters + buffers + max(peak + optimizer + sums, gradients + round(needs * share))
     if job.fsdp.offload and on_gpu:
         parameters = gradients = optimizer = 0
         total = buffers + held.activations[at]
     name = (job.devices or ["cuda:0"])[0]
-    return DeviceMemory(name, parameters, gradients, optimizer, buffers, held.activations[at], total)
+    return DeviceMemory(name, parameters, gradients + sums, optimizer, buffers, held.activations[at], total)

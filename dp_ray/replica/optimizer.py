@@ -2,13 +2,13 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
@@ -20,14 +20,18 @@ from dp_ray.tensors.layout import is_dense, laid_out, overlaps
 from dp_ray.tensors.shards import is_sharded
 from dp_ray.text import listed
 
+HALVES = (torch.float16, torch.bfloat16)
 LENGTHS = ("T_max", "total_steps", "total_iters")  # attributes of torch's schedulers
 
 
-def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(
+    given: Any, model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
     """The optimizer of the model's trainable parameters, in the job's parameter groups.
 
-    Raises JobError if there is nothing to train or the job gives no usable optimizer. Raises ModelError if a
-    parameter has no shape yet or is an expanded tensor.
+    `instead` has what the optimizer gets in place of a parameter, by the parameter's id. Raises JobError if there is
+    nothing to train or the job gives no usable optimizer. Raises ModelError if a parameter has no shape yet or is an
+    expanded tensor.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not named:
@@ -37,6 +41,7 @@ def build_optimizer(given: Any, model: nn.Module) -> torch.optim.Optimizer:
         if overlaps(parameter):
             raise ModelError(f"{name} is an expanded tensor, whose elements no optimizer can update: clone() it")
     check_unbuilt(given)
+    named = {name: (instead or {}).get(id(one), one) for name, one in named.items()}
     if isinstance(given, Optimizer):
         made = bind("optimizer", given, leading=1)(_groups(given, named))
     else:
@@ -175,16 +180,39 @@ def _scheduler_lengths(scheduler: Any) -> Iterator[str]:
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients together, computed in fp32 or wider."""
-    kinds = {(type(one), one.device, one.dtype) for one in gradients}
-    if any(dtype in (torch.float16, torch.bfloat16) for _, _, dtype in kinds):
-        first = gradients[0].device
-        norms = [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)).to(first) for one in gradients]
-        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.double() for one in norms])).float()
-        return whole
-    if len(kinds) == 1 and type(gradients[0]) is torch.Tensor:  # what torch's function does, without its grouping
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
-        return norm
-    return get_total_norm(gradients)
+    return norm_of_norms(norms_of(gradients), gradients) if gradients else torch.tensor(0.0)
+
+
+def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each gradient, computed in fp32 or wider."""
+    if any(one.dtype in HALVES for one in gradients):
+        return [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)) for one in gradients]
+    found: dict[int, torch.Tensor] = {}
+    for numbers in _by_kind(gradients):
+        here = torch._foreach_norm([gradients[number] for number in numbers])
+        found.update(zip(numbers, here, strict=True))
+    return [found[number] for number in range(len(gradients))]
+
+
+def norm_of_norms(norms: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients together, from the norm of each."""
+    here = [one.to(gradients[0].device) for one in norms]
+    whole: torch.Tensor
+    if any(one.dtype in HALVES for one in gradients):
+        whole = torch.linalg.vector_norm(torch.stack([one.double() for one in here])).float()
+    else:
+        ordered = [here[number] for numbers in _by_kind(gradients) for number in numbers]
+        whole = torch.linalg.vector_norm(torch.stack(ordered))
+    return whole
+
+
+def _by_kind(gradients: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The gradients of each device and dtype, in the order in which torch's `get_total_norm` adds their norms."""
+    if len({(one.device, one.dtype) for one in gradients}) == 1:
+        return [list(range(len(gradients)))]
+    empty = [torch.empty(0, dtype=one.dtype, device=one.device) for one in gradients]
+    grouped = _group_tensors_by_device_and_dtype([empty], with_indices=True)  # type: ignore[list-item]
+    return [numbers for _, numbers in grouped.values()]
 
 
 def scale_by(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -1,16 +1,17 @@
 """Update the parameters from the whole batch's gradient: unscale, weigh, clip, step."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from dp_ray.errors import ModelError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
+from dp_ray.replica.aligned import AlignedParts, check_elementwise, one_thread
 from dp_ray.replica.optimizer import Schedule, build_optimizer, build_scaler, load_optimizer, scale_by, total_norm
-from dp_ray.replica.sharded import Sharded
+from dp_ray.replica.sharded import Sharded, comm_device
 from dp_ray.replica.sparse import numbers_of
 from dp_ray.replica.user_code import raising
 from dp_ray.system.waiting import waiting
@@ -21,12 +22,25 @@ class OptimizerStep:
     """A job's optimizer, scheduler and fp16 scaler, and their step."""
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, sharded: Sharded | None = None) -> None:
-        self.optimizer = build_optimizer(job.optimizer, model)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        self._is_exact = job.bitwise and job.is_sharded
+        self._aligned = AlignedParts(trained, sharded.world) if sharded is not None and self._is_exact else None
+        instead = {} if self._aligned is None else self._aligned.flats
+        self.optimizer = build_optimizer(job.optimizer, model, instead)
+        if self._is_exact:
+            check_elementwise(self.optimizer)
+        if sharded is not None and isinstance(self.optimizer, torch.optim.Adafactor):
+            raise JobError(
+                "optimizer: Adafactor keeps state of another shape than its parameters, of which strategy: fsdp "
+                "cannot give each worker a part; take another one, like torch.optim:AdamW"
+            )
+        if self._aligned is not None:
+            self._aligned.optimizer = self.optimizer
         self._sharded = sharded
         self.schedule = Schedule(job.scheduler, self.optimizer)
         self.scaler = build_scaler(job, device)
         self._grad_clip = job.grad_clip
-        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._parameters = [instead.get(id(one), one) for one in trained]
 
     @property
     def learning_rate(self) -> float:
@@ -34,9 +48,17 @@ class OptimizerStep:
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """The model's parameters, in the order of the optimizer's groups."""
+        if self._aligned is not None:
+            return self._aligned.originals()
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    @property
     def parts(self) -> dict[str, Any]:
         """The objects with a state, by their names in a checkpoint; None for one that the job does not have."""
-        return {"optimizer": self.optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
+        optimizer = self.optimizer if self._aligned is None else self._aligned
+        return {"optimizer": optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward on: for fp16 the scaled one."""
@@ -48,25 +70,45 @@ class OptimizerStep:
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
         batch, which has `rows` rows. `step` names the step in errors.
         """
+        if self._aligned is not None:
+            self._aligned.take()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         with_gradient = [one for one in self._parameters if one.grad is not None]
         gradients = [numbers_of(one.grad) for one in with_gradient if one.grad is not None]
         weigh_gradients(gradients, weight, rows)
-        norm = total_norm(gradients) if self._sharded is None else self._sharded.total_norm(gradients, with_gradient)
+        norm = self._norm(gradients, with_gradient)
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        with raising(f"step {step}: optimizer"), one_at_a_time(self.optimizer) if self._sharded else nullcontext():
+        with raising(f"step {step}: optimizer"), self._updating():
             is_skipped = self._step()
         if not is_skipped:
             with raising(f"step {step}: scheduler"):
                 self.schedule.after_step()
-        self.optimizer.zero_grad()
+        self._drop_gradients()
         return norm
+
+    def _norm(self, gradients: list[torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
+        if self._sharded is None or not gradients:
+            return total_norm(gradients)
+        if self._aligned is None:
+            return self._sharded.total_norm(gradients, parameters)
+        return self._aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
+
+    def _updating(self) -> AbstractContextManager[object]:
+        """The context of an update."""
+        if self._is_exact:
+            return one_thread(self._parameters[0])
+        return nullcontext() if self._sharded is None else one_at_a_time(self.optimizer)
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad()
+        if self._aligned is not None:
+            self._aligned.give()
 
     def skip(self) -> torch.Tensor:
         """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""
-        self.optimizer.zero_grad()
+        self._drop_gradients()
         return torch.zeros((), device=self._parameters[0].device)
 
     def _step(self) -> bool:

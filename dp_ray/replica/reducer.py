@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
-from dp_ray.plan.reduction_tree import Node, fold, leaf_pairs, nodes, parents
+from dp_ray.plan.reduction_tree import Node, climb, fold, leaf_pairs, nodes, parents
 from dp_ray.plan.split import worker_shards
 from dp_ray.tensors.layout import is_dense
 
@@ -65,13 +65,7 @@ class ShardSums:
         sums = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        while node in self._parents:
-            above = self._parents[node]
-            left = (above[0], node[0])
-            if left not in self.held:
-                break
-            node, sums = above, add(self.held.pop(left), sums)
-        self.held[node] = sums
+        climb(self.held, node, sums, self._parents, add)
 
     def stand_in(self) -> None:
         """Give parameters that only earlier shards used a gradient that adds nothing.

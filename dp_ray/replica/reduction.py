@@ -43,6 +43,10 @@ class Reduction:
         """The context of a shard's forward and backward."""
         return nullcontext()
 
+    def standing_in(self) -> AbstractContextManager[object]:
+        """The context of a round in which this worker's gradients count nothing; only sharded models run such."""
+        return nullcontext()
+
     def before_last(self) -> None:
         """Prepare for the backward of this worker's last shard."""
 

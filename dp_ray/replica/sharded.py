@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_ray.replica.aligned import AlignedParts
+from dp_ray.replica.scatter import Round
 from dp_ray.replica.sharded_state import load_rows, rows_of_optimizer, whole_tensors
 from dp_ray.replica.world import CPU, World
 from dp_ray.system.waiting import waiting
@@ -19,7 +21,7 @@ from dp_ray.tensors.stored import Stored
 
 @dataclass(frozen=True)
 class Sharded:
-    """A sharded model. `root` is torch's FSDPModule, and `scatter` sums its gradients.
+    """A sharded model. `root` is torch's FSDPModule, and `round` is what its gradients' sums go by.
 
     `replicated` are the parameters that each worker holds whole, by name.
     """
@@ -27,7 +29,7 @@ class Sharded:
     model: nn.Module
     root: Any
     replicated: dict[str, nn.Parameter]
-    scatter: Any
+    round: Round
     world: World
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -44,6 +46,8 @@ class Sharded:
 
     def rows_of(self, part: Any, state: Any) -> Any:
         """A stored state of an optimizer, a scheduler or a scaler, with what this worker holds of each tensor."""
+        if isinstance(part, AlignedParts):
+            return state
         if not isinstance(part, torch.optim.Optimizer):
             return whole_tensors(state)
         parameters = [one for group in part.param_groups for one in group["params"]]
@@ -66,7 +70,7 @@ class Sharded:
             for gradient, one in zip(gradients, parameters, strict=True)
             if gradient.numel() and (is_first or id(one) not in whole)
         ]
-        device = _comm_device(gradients[0].device) if gradients else CPU
+        device = comm_device(gradients[0].device) if gradients else CPU
         squares = [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)).double().square().to(device) for one in mine]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         with waiting("the other workers' norms"):
@@ -78,6 +82,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _comm_device(device: torch.device) -> torch.device:
+def comm_device(device: torch.device) -> torch.device:
     """The device of this group's collectives: gradients that are offloaded are on the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else device

@@ -1,7 +1,7 @@
 """A step's gradients where each worker holds a part of the model: FSDP sums each worker's slice in the backward."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,17 +18,18 @@ from dp_ray.system.waiting import waiting
 class ShardedReduction(Reduction):
     """The reduction with `strategy: fsdp`: gradients add up whole on each worker, and the last round sums slices.
 
-    FSDP fills in zeros where a worker left a parameter unused. If no worker used it, it gets no gradient, as with
-    DDP. `looks_for_unused` says whether to ask the workers: "auto" asks until a step used all parameters.
+    FSDP fills in zeros where a worker left a parameter unused. If no worker used it, it gets no gradient, as in one
+    process. `looks_for_unused` says whether the workers ask each other in each step: True and "auto" do.
     """
 
     def __init__(self, loss: ShardLoss, sharded: Sharded, looks_for_unused: bool | str) -> None:
         super().__init__(loss, None, ())
         self._sharded = sharded
-        self._looks = looks_for_unused
+        self._looks = bool(looks_for_unused)
         self._used: set[int] = set()
-        self._watched: set[int] = set()
+        self._unwatched = list(sharded.units)
         self._is_standing_in = False
+        self._exchanges = True
         self.replica = self._forward  # type: ignore[assignment]
         for one in sharded.replicated.values():
             self._watch(one, one)
@@ -36,7 +37,7 @@ class ShardedReduction(Reduction):
     def begin(self, shards: Any, filled: int) -> None:
         """Begin a step; without shards with rows, this worker's gradients count nothing."""
         self._used = set()
-        self._sharded.scatter.is_silent = not shards
+        self._sharded.round.is_silent = not shards
 
     @contextmanager
     def shard(self, is_last: bool) -> Iterator[None]:
@@ -44,6 +45,7 @@ class ShardedReduction(Reduction):
         root = self._sharded.root
         root.set_requires_gradient_sync(is_last)
         root.set_is_last_backward(is_last)
+        self._exchanges = is_last
         yield
 
     @contextmanager
@@ -70,9 +72,9 @@ class ShardedReduction(Reduction):
     def finish(self) -> None:
         """Sum the gradients of replicated parameters, and drop the gradients of unused ones."""
         unused = self._unused()
-        for one in self._sharded.replicated.values():
-            if one.requires_grad and id(one) not in unused:
-                self._sum(one)
+        self._sum_replicated(
+            [one for one in self._sharded.replicated.values() if one.requires_grad and id(one) not in unused]
+        )
         for unit in self._sharded.units:
             if id(unit.sharded_param) in unused:
                 unit.sharded_param.grad = None
@@ -82,9 +84,12 @@ class ShardedReduction(Reduction):
 
     def _forward(self, batch: Any, rows: int) -> torch.Tensor:
         loss: torch.Tensor = self._sharded.run(self._own_loss, batch, rows)
-        for unit in self._sharded.units:
+        for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
             if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
                 self._watch(gathered, unit.sharded_param)
+        if self._exchanges:
+            self._sharded.round.ask()
+        self._unwatched = [unit for unit in self._unwatched if not hasattr(unit, "_unsharded_param")]
         return loss
 
     def _own_loss(self, batch: Any, rows: int) -> torch.Tensor:
@@ -93,15 +98,15 @@ class ShardedReduction(Reduction):
         return loss
 
     def _watch(self, gathered: torch.Tensor, parameter: nn.Parameter) -> None:
-        """Note when a backward gives a parameter a gradient; FSDP gathers it in the same tensor each time."""
-        if id(gathered) not in self._watched and gathered.requires_grad:
-            self._watched.add(id(gathered))
+        """Note when a backward gives a parameter a gradient."""
+        if gathered.requires_grad:
             note = functools.partial(self._note, id(parameter))
             gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def _note(self, number: int, _: torch.Tensor) -> None:
         if not self._is_standing_in:
             self._used.add(number)
+            self._sharded.round.used.add(number)
 
     def _unused(self) -> set[int]:
         """The parameters that no worker used in this step; every rank calls this."""
@@ -110,17 +115,19 @@ class ShardedReduction(Reduction):
         trained = [unit.sharded_param for unit in self._sharded.units] + list(self._sharded.replicated.values())
         trained = [one for one in trained if one.requires_grad]
         counts = torch.tensor([id(one) in self._used for one in trained], dtype=torch.int32)
-        counts = counts.cuda() if dist.get_backend() == "nccl" else counts
         with waiting("the other workers' unused parameters"):
-            dist.all_reduce(counts)
+            dist.all_reduce(counts, group=self._sharded.round.group)
             found = counts.tolist()
-        if self._looks == "auto" and all(found):
-            self._looks = False
         return {id(one) for one, count in zip(trained, found, strict=True) if not count}
+
+    def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of parameters that each worker holds whole; every rank calls this."""
+        for one in parameters:
+            self._sum(one)
 
     def _sum(self, parameter: nn.Parameter) -> None:
         """Sum a parameter's gradients over the workers, as numbers without a layout."""
-        if parameter.grad is None or self._sharded.scatter.is_silent:
+        if parameter.grad is None or self._sharded.round.is_silent:
             parameter.grad = torch.zeros_like(parameter)
         numbers = parameter.grad.detach().contiguous()
         with waiting("the other workers' gradients"):

@@ -63,9 +63,13 @@ def whole_tensors(value: Any) -> Any:
 def _of_parameter(value: Any, parameter: nn.Parameter, world: World) -> Any:
     if not isinstance(value, Stored) or not is_sharded(parameter) or tuple(value.shape) != tuple(parameter.shape):
         return whole_tensors(value)
-    rows = value.like(parameter, world.world_size, world.rank).to(local(parameter).device)
+    return sharded_as(parameter, value.like(parameter, world.world_size, world.rank).to(local(parameter).device))
+
+
+def sharded_as(parameter: nn.Parameter, rows: torch.Tensor) -> Any:
+    """A tensor that is sharded as a parameter is, of which this worker holds `rows`."""
     sharded: Any = parameter
-    made: Any = type(sharded).from_local(
+    return type(sharded).from_local(
         rows,
         sharded.device_mesh,
         sharded.placements,
@@ -73,4 +77,3 @@ def _of_parameter(value: Any, parameter: nn.Parameter, world: World) -> Any:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-    return made

@@ -1,6 +1,7 @@
 """A model of which each worker holds a part: torch's `fully_shard` (FSDP2), built shard by shard."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,17 +19,15 @@ from dp_ray.replica.deferred import CannotDefer, Recording, Ref, record, replay
 from dp_ray.replica.devices import as_module
 from dp_ray.replica.model import build_model, check_has_shape
 from dp_ray.replica.rng import seed_all
+from dp_ray.replica.scatter import Gather, Round, SumScatter, TreeScatter
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sparse import make_gradients_dense
 from dp_ray.replica.targets import build, resolve
 from dp_ray.replica.world import CPU, World
-from dp_ray.system.waiting import waiting
 from dp_ray.tensors.shards import local
 from dp_ray.text import listed
 
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# torch 2.13 renames it, and deprecates the old name.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Fill = Callable[[Callable[[int, torch.Tensor], None]], None]
 
 
@@ -44,37 +43,6 @@ class Root(nn.Module):
         return run(*args)
 
 
-class SumScatter:
-    """FSDP's reduce-scatter, which sums: losses are divided by the rows of the whole batch already.
-
-    While `is_silent`, this worker adds nothing: it takes part in a step in which it has no rows.
-    """
-
-    def __init__(self) -> None:
-        self.is_silent = False
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a collective."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Sum the workers' inputs; each gets its slice of the sums."""
-        if self.is_silent:
-            input_tensor.zero_()
-        with waiting("the other workers' gradients"):
-            work: dist.Work | None = _reduce_scatter(
-                output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op
-            )
-        return work
-
-
 def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharded:
     """The job's model with the initial weights of `build_model`, of which this worker holds its shards alone.
 
@@ -85,17 +53,17 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     places = _places(model)
     for name, parameter in model.named_parameters():
         check_has_shape(name, parameter)
-    root, scatter, replicated = shard_in_place(job, world, model)
+    root, current, replicated = shard_in_place(job, world, model)
     if replicated:
         sizes = [f"{name} ({one.nbytes} bytes)" for name, one in replicated.items()]
         note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
     tensors = _materialise(places, world.device, job.fsdp.offload)
     fill(lambda number, whole: _copy_rows(tensors[number], whole))
-    return Sharded(model, root, {name: _get(model, name) for name in replicated}, scatter, world)
+    return Sharded(model, root, {name: _get(model, name) for name in replicated}, current, world)
 
 
-def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[Any, "SumScatter", dict[str, nn.Parameter]]:
-    """Shard a model over the workers; gives its root, what sums gradients, and what stays whole, by name."""
+def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule, Round, dict[str, nn.Parameter]]:
+    """Shard a model over the workers; gives its root, its rounds, and what stays whole, by name."""
     make_gradients_dense(model)
     replicated = _kept_whole(model)
     recompute_blocks(job, model, [world.device])
@@ -206,7 +174,7 @@ def _kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -> tuple[FSDPModule, SumScatter]:
+def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -> tuple[FSDPModule, Round]:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise JobError(f"strategy: fsdp needs torch 2.13 or later, got {torch.__version__}")
     everyone = dist.group.WORLD
@@ -223,13 +191,33 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     root = fully_shard(Root(model), mp_policy=policy, **keys)
     if dtypes[0] is not None:
         model.register_forward_pre_hook(_casting(dtypes[0]), with_kwargs=True)
-    scatter = SumScatter()
-    for module in root.modules():  # type: ignore[attr-defined]
+    # Of the CPUs: to ask over GPUs would wait for the whole forward.
+    current = Round(group=dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None)
+    for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-            module.set_gradient_divide_factor(1.0)
+            _set_collectives(module, job, current, name.removeprefix("model."))
+            module.register_forward_pre_hook(functools.partial(_noting, current, number))  # type: ignore[attr-defined]
     root.set_reduce_scatter_unused_params(True)
-    return root, scatter
+    return root, current
+
+
+def _set_collectives(module: FSDPModule, job: Job, current: Round, name: str) -> None:
+    """Set how a block is gathered, and how its gradients are summed."""
+    group: Any = module._get_fsdp_state()._fsdp_param_group
+    module.set_gradient_divide_factor(1.0)
+    module.set_custom_all_gather(Gather(current, name))  # type: ignore[arg-type]
+    if not job.bitwise or group is None:
+        module.set_custom_reduce_scatter(SumScatter(current, name))  # type: ignore[arg-type]
+        return
+    trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
+    scatter = TreeScatter(current, name, trained, job.num_shards)
+    module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+    if dist.get_world_size() == 1:
+        module.set_all_reduce_hook(scatter.alone)
+
+
+def _noting(current: Round, number: int, *_: Any) -> None:
+    current.runs(number)
 
 
 def _casting(dtype: torch.dtype) -> Callable[..., Any]:

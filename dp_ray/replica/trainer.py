@@ -86,7 +86,7 @@ class Trainer:
     def parameter_names(self) -> list[str]:
         """The names of the trainable parameters, in the order of the optimizer's groups."""
         names = {id(one): name for name, one in self.model.named_parameters()}
-        return [names[id(one)] for group in self._optimizer_step.optimizer.param_groups for one in group["params"]]
+        return [names[id(one)] for one in self._optimizer_step.trained]
 
     def state_dict(self) -> dict[str, Any]:
         """The state that later steps depend on; its tensors are the live ones, not copies."""

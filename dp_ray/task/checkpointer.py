@@ -21,7 +21,32 @@ from dp_ray.task.notices import Send
 from dp_ray.task.pace import Pace
 
 
-class Checkpointer:
+class Keeper:
+    """Writes a training's checkpoints, or this worker's part of them, by a `writer`."""
+
+    def __init__(self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter) -> None:
+        self.before_commit: Callable[[], None] = lambda: None
+        self._trainer = trainer
+        self._train_state = train_state
+        self._writer = writer
+        self._saved = train_state.step
+
+    def save(self) -> None:
+        """Save a checkpoint of the current state."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Save the last step, unless it is saved, and wait until it is written."""
+        if self._train_state.step != self._saved:
+            self.save()
+        self._writer.wait()
+
+    def close(self) -> None:
+        """End the writer."""
+        self._writer.close()
+
+
+class Checkpointer(Keeper):
     """Writes the history and the checkpoints, and tracks the best checkpoint; only rank 0 has one."""
 
     def __init__(
@@ -37,15 +62,13 @@ class Checkpointer:
         times: StepTimes,
         writer: CheckpointWriter,
     ) -> None:
-        self.before_commit: Callable[[], None] = lambda: None
+        super().__init__(trainer, train_state, writer)
         self._clock = times.clock
         self._job = job
         self._run = run
         self._attempt = attempt
-        self._trainer = trainer
         self._split = split
         self._cut = cut
-        self._train_state = train_state
         for folder in (HISTORY, CHECKPOINTS):
             run.child(folder).create()
             run.child(folder).remove_unfinished()
@@ -54,9 +77,7 @@ class Checkpointer:
         self._history = History(run.child(HISTORY), split, names, extra, train_state.step, send, times.new_data_wait)
         pack(trainer.state_dict())  # a state that cannot be saved fails now, not after hours of training
         self._first = train_state.step
-        self._writer = writer
         self._begin_best(steps_of(run.child(CHECKPOINTS)))
-        self._saved = train_state.step
         self._due = checkpoints_of(job).due
         self._pace = Pace(job.checkpoint)
 
@@ -94,16 +115,10 @@ class Checkpointer:
         self._writer.save(self._train_state.step, about, state, self._train_state.best_step, before)
         self._saved = self._train_state.step
 
-    def finish(self) -> None:
-        """Save the last step, unless it is saved, and wait until it is written."""
-        if self._train_state.step != self._saved:
-            self.save()
-        self._writer.wait()
-
     def close(self) -> None:
         """Send the remaining rows of the history, and end the writer."""
         self._history.flush()
-        self._writer.close()
+        super().close()
 
     def _begin_best(self, kept: Collection[int]) -> None:
         """Keep the best so far if its checkpoint exists and the job's metric and mode are the same; else reset it."""
@@ -125,15 +140,8 @@ class Checkpointer:
         return True
 
 
-class PieceKeeper:
+class PieceKeeper(Keeper):
     """Writes another rank's pieces of the checkpoints that rank 0's `Checkpointer` decides on."""
-
-    def __init__(self, trainer: Trainer, train_state: TrainState, writer: CheckpointWriter) -> None:
-        self.before_commit: Callable[[], None] = lambda: None
-        self._trainer = trainer
-        self._train_state = train_state
-        self._writer = writer
-        self._saved = train_state.step
 
     def after_step(self, step: int, update: Update, measured: dict[str, float], must_save: bool = False) -> None:
         """Save this worker's piece if rank 0 saves a checkpoint."""
@@ -144,16 +152,6 @@ class PieceKeeper:
         """Save this worker's piece of the current state."""
         self._writer.save(self._train_state.step, {}, self._trainer.state_dict(), before=self.before_commit)
         self._saved = self._train_state.step
-
-    def finish(self) -> None:
-        """Save the last step, unless it is saved, and wait until it is written."""
-        if self._train_state.step != self._saved:
-            self.save()
-        self._writer.wait()
-
-    def close(self) -> None:
-        """End the writer."""
-        self._writer.close()
 
 
 def writer_of(job: Job, trainer: Trainer, train_state: TrainState, run: Storage, world: World) -> CheckpointWriter:

@@ -76,10 +76,10 @@ def train(
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
         checkpointer = checkpointer_of(keep, job, trainer, train_state, run, world)
         profiler = StepProfiler(job, world, run, split.total_steps, send)
-        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control, times.clock, profiler)
+        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control, times, profiler)
         work = Work(split, world.world_size, world.rank, start=train_state.step)
-        batches = load_good(job, dataset, work, world.device, quarantine, times=times)
         with (
+            closing(load_good(job, dataset, work, world.device, quarantine, times=times)) as batches,
             closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,

@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def job_for(case: dict[str, Any], workers: int) -> Job:
+def job_for(case: dict[str, Any], workers: int, strategy: str = "ddp") -> Job:
     cls, args = OPTIMIZERS[case["optimizer"]]
     evaluation = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": case["eval_rows"]}}}
     keys = {
@@ -31,6 +31,7 @@ def job_for(case: dict[str, Any], workers: int) -> Job:
         "loss": "torch.nn:CrossEntropyLoss",
         "optimizer": {"target": f"{cls.__module__}:{cls.__qualname__}", "args": args},
         "workers": workers,
+        "strategy": strategy,
         "epochs": 2,
         "shuffle": True,
         "checkpoint": {"every_steps": case["kept"]},
@@ -84,6 +85,7 @@ USUAL: dict[str, Any] = {
     "batch_size": 10,
     "shards": 8,
     "workers": [2, 3],
+    "strategies": ["ddp", "ddp"],
     "optimizer": "SGD",
     "scheduler": None,
     "grad_clip": None,

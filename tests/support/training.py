@@ -283,3 +283,30 @@ class ReadsItsWeights(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = self.body(inputs)
         return outputs
+
+
+class RunsTwice(nn.Module):
+    """A model that runs its one block twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(torch.relu(self.blocks[0](torch.relu(self.blocks[0](inputs)))))
+        return outputs
+
+
+class EitherBlock(nn.Module):
+    """A model whose rows decide which of two blocks runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        chosen = self.blocks[int(inputs[0, 0] > 0)]
+        outputs: torch.Tensor = self.head(torch.relu(chosen(inputs)))
+        return outputs

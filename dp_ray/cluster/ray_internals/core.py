@@ -43,7 +43,7 @@ def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None
     folder, nor for the processes. Each costs a second of a core: the dashboard's server and its agent, for which the
     node would wait, the autoscaler's monitor, which has no nodes to add here, and the reader of the logs.
     """
-    with _without_servers(logs), _without_agent(), _workers_forked_by(fork_server):
+    with _without_servers(logs), _without_agent(), workers_forked_by(fork_server):
         ray.init(
             "local",
             num_cpus=num_cpus,
@@ -71,7 +71,7 @@ def _without_servers(logs: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _workers_forked_by(server: Path | None) -> Iterator[None]:
+def workers_forked_by(server: Path | None) -> Iterator[None]:
     """Within the block, a raylet that is started has its workers forked by the server at this socket."""
     if server is None:
         yield
@@ -190,8 +190,12 @@ def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] 
 
 
 def read_variables_anew() -> None:
-    """Have Ray read its variables from os.environ again; it reads them only once. Public: none; a fresh process."""
+    """Have Ray read its variables from os.environ again; it reads them only once. Public: none; a fresh process.
+
+    It also forgets the token: a driver that knows one demands it from workers, which a cluster without has not.
+    """
     ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 # What the cluster is like
