@@ -34,6 +34,7 @@ from dp_ray.job import Job
 from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
 from dp_ray.secrets import hide
 from dp_ray.system.imports import collector_paused
+from dp_ray.text import harmless
 from dp_ray.tracebacks import frames_of, notes_of
 
 _at_end = ExitStack()  # closed when the outcome has been said
@@ -68,8 +69,8 @@ def _show(error: Error, is_verbose: bool) -> None:
     if is_verbose and not notes_of(error) and error.__cause__ is not None:
         shown = "".join(traceback.format_exception(error.__cause__))
     if shown:
-        click.echo(hide(shown.rstrip("\n")), err=True)
-    click.echo(f"error: {error}", err=True)
+        click.echo(harmless(hide(shown.rstrip("\n"))), err=True)
+    click.echo(f"error: {harmless(str(error))}", err=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

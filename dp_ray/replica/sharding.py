@@ -186,6 +186,8 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     offload = CPUOffloadPolicy() if job.fsdp.offload and world.device.type != "cpu" else OffloadPolicy()
     keys: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole}
     for block in choose_blocks(job, model):
+        if job.compile:  # what FSDP does before and after the forward stays outside
+            block.forward = torch.compile(block.forward)
         fully_shard(block, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(*dtypes), **keys)
     policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # what the root gets holds targets too
     root = fully_shard(Root(model), mp_policy=policy, **keys)
