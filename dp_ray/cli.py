@@ -141,15 +141,33 @@ def _run_one(execute: Callable[[Job], Any], job: Job, as_json: bool, keep_going:
 @JOB
 @WORKERS
 @SETTINGS
+@click.option("--memory", is_flag=True, help="Also the memory of a worker's devices, for each number of workers.")
+@click.option(
+    "--gpu-memory",
+    type=click.FloatRange(0, min_open=True),
+    metavar="GIB",
+    help="What a GPU has. Default: this machine's.",
+)
 @JSON
-def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
+def plan(
+    job_file: str,
+    workers: str | None,
+    settings: tuple[str, ...],
+    memory: bool,
+    gpu_memory: float | None,
+    as_json: bool,
+) -> None:
     """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
     job = _load(job_file, workers, settings)
     from dp_ray.plan.table import table
-    from dp_ray.planning import plan_job
+    from dp_ray.planning import plan_job, plan_memory_of
 
     planned = plan_job(job)
-    click.echo(json.dumps(planned.to_json()) if as_json else table(planned))
+    needed = plan_memory_of(job, gpu_memory) if memory or gpu_memory is not None else None
+    if as_json:
+        click.echo(json.dumps({**planned.to_json(), **({} if needed is None else {"memory": needed.to_json()})}))
+    else:
+        click.echo("\n".join([table(planned), *(() if needed is None else needed.lines())]))
 
 
 @cli.command()

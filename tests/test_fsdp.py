@@ -108,6 +108,31 @@ def test_blocks_and_tied_weights_and_the_parts_of_each_worker(tmp_path: Path) ->
         assert sum(one.nbytes for one in held.values()) <= 1.1 * size / 4
 
 
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_experts_tied_gates_and_frozen_parts(tmp_path: Path, bitwise: bool) -> None:
+    """An expert that no row takes keeps its weights, though the optimizer's decay would change them."""
+    decays = {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
+    run_group(job_of("Experts", workers=3, shards=5, optimizer=decays, bitwise=bitwise, **SHARDED), tmp_path)
+    model = initial(training.Experts)
+    start = {name: one.clone() for name, one in model.state_dict().items()}
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1, 0.9, weight_decay=0.1)
+    losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, optimizer)
+    assert_close(tmp_path, model, losses, 1e-5)
+    unused = [name for name in start if "experts.2" in name or name.startswith("layers.1.")]
+    assert unused
+    assert all(torch.equal(weights_of(tmp_path)[name], start[name]) for name in unused)
+
+
+@pytest.mark.slow
+def test_each_block_is_compiled(tmp_path: Path) -> None:
+    keys = {**BLOCKS, "max_steps": 3}
+    run_group(job_of("Blocks", "Sentences", workers=2, compile=True, **keys), tmp_path / "compiled")
+    run_group(job_of("Blocks", "Sentences", workers=2, **keys), tmp_path / "eager")
+    got, expected = weights_of(tmp_path / "compiled"), weights_of(tmp_path / "eager")
+    assert got.keys() == expected.keys()
+    assert all(torch.allclose(got[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+
+
 @pytest.mark.slow
 def test_initial_weights_are_the_bits_of_one_process(tmp_path: Path) -> None:
     still = {"target": "torch.optim:SGD", "args": {"lr": 0.0}}
@@ -237,7 +262,7 @@ def test_mixed_precision_is_near_full_precision(tmp_path: Path, workers: int) ->
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"compile": True}, "compile: is not possible with strategy: fsdp"),
+        ({"compile": True, "bitwise": True}, "compile: cannot be bitwise with strategy: fsdp"),
         ({"devices": ["cpu", "cpu"]}, "each with one device; got 2 devices each"),
     ],
 )
