@@ -308,6 +308,7 @@ def test_what_the_page_needs_is_imported_while_the_workers_run(
     """So the end of a run does not wait for that; nor does its start, which comes before the first step."""
     page = "dp_ray.report.page"
     monkeypatch.setattr(driver, "PAGE_SECONDS", 0.02)
+    monkeypatch.delattr(page, raising=False)  # where an earlier test has imported it, the package holds it too
     monkeypatch.delitem(sys.modules, page, raising=False)
     there: list[bool] = []
 

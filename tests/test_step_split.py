@@ -135,6 +135,18 @@ def test_a_start_up_is_advised_only_where_it_could_be_saved(tmp_path: Path, monk
     assert str(shared.verdict).startswith("loaders are the limit"), "its workers are there already"
 
 
+def test_a_start_up_is_not_the_limit_of_what_several_drivers_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_on_own_workers", lambda options: in_a_session)
+    given = {"model": SlowModel, "dataset": SlowlyBuilt, "batch_size": 4, "workers": 1, "storage": str(tmp_path)}
+    given |= {"task": "train", "loss": nn.CrossEntropyLoss, "optimizer": torch.optim.SGD}
+    first = driver.execute(Job.make(given, "job"), Options(quiet=True))
+    longer = driver.execute(Job.make({**given, "epochs": 2}, "job"), Options(quiet=True, resume=True))
+    assert "start-up is the limit" in str(first.verdict) and longer.seconds_before_steps is not None
+    assert "start-up" not in str(longer.verdict), "its seconds are not those of all of its steps"
+
+
 class Event:
     """An event of a stream that passes at a known time."""
 
