@@ -185,15 +185,20 @@ def _write_tables(folder: Path) -> None:
     """The same rows as Parquet, and beside it as what `datasets` saves."""
     import datasets
 
+    write_tables(folder, ROWS)
+    datasets.disable_progress_bars()
+    files = [str(path) for path in sorted(folder.iterdir())]
+    datasets.Dataset.from_parquet(files, cache_dir=str(folder.parent / "cache")).save_to_disk(folder.parent / "saved")
+
+
+def write_tables(folder: Path, all_rows: int) -> None:
+    """Rows of WIDTH floats and a label, as Parquet."""
     folder.mkdir()
-    generator, rows = np.random.default_rng(0), ROWS // FILES
+    generator, rows = np.random.default_rng(0), all_rows // FILES
     for number in range(FILES):
         x = pa.array(generator.standard_normal(rows * WIDTH, np.float32))
         columns = {"x": pa.FixedSizeListArray.from_arrays(x, WIDTH), "y": generator.integers(0, 10, rows)}
         pq.write_table(pa.table(columns), folder / f"{number}.parquet", row_group_size=GROUP)
-    datasets.disable_progress_bars()
-    files = [str(path) for path in sorted(folder.iterdir())]
-    datasets.Dataset.from_parquet(files, cache_dir=str(folder.parent / "cache")).save_to_disk(folder.parent / "saved")
 
 
 def _write_shards(folder: Path) -> None:

@@ -14,7 +14,7 @@ from benchmarks.cluster import scratch
 from benchmarks.compare import AHEAD, Goal, Pairs, at_least, at_most, compared, in_rounds
 from benchmarks.measure import in_processes
 from benchmarks.table import Row, rate_text, time_text
-from benchmarks.training import BATCH, ROUND, WARM, WorldLoop, allocating, blocked, ours, plain, unsplit, worker
+from benchmarks.training import BATCH, ROUND, WARM, WorldLoop, allocating, blocked, ours, plain, worker
 from benchmarks.turns import Baton
 from dp_ray.replica.world import World
 
@@ -39,8 +39,6 @@ def measure() -> Iterator[Row]:
     yield _device_map()
     yield _on_error("loaded by the worker", {}, {})
     yield _on_error("loaded by a process, with a timeout", {"loader": {"processes": 1}}, {"timeout": 30})
-    yield _time_split("an MLP of 1.3 M", "mlp")
-    yield _time_split("a Linear of 8 thousand", "linear")
     yield _allocator()
     yield _checkpoint()
 
@@ -61,18 +59,11 @@ def _device_map() -> Row:
 
 
 def _on_error(what: str, keys: dict[str, Any], limit: dict[str, Any]) -> Row:
-    """What it costs to look for bad samples where there are none."""
+    """What it costs to look for bad samples where there are none: so little that only CPU time shows it."""
     tolerant = {**keys, "on_error": {**NO_BAD_SAMPLES, **limit}}
-    seconds = _in_turns(partial(ours, "mlp", tolerant), partial(ours, "mlp", keys), workers=1)
-    where = f"train: a step, 1 worker, an MLP of 1.3 M, on_error with finite, no bad sample, {what}"
+    seconds = _in_turns(partial(ours, "mlp", tolerant), partial(ours, "mlp", keys), workers=1, by_cpu=True)
+    where = f"train: CPU time of a step, 1 worker, an MLP of 1.3 M, on_error with finite, no bad sample, {what}"
     return compared(where, seconds, time_text, "without on_error", at_most(1.01))
-
-
-def _time_split(what: str, model: str) -> Row:
-    """What it costs to split the time of each step into parts, to send and to pack them."""
-    seconds = _in_turns(partial(ours, model, {}), partial(unsplit, model, {}), workers=1)
-    where = f"train: a step, 1 worker, {what}, its time split into parts"
-    return compared(where, seconds, time_text, "without", at_most(1.01))
 
 
 def _allocator() -> Row:
@@ -87,13 +78,13 @@ def _allocator() -> Row:
     return compared(what, _rates(seconds), rate_text, "without", AHEAD)
 
 
-def _in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int) -> Pairs:
+def _in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int, by_cpu: bool = False) -> Pairs:
     """The seconds of a step of both sides, in turns in the same processes, by rounds; without the first turns."""
     port = free_port()
-    arguments = [(rank, port, workers, mine, theirs) for rank in range(workers)]
+    arguments = [(rank, port, workers, mine, theirs, by_cpu) for rank in range(workers)]
     seconds: Pairs
     (seconds,) = in_processes(multiprocessing.get_context("spawn"), worker, arguments)
-    return in_rounds(seconds[WARM:], ROUND)
+    return in_rounds(seconds[WARM:], ROUND, by_cpu)
 
 
 def _rates(seconds: Pairs) -> Pairs:

@@ -22,6 +22,7 @@ from dp_ray.replica.world import CPU, World
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
 from dp_ray.system.memory import keep_freed_memory
+from dp_ray.task.notices import Send
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.train import train
 
@@ -71,12 +72,20 @@ def linear() -> nn.Module:
 MODELS = {"mlp": mlp, "conv": conv, "linear": linear}
 
 
-def ours(model: str, keys: dict[str, Any], world: World, control: StepControl) -> None:
+def ours(model: str, keys: dict[str, Any], world: World, control: StepControl, send: Send = lambda _: None) -> None:
     """dp_ray's own training loop on this worker, with all that it reports and keeps but the checkpoints.
 
     Checkpoints have a row of their own. The run's devices, if the job names some, are all the CPU.
     """
-    job = Job.make(
+    job = job_of(model, keys, world)
+    world = replace(world, all_devices=(CPU,) * len(keys.get("devices", ())))
+    with TemporaryDirectory() as folder:
+        train(job, world, Storage(folder), send, control, {})
+
+
+def job_of(model: str, keys: dict[str, Any], world: World) -> Job:
+    """The job of both sides' loops."""
+    return Job.make(
         {
             "task": "train",
             "model": {"target": f"benchmarks.training:{model}"},
@@ -93,9 +102,6 @@ def ours(model: str, keys: dict[str, Any], world: World, control: StepControl) -
         },
         "benchmark",
     )
-    world = replace(world, all_devices=(CPU,) * len(keys.get("devices", ())))
-    with TemporaryDirectory() as folder:
-        train(job, world, Storage(folder), lambda _: None, control, {})
 
 
 def unsplit(model: str, keys: dict[str, Any], world: World, control: StepControl) -> None:
@@ -149,16 +155,18 @@ def as_a_worker(keeps_memory: bool = True) -> None:
         keep_freed_memory()
 
 
-def worker(rank: int, port: int, world_size: int, mine: WorldLoop, theirs: WorldLoop, told: Any) -> None:
+def worker(
+    rank: int, port: int, world_size: int, mine: WorldLoop, theirs: WorldLoop, by_cpu: bool, told: Any
+) -> None:
     """One of the processes in which both sides take turns; rank 0 puts the seconds of their steps into `told`."""
     as_a_worker()
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     world = World(rank, world_size)
-    pairs = take_turns(
+    costs = take_turns(
         lambda control: mine(world, control), lambda control: theirs(world, control), BLOCK, dist.barrier
     )
     if rank == 0:
-        told.put(pairs)
+        told.put([(one.cpu, other.cpu) if by_cpu else (one.wall, other.wall) for one, other in costs])
     dist.barrier()
     dist.destroy_process_group()
 
@@ -168,7 +176,7 @@ def allocating(rank: int, batons: tuple[Baton, Baton], loop: Loop, told: Any) ->
     as_a_worker(keeps_memory=rank == 0)
     turns = Turns(BLOCK, batons[rank], batons[1 - rank])
     turns.run(loop)
-    told.put((rank, turns.seconds))
+    told.put((rank, [one.wall for one in turns.costs]))
 
 
 def blocked(folder: Path, megabytes: int, repeats: int) -> list[tuple[float, float]]:

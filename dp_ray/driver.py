@@ -38,11 +38,14 @@ from dp_ray.rundir.quarantine_files import QUARANTINE, has_set_aside, merge_quar
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.rundir.weights import LINKS, first_step
 from dp_ray.system.environment import environment
+from dp_ray.system.repeating import repeated
 from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StopRequested
 from dp_ray.tracebacks import shorten
 from dp_ray.trackers.process import check_installed
 from dp_ray.trackers.run_trackers import RunTrackers
+
+PAGE_SECONDS = 1.0  # how often it is asked whether to import what the page needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +126,7 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
     claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume)
     for line in _resumption(prepared, claimed, killed):
         console.say(line)
-    execution = Execution(prepared, claimed, options, console, started, on_ray or _on_own_workers(options))
+    execution = Execution(prepared, claimed, options, console, started, on_ray)
     with held(claimed, lambda: execution.steps_done):
         try:
             return execution.run()
@@ -182,7 +185,7 @@ class Execution:
         options: Options,
         console: Console,
         started: float,
-        on_ray: OnRay,
+        on_ray: OnRay | None,
     ) -> None:
         self._prepared = prepared
         self._job = prepared.job
@@ -192,7 +195,8 @@ class Execution:
         self._options = options
         self._console = console
         self._started = started
-        self._on_ray = on_ray
+        self._is_in_session = on_ray is not None
+        self._on_ray = on_ray or _on_own_workers(options)
         self._monitor: Monitor | None = None
         self._trackers = RunTrackers(self._job, self._storage, console.say)
 
@@ -240,7 +244,14 @@ class Execution:
             if job.max_workers == 0:
                 run_in_process(job, self._claimed, monitor, prepared.plan.rows)
             else:
-                self._on_ray(prepared, self._claimed, monitor, self._console)
+                with repeated("page", PAGE_SECONDS, self._import_page):
+                    self._on_ray(prepared, self._claimed, monitor, self._console)
+
+    def _import_page(self) -> None:
+        """Once the workers run, import what the page needs: this process has little to do until they end."""
+        if self.steps_done:
+            with contextlib.suppress(Exception):  # whoever writes the page tells
+                from dp_ray.report import page  # noqa: F401
 
     def _merge(self) -> None:
         """Prove that the outputs are whole, or merge the pieces of the history."""
@@ -253,7 +264,8 @@ class Execution:
             merge_quarantine(run, (self._job.outputs.carry or ()) if self._job.task == "predict" else ())
 
     def _result(self, status: str, error: BaseException | None = None) -> Result:
-        return result_of(self._job, self._split, self._claimed, self._monitor, self._started, status, error)
+        of_run = self._job, self._split, self._claimed, self._monitor, self._started
+        return result_of(*of_run, status, error, self._is_in_session)
 
     def _keep_unfinished(self, status: str, error: BaseException) -> None:
         check_ours(self._claimed)
@@ -280,7 +292,7 @@ class Execution:
     def write_page(self) -> None:
         """Write the page of the run; a page that cannot be made is told of, and fails no run."""
         try:
-            from dp_ray.report.page import write_page  # only now: a run does not wait for it at its start
+            from dp_ray.report.page import write_page  # not before: a run does not wait for it at its start
 
             write_page(self._storage)
         except Exception as error:  # whatever it is, the run's result stands

@@ -40,6 +40,7 @@ class Job(JobKeys):
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
             *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
             *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
+            "activation_checkpointing",
         )
     )
 
@@ -114,6 +115,9 @@ class Job(JobKeys):
             )
         if self.sync_batchnorm and self.bitwise:
             yield "sync_batchnorm: its sums depend on the workers, so it cannot be bitwise"
+        for key in ("compile", "sync_batchnorm"):
+            if getattr(self, key) and self.activation_checkpointing is not False:
+                yield f"activation_checkpointing: is not possible with {key}; leave one of them out"
         if self.step is not None and self.loss is not None:
             yield "loss: is not used, because step computes the loss; leave loss or step out"
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from dp_ray.job_keys import JobKeys
 from dp_ray.job_outputs import Outputs
 from dp_ray.job_parts import (
+    ActivationBudget,
     Best,
     Checkpoint,
     Elastic,
@@ -40,7 +41,19 @@ def explain(error: ValidationError) -> list[str]:
 
 def _path(location: tuple[int | str, ...]) -> str:
     """The dotted key, without pydantic's names for the members of a union."""
-    members = {"Elastic", "ShuffleBlocks", "Target", "Optimizer", "Scheduler", "int", "bool", "str", "float", "none"}
+    members = {
+        "Elastic",
+        "ActivationBudget",
+        "ShuffleBlocks",
+        "Target",
+        "Optimizer",
+        "Scheduler",
+        "int",
+        "bool",
+        "str",
+        "float",
+        "none",
+    }
     inner = {"literal[", "constrained-", "list[", "function-", "nullable"}
     parts = [
         str(part)
@@ -67,9 +80,10 @@ def _message(path: str, detail: Any) -> str:
     return f"{says}, got a {type(got).__name__}" if secret else f"{says}, got {hide(repr(got)):.80}"
 
 
-_MAPPED = ("workers", "shuffle")  # keys that are a number or the like, or a mapping
+_MAPPED = ("workers", "shuffle", "activation_checkpointing")  # keys that are a number or the like, or a mapping
 
 _ALLOWED = {
+    "activation_checkpointing": "true, false, a list of classes like [Block], or {budget: 0.5}",
     "shuffle": "true, false, 'blocks' or {window_blocks: N, block_rows: M}",
     "workers": "a number of workers from 0 up, or {min: N, max: M}",
     "gpus_per_worker": "'auto' or a number from 0 up",
@@ -88,6 +102,7 @@ _ALLOWED = {
 
 _OWNERS: dict[str, type[BaseModel]] = {
     "workers": Elastic,
+    "activation_checkpointing": ActivationBudget,
     "shuffle": ShuffleBlocks,
     "loader": Loader,
     "checkpoint": Checkpoint,

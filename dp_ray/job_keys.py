@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from dp_ray.job_outputs import Outputs
 from dp_ray.job_parts import (
+    ActivationBudget,
     BlocksKey,
     Checkpoint,
     Elastic,
@@ -199,6 +200,11 @@ class JobKeys(WorkerKeys, WorkKeys):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
         description="bf16 and fp16 run the model under autocast. fp16 adds a loss scaler on which all workers agree.",
+    )
+    activation_checkpointing: bool | Annotated[list[str], Field(min_length=1)] | ActivationBudget = Field(
+        default=False,
+        description="train only: blocks keep their inputs alone, and their backward runs their forward again. true: "
+        "the blocks that `fsdp.blocks: auto` finds. A list names their classes. The numbers stay the same bits.",
     )
     compile: bool = Field(default=False, description="Compile the model with torch.compile.")
     sync_batchnorm: bool = Field(

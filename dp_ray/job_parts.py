@@ -208,6 +208,15 @@ class Fsdp(Strict):
     )
 
 
+class ActivationBudget(Strict):
+    """How many blocks keep their activations, where the others compute theirs again."""
+
+    budget: Annotated[float, Field(ge=0, le=1)] = Field(
+        description="The share of the blocks that keep their activations: the last ones of the model. 0 is `true`, "
+        "1 is `false`."
+    )
+
+
 class Loader(Strict):
     """The torch DataLoader of each worker."""
 

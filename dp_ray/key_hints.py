@@ -98,6 +98,10 @@ _TOP = (
     ("checkpoint.keep", "save_total_limit save_top_k keep_checkpoints max_checkpoints"),
     ("checkpoint.best.metric", "metric_for_best_model monitor load_best_model_at_end save_best"),
     ("bitwise", "deterministic reproducible use_deterministic_algorithms"),
+    (
+        "activation_checkpointing",
+        "gradient_checkpointing grad_checkpointing use_checkpoint activation_checkpoint recompute remat",
+    ),
     ("compile", "torch_compile jit"),
     ("sync_batchnorm", "sync_bn convert_sync_batchnorm"),
     ("find_unused_parameters", "ddp_find_unused_parameters"),

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from dp_ray.errors import StorageError
 from dp_ray.job import Job
+from dp_ray.monitor.console import Progressed
 from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.plan.split import Split
@@ -20,7 +21,7 @@ from dp_ray.results.result import Result, with_best_weights
 from dp_ray.results.short import measured, relative
 from dp_ray.results.step_times_table import read_step_times
 from dp_ray.results.time_split import rows_per_second, split_line, steady, time_split, worker_splits
-from dp_ray.results.verdicts import facts_of, verdict_of
+from dp_ray.results.verdicts import Outside, facts_of, verdict_of
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
 from dp_ray.rundir.history_file import best_of, summary
@@ -75,12 +76,18 @@ def time_lines(result: Result) -> Iterator[str]:
     """Lines on where the time of the steps went, and what limits the run; a short one has nothing to gain."""
     is_long = result.seconds >= TELLS_FROM
     if is_long and result.time_split is not None:
-        yield f"time of the steps: {split_line(result.time_split)}"
+        yield f"time of the steps: {split_line(result.time_split)}{_outside_text(result)}"
     if is_long and result.verdict is not None:
         yield result.verdict
     if result.flops_per_row is not None:
         share = "" if result.mfu is None else f", {percent(result.mfu)} of the devices' peak (MFU)"
         yield f"{result.flops_per_row:,.0f} floating-point operations a row{share}"
+
+
+def _outside_text(result: Result) -> str:
+    """The seconds that are in no step: `; 3.1 s before the first step, 0.4 s after the last`."""
+    before, after = result.seconds_before_steps, result.seconds_after_steps
+    return "" if before is None else f"; {before:.1f} s before the first step, {after or 0.0:.1f} s after the last"
 
 
 def result_of(
@@ -91,6 +98,7 @@ def result_of(
     started: float,
     status: str,
     error: BaseException | None = None,
+    is_in_session: bool = False,
 ) -> Result:
     """Build the result of a run from its directory and its monitor; `started` is a time.monotonic()."""
     attempts = monitor.attempts if monitor else []
@@ -99,6 +107,7 @@ def result_of(
     merged = status == "done" and job.task == "predict"
     trained = status == "done" and job.task == "train"
     seconds = round(time.monotonic() - started, 3)
+    outside = _outside(started, seconds, monitor.progress) if monitor and status == "done" else None
     best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
     return Result(
         run_dir=str(storage),
@@ -121,7 +130,7 @@ def result_of(
         metrics=summary(storage) if trained else monitor.metrics if monitor else {},
         quarantined=count_quarantined(storage),
         seconds=seconds,
-        **_times_told(job, claimed, None if claimed.is_resumed else seconds, monitor),
+        **_times_told(job, claimed, outside, is_in_session, monitor),
         outputs_path=outputs_path(storage) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=weights_path(storage) if trained else None,
@@ -145,18 +154,29 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _times_told(job: Job, claimed: RunDir, seconds: float | None, monitor: Monitor | None) -> dict[str, Any]:
-    """What a result tells of the steps' times; nothing of files that cannot be read, since they only inform."""
+def _outside(started: float, seconds: float, progress: Progressed) -> Outside | None:
+    """The seconds before a finished run's first step and after its last; None if it had no step to run."""
+    if progress.first_step_at is None or progress.last_step_at is None:
+        return None
+    before, after = progress.first_step_at - started, started + seconds - progress.last_step_at
+    return Outside(seconds, round(before, 3), round(max(0.0, after), 3))
+
+
+def _times_told(
+    job: Job, claimed: RunDir, outside: Outside | None, is_in_session: bool, monitor: Monitor | None
+) -> dict[str, Any]:
+    """What a result tells of the run's times; nothing of files that cannot be read, since they only inform."""
+    found: dict[str, Any] = {}
+    if outside is not None:
+        found = {"seconds_before_steps": outside.before, "seconds_after_steps": outside.after}
     with contextlib.suppress(StorageError):
         table = read_step_times(claimed.storage, NEWEST_TIMES)
-        verdict = verdict_of(table, facts_of(job.describe(), seconds))
+        facts = facts_of(job.describe(), None if claimed.is_resumed else outside, is_in_session)
+        verdict = verdict_of(table, facts)
         flops = monitor.task_messages.flops if monitor else None
-        return {
-            "time_split": time_split(table),
-            "verdict": verdict and verdict.text,
-            **_flops_told(flops, job, table),
-        }
-    return {}
+        found |= {"time_split": time_split(table), "verdict": verdict and verdict.text}
+        found |= _flops_told(flops, job, table)
+    return found
 
 
 def _flops_told(flops: Flops | None, job: Job, table: pa.Table) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from torch.nn.functional import cross_entropy
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.plan.order import Order
-from dp_ray.replica.screening import Reference, choose_reference, not_finite
+from dp_ray.plan.split import Shard
+from dp_ray.replica.quarantine import Quarantine
+from dp_ray.replica.screening import BadSample, Reference, choose_reference, not_finite
 from dp_ray.results.merged import Merged
 from dp_ray.results.proof import prove_outputs
 from dp_ray.rundir.quarantine_files import merge_quarantine, positions_set_aside
@@ -155,6 +157,15 @@ def test_a_sample_that_is_good_again_is_not_set_aside(tmp_path: Path) -> None:
     """The first attempt had not committed its steps when it was killed."""
     run_group(prediction({"raises": [4, 9]}, workers=2), tmp_path, StopsBefore(3))
     assert len(predicted(tmp_path, bad={"raises": [9]})) == 22
+
+
+def test_what_was_bad_in_one_evaluation_may_be_good_in_the_next() -> None:
+    quarantine = Quarantine(job(), Reference(0, "number"), lambda *_: None)
+    shard = Shard(2, 1, 10, 14)
+    assert quarantine.take(shard, {11: BadSample(11, "OSError", "busy")}).rows == 3
+    assert quarantine.real(shard).missing == (11,)
+    assert quarantine.take(shard, {}).rows == 4
+    assert quarantine.real(shard) == shard
 
 
 def test_an_evaluation_is_over_the_good_rows_and_says_how_many(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster as SeveralNodes
 
 import dp_ray
+from dp_ray.cluster import connect
 from dp_ray.cluster.connect import in_ray_job
 from dp_ray.cluster.network import interface_of
+from dp_ray.cluster.ray_internals import forked_worker
 from dp_ray.cluster.ray_internals.core import wants_token
 from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
 from dp_ray.cluster.resources import capacity_for
@@ -26,7 +28,8 @@ from dp_ray.cluster.workers import backend_of
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
 from dp_ray.system.stop_signals import handlers_kept
-from tests.support.cluster import ROOT, Cluster, free_port
+from tests.support import ray_forks
+from tests.support.cluster import ROOT, Cluster, Run, free_port
 
 
 @pytest.mark.parametrize(
@@ -124,19 +127,22 @@ def test_a_job_is_for_the_cluster_that_runs_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def made_up_gpus() -> Iterator[str]:
-    """Three nodes on this machine, two of them with two GPUs that nobody built; without a token."""
+def made_up_gpus(cluster: Cluster) -> Iterator[str]:
+    """Three nodes on this machine, two of them with two GPUs that nobody built; without a token.
+
+    Their workers are forked by the server of the shared cluster.
+    """
     before = dict(os.environ)
     temporary = tempfile.TemporaryDirectory(prefix="gpus-", dir="/tmp", ignore_cleanup_errors=True)
-    with handlers_kept(), temporary as sockets:
+    with handlers_kept(), temporary as sockets, ray_forks.forked_by(cluster.folder / ray_forks.SOCKET):
         own = {"include_dashboard": False, "temp_dir": sockets}
         ports = {"dashboard_agent_listen_port": free_port()}
-        cluster: Any = SeveralNodes(initialize_head=True, head_node_args={"num_cpus": 1, **own, **ports})
+        nodes: Any = SeveralNodes(initialize_head=True, head_node_args={"num_cpus": 1, **own, **ports})
         for _ in range(2):
-            cluster.add_node(num_cpus=4, num_gpus=2, dashboard_agent_listen_port=free_port())
-        yield cluster.address
+            nodes.add_node(num_cpus=4, num_gpus=2, dashboard_agent_listen_port=free_port())
+        yield nodes.address
         ray.shutdown()
-        cluster.shutdown()
+        nodes.shutdown()
     for key in set(os.environ) - set(before):
         del os.environ[key]
 
@@ -165,13 +171,13 @@ def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_p
 
 @pytest.mark.ray
 def test_env_reaches_the_workers_before_torch_is_imported_and_is_not_kept(
-    made_up_gpus: str, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """On Ray's own workers, since those of the shared cluster have torch imported before they get `env`."""
+    code = {**connect.code_to_ship(), "env_vars": {forked_worker.SERVER: "nobody"}}
+    monkeypatch.setattr(connect, "code_to_ship", lambda: code)
     env = {"DP_SECRET": "hush", "TORCH_DISTRIBUTED_DEBUG": "INFO"}  # torch reads the second one when it is imported
-    where = {"address": made_up_gpus, "storage": str(tmp_path), "name": "run", "gpus_per_worker": 0}
-    dataset = "tests.support.models:SaysSecret"
-    result = dp_ray.run("jobs/tutorial.yaml", workers=2, dataset=dataset, env=env, quiet=True, **where)
+    result = run("jobs/tutorial.yaml", workers=2, dataset="tests.support.models:SaysSecret", env=env)
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[rank ")]
     assert sorted(said) == [f"[rank {rank}] the secret has 4 letters, and torch says INFO" for rank in range(2)]
     kept = "".join(path.read_text() for path in Path(result.run_dir).glob("*.json"))

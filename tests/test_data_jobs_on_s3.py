@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from dp_ray.driver import Options, execute
 from dp_ray.errors import DataError
 from dp_ray.retry import retried
 from dp_ray.storage import Storage
-from tests.support.feeds import MEMORY, PREDICT, ROWS, job_of, loader, predicted, rows, trained
+from tests.support.feeds import MEMORY, PREDICT, ROWS, InMemory, job_of, loader, predicted, rows, trained
 from tests.support.group import ProcessExit, run_group
 from tests.support.tables import shard
 
@@ -80,7 +81,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
 
 @pytest.mark.parametrize(
     ("write", "workers_and_processes"),
-    [(parquet, [(1, 2), (2, 0), (3, 0)]), (shards, [(1, 0), (2, 2), (3, 0)])],
+    [(parquet, [(1, 2), (2, 0), (3, 0)]), (shards, [(2, 2), (1, 0), (3, 0)])],
 )
 def test_any_workers_and_loaders_give_the_bits_of_memory(
     server: "Server",
@@ -117,9 +118,22 @@ class Mortal(Parquet):
         return False
 
 
-def mortal(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+class MortalAhead(Mortal):
+    """The same, of a row group that is read before it is needed."""
+
+    def _is_first(self) -> bool:
+        return threading.current_thread() is not threading.main_thread() and super()._is_first()
+
+
+class InBlocks(InMemory):
+    """The rows in memory, in the blocks that the files have."""
+
+    block_rows = (5, 5, 5, 5, 1, 5, 5, 5, 5, 5)
+
+
+def mortal(given: dict[str, Any], folder: Path, kind: type[Mortal] = Mortal) -> dict[str, Any]:
     args = {**given["dataset"]["args"], "died": str(folder / "died")}
-    return {**given, "dataset": {"target": "tests.test_data_jobs_on_s3:Mortal", "args": args}}
+    return {**given, "dataset": {"target": f"tests.test_data_jobs_on_s3:{kind.__name__}", "args": args}}
 
 
 def test_a_worker_killed_within_a_row_group_loses_nothing(server: "Server", tmp_path: Path, wanted: Wanted) -> None:
@@ -132,6 +146,22 @@ def test_a_worker_killed_within_a_row_group_loses_nothing(server: "Server", tmp_
     run_group(job_of({**PREDICT, **given}, workers=1), tmp_path / "predict")
     assert (tmp_path / "died").exists()
     assert predicted(tmp_path / "predict", given, workers=3) == wanted.outputs
+
+
+def test_a_worker_killed_while_it_reads_ahead_loses_nothing(server: "Server", tmp_path: Path) -> None:
+    given = mortal(source(server, parquet, "ahead", tmp_path / "files"), tmp_path, MortalAhead)
+    memory = {"dataset": "tests.test_data_jobs_on_s3:InBlocks"}
+    keys: dict[str, Any] = {"shuffle": {"window_blocks": 3}, "checkpoint": {"every_steps": 1}}
+    with pytest.raises(ProcessExit, match="another worker was lost"):
+        trained(tmp_path / "train", given, workers=2, **keys)
+    wanted = trained(tmp_path / "memory", memory, workers=1, **keys)
+    assert trained(tmp_path / "train", given, workers=3, **keys) == wanted
+    (tmp_path / "died").unlink()
+    in_order = {"order": "dataset"}
+    run_group(job_of({**PREDICT, **given}, workers=1, **in_order), tmp_path / "predict")
+    assert (tmp_path / "died").exists()
+    alone = predicted(tmp_path / "alone", {**memory, "inputs": "first"}, workers=1, **in_order)
+    assert predicted(tmp_path / "predict", given, workers=3, **in_order) == alone
 
 
 def test_a_store_that_fails_now_and_then_loses_nothing(server: "Server", tmp_path: Path, wanted: Wanted) -> None:

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import struct
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,14 @@ from tensorboardX.proto.event_pb2 import Event
 import dp_ray
 from dp_ray import driver
 from dp_ray.errors import DataError, JobError, StorageError
+from dp_ray.in_process import run_in_process
+from dp_ray.job_file import job_from
+from dp_ray.monitor.console import Console
+from dp_ray.monitor.monitor import Monitor
 from dp_ray.results import outputs
 from dp_ray.results.output_files import FileMerge
 from dp_ray.results.proof import prove_outputs
+from dp_ray.rundir.claim import RunDir
 from dp_ray.task import merging
 from dp_ray.task.merging import Merger
 from tests.support import models
@@ -293,3 +300,27 @@ class Slow(models.Rows):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self.seconds)
         return super().__getitem__(index)
+
+
+def test_what_the_page_needs_is_imported_while_the_workers_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the end of a run does not wait for that; nor does its start, which comes before the first step."""
+    page = "dp_ray.report.page"
+    monkeypatch.setattr(driver, "PAGE_SECONDS", 0.02)
+    monkeypatch.delitem(sys.modules, page, raising=False)
+    there: list[bool] = []
+
+    def on_ray(prepared: driver.Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+        time.sleep(0.1)
+        there.append(page in sys.modules)
+        run_in_process(prepared.job, claimed, monitor, prepared.plan.rows)
+        for _ in range(500):
+            time.sleep(0 if page in sys.modules else 0.02)
+        there.append(page in sys.modules)
+
+    job = job_from(None, keys(tmp_path, workers=1))
+    result = driver.execute(job, driver.Options(quiet=True), on_ray)
+    assert there == [False, True]
+    assert (Path(result.run_dir) / "report.html").exists()
+    assert not [one for one in threading.enumerate() if one.name == "page"]

@@ -1,8 +1,10 @@
 """The fork server: what a forked worker has of the process that asked for it, and how the server ends."""
 
 import json
+import marshal
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,9 @@ import pytest
 from dp_ray.cluster import forking
 from dp_ray.cluster.ray_internals import forked_worker
 from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
+from dp_ray.job import Job
 from dp_ray.job_keys import WorkerKeys
+from dp_ray.system.folders import remove_orphans
 
 KEYS = WorkerKeys(workers=2)
 SECONDS = 60.0
@@ -98,6 +102,33 @@ def test_it_has_what_the_server_has_imported_and_not_ray(program: Path, tmp_path
     assert said["parent"] not in (os.getpid(), asking)
 
 
+def test_its_path_for_imports_is_that_of_its_own_environment(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/the/server")
+    with forking.forking(KEYS) as server:
+        assert server is not None
+        said, _, _ = asked(server, program, tmp_path, PYTHONPATH="/own:/too")
+        again, _, _ = asked(server, program, tmp_path)
+    assert said["path"][:3] == [str(program.parent), "/own", "/too"]
+    assert "/of/the/server" not in said["path"]
+    assert again["path"] == [str(program.parent), "/of/the/server", *said["path"][3:]]
+
+
+def test_who_is_killed_while_he_asks_ends_no_server(program: Path, tmp_path: Path) -> None:
+    with forking.forking(KEYS) as server:
+        assert server is not None
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.connect(str(server))
+        with socket.socket(socket.AF_UNIX) as leaving:
+            leaving.connect(str(server))
+            request = marshal.dumps(([str(program)], {}, str(tmp_path), [], False))
+            with open(os.devnull, "r+b") as nowhere:
+                socket.send_fds(leaving, [request], [nowhere.fileno()] * 3)
+        said, _, _ = asked(server, program, tmp_path)
+    assert said["modules"] == ["wave"]
+
+
 def test_without_a_server_the_worker_is_rays_own(program: Path, tmp_path: Path) -> None:
     said, errors, _ = asked(tmp_path / "nobody", program, tmp_path, MARK="1")
     assert (said["arguments"], said["mark"]) == ([str(program), "--node-id=1", "a b"], "1")
@@ -117,12 +148,25 @@ def test_a_server_that_dies_while_a_worker_waits_leaves_it_rays_own(
     assert said["modules"] == []
 
 
+def test_a_training_has_imported_what_torch_imports_with_the_first_optimizer() -> None:
+    """Each worker would take nearly two seconds for it; a prediction and a session's first start do without."""
+    trains = {"task": "train", "loss": "torch.nn:MSELoss", "optimizer": "torch.optim:SGD"}
+    job = {"model": "torch.nn:Linear", "dataset": "a:B", "batch_size": 2}
+    assert set(forking.modules_of(Job.make({**job, **trains}, "a"))) == {*forking.MODULES, "torch._dynamo"}
+    assert forking.modules_of(Job.make(job, "a")) == forking.MODULES
+    assert forking.modules_of(KEYS) == forking.MODULES
+    asks = f"print(*sorted({set(forking.OF_TRAINING)!r} & {{*sys.modules}}))"
+    code = f"import torch, sys; torch.optim.SGD([torch.ones(1)], 0.1); {asks}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout.split() == sorted(forking.OF_TRAINING), done.stderr
+
+
 def test_what_the_server_imports_is_torch_and_not_ray_and_starts_no_thread() -> None:
     """Ray starts threads and reads its environment when it is imported; a fork keeps neither."""
     code = (
         "import contextlib, importlib, os, sys\n"
-        "from dp_ray.cluster.forking import MODULES\n"
-        "for name in MODULES: importlib.import_module(name)\n"
+        "from dp_ray.cluster.forking import MODULES, OF_TRAINING\n"
+        "for name in MODULES + OF_TRAINING: importlib.import_module(name)\n"
         "assert 'torch' in sys.modules and 'ray' not in sys.modules\n"
         "print(*(open(f'/proc/self/task/{one}/comm').read() for one in os.listdir('/proc/self/task')))"
     )
@@ -189,4 +233,5 @@ def test_a_killed_driver_ends_its_server(program: Path) -> None:
         time.sleep(0.05)
     assert len(children) == 1
     assert not Path(f"/proc/{children[0]}").exists()
-    assert folder.exists(), "the next driver removes it"
+    remove_orphans(folder.parent)
+    assert not folder.exists(), "the next driver removes it"

@@ -140,7 +140,8 @@ def test_initial_weights_are_the_bits_of_one_process(tmp_path: Path) -> None:
 
 
 def test_a_model_that_reads_its_weights_is_built_whole_and_told(tmp_path: Path) -> None:
-    told = notes(run_group(job_of("ReadsItsWeights", workers=2, **SHARDED), tmp_path))
+    told = notes(run_group(job_of("ReadsItsWeights", workers=2, flops=True, **SHARDED), tmp_path))
+    assert sum(one.startswith("flops: not counted: ") for one in told) == 1, "rank 0 alone says so"
     model = initial(training.ReadsItsWeights)
     losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, torch.optim.SGD(model.parameters(), 0.1, 0.9))
     assert_close(tmp_path, model, losses)

@@ -14,6 +14,8 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Range
 from dp_ray.replica.world import World
+from dp_ray.results import output_files
+from dp_ray.results.manifest import write_record
 from dp_ray.results.merged import Merged
 from dp_ray.results.output_files import FileMerge
 from dp_ray.results.proof import prove_outputs
@@ -99,6 +101,26 @@ def test_a_superseded_worker_gets_no_file_and_removes_no_part(
     run_task(JOB, World(), run, lambda report: None)
     prove_outputs(run, 60)
     assert torch.allclose(Merged.of(run).read(), expected(), atol=1e-6)
+
+
+def test_parts_stay_if_the_record_of_their_file_comes_too_late_to_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Storage(str(tmp_path))
+    monkeypatch.setattr(merging, "LOOK_SECONDS", 100.0)
+    run_until(run, 6)
+
+    def late(_: Storage, name: str, record: Any) -> None:
+        """It passed the check just before the newer attempt began."""
+        ledger.begin(run, "b" * 32)
+        write_record(run, name, record)
+
+    monkeypatch.setattr(output_files, "write_record", late)
+    merge = FileMerge(run, ledger.read(run), FileCut(1, 6), 0, Split(60, 10, 2), Order(60, shuffle=False))
+    parts = run.child(ledger.PARTS).names()
+    with pytest.raises(StorageError, match="a newer attempt of the job has begun"):
+        merge.advance()
+    assert run.child(ledger.PARTS).names() == parts != []
 
 
 def test_a_later_attempt_runs_only_what_is_in_no_part_that_counts(tmp_path: Path) -> None:

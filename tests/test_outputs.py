@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import os
 import resource
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,15 @@ from dp_ray.plan.order import Order
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Done, Work
 from dp_ray.results import merged, output_files, outputs
-from dp_ray.results.manifest import MANIFEST, OUTPUTS, file_names, names_so_far, outputs_path, outputs_sha256
+from dp_ray.results.manifest import (
+    MANIFEST,
+    OUTPUTS,
+    file_names,
+    forget_lost,
+    names_so_far,
+    outputs_path,
+    outputs_sha256,
+)
 from dp_ray.results.merged import Merged
 from dp_ray.results.output_files import OpenFile
 from dp_ray.results.outputs import PartWriter
@@ -410,6 +419,47 @@ def test_a_file_is_not_there_while_it_is_merged(six: Storage, monkeypatch: pytes
         merge_six(six)
     assert len(seen) > 5 and not any(seen)
     assert six.child(OUTPUTS).names() == ["00000-of-00001.parquet"]
+
+
+def test_a_file_that_was_cut_short_counts_no_more(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    run_workers(run, Split(30, 10, 4), SHUFFLED, 2, files=3)
+    merge_six(run)
+    forget_lost(run)
+    assert len(done_ranges(ledger.committed(run))) == 3
+    path = tmp_path / OUTPUTS / "00001-of-00003.parquet"
+    os.truncate(path, path.stat().st_size - 1)
+    forget_lost(run)
+    assert [one.first_step for one in sorted(done_ranges(ledger.committed(run)))] == [0, 2]
+
+
+READERS: dict[str, Callable[[str], list[int]]] = {
+    "pandas": lambda folder: pd.read_parquet(folder)["sample_index"].tolist(),
+    "polars": lambda folder: pl.read_parquet(folder)["sample_index"].to_list(),
+    "polars, lazily": lambda folder: pl.scan_parquet(folder).collect()["sample_index"].to_list(),
+    "duckdb": lambda folder: [row[0] for row in duckdb.execute(f"from read_parquet('{folder}')").fetchall()],
+    "pyarrow": lambda folder: pads.dataset(folder).to_table()["sample_index"].to_pylist(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_bare_folder_is_read_while_files_are_merged_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    run, folder, read, seen = Storage(str(tmp_path)), str(tmp_path / OUTPUTS), READERS[reader], list[list[int]]()
+    run_workers(run, Split(30, 10, 4), SHUFFLED, 2, files=3)
+    write = OpenFile._write_group
+
+    def watched(file: OpenFile) -> None:
+        if run.child(OUTPUTS).names():
+            seen.append(read(folder))
+        write(file)
+
+    monkeypatch.setattr(OpenFile, "_write_group", watched)
+    merge_six(run)
+    samples = SHUFFLED.indices(0, 30).tolist()
+    assert seen == [samples[:10], samples[:20]]
+    assert read(folder) == samples
 
 
 @pytest.mark.parametrize("files", [1, 3])

@@ -9,9 +9,11 @@ import importlib
 import inspect
 import os
 import re
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,16 @@ import pytest
 import ray
 
 import dp_ray
-from dp_ray.cluster.ray_internals.core import DEFAULT_WORKER, NO_AGENT, WITHOUT_SPARE_WORKERS
+from dp_ray.cluster.ray_internals.agents import OPTION
+from dp_ray.cluster.ray_internals.core import (
+    AGENTS,
+    DEFAULT_WORKER,
+    WITHOUT_SPARE_WORKERS,
+    find_users_token,
+    forget_variables,
+)
+from dp_ray.cluster.ray_internals.variables import AUTH_MODE, AUTH_TOKEN
+from dp_ray.system.folders import own_folder, short_folder
 from tests.support.cluster import ROOT
 from tests.support.sources import nodes_of
 
@@ -45,15 +56,20 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.node:Node.start_raylet": (),
     "ray._private.parameter:RayParams.update_if_absent": None,
     "ray._private.ray_constants:PROCESS_TYPE_DASHBOARD_AGENT": None,
+    "ray._private.ray_constants:PROCESS_TYPE_RUNTIME_ENV_AGENT": None,
     "ray._private.services:_build_python_executable_command_memory_profileable": ("component", "session_dir"),
+    "ray._private.services:get_node": ("gcs_address", "node_id"),
     "ray._private.utils:get_dashboard_dependency_error": (),
     "ray._private.state:available_resources_per_node": (),
     "ray._private.state:state.get_draining_nodes": (),
     "ray._private.state:state.get_max_resources_from_cluster_config": (),
     "ray._private.utils:get_entrypoint_name": (),
     "ray._private.worker:_worker_logs_enabled": None,
+    "ray._raylet:AuthenticationTokenLoader.instance": (),
+    "ray._raylet:AuthenticationTokenLoader.reset_cache": None,
     "ray._raylet:Config.initialize": None,
     "ray._raylet:GcsClient": None,
+    "ray._raylet:InnerGcsClient.get_all_node_info": (),
     "ray._raylet:InnerGcsClient.drain_node": ("node_id", "reason", "reason_message", "deadline_timestamp_ms"),
     "ray._raylet:InnerGcsClient.internal_kv_del": ("key", "del_by_prefix", "namespace"),
     "ray._raylet:InnerGcsClient.internal_kv_get": ("key", "namespace"),
@@ -140,6 +156,16 @@ USED: dict[str, tuple[str, str]] = {
         "ray._private.services:start_raylet",
         "_memory_profileable(\n            ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, session_dir\n",
     ),
+    "a node that is started is asked for": (
+        "ray._private.node:Node.__init__",
+        f"ray._private.services.get_node(\n{' ' * 24}self.gcs_address,\n{' ' * 24}self._node_id,\n",
+    ),
+    "a raylet's agent of environments": (
+        "ray._private.services:start_raylet",
+        "_memory_profileable(\n            ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT, session_dir\n",
+    ),
+    "the agent's address": ("ray._private.services:start_raylet", 'f"--node-ip-address={node_ip_address}",'),
+    "the agent's port": ("ray._private.services:start_raylet", f'f"{OPTION}{{runtime_env_agent_port}}",'),
     "the agent's packages": (
         "ray._private.services:start_raylet",
         "if ray._private.utils.get_dashboard_dependency_error() is not None:",
@@ -392,6 +418,19 @@ def test_ray_has_a_program_for_workers_and_settings_for_them() -> None:
         assert setting.encode() in (RAY / "core/src/ray/raylet/raylet").read_bytes()
 
 
+def test_a_token_is_shown_to_the_cluster_that_wants_it_and_to_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that still knows a token demands it from the workers of a cluster without, and loses them."""
+    monkeypatch.delenv(AUTH_MODE, raising=False)
+    monkeypatch.setenv(AUTH_TOKEN, "0123456789abcdef" * 4)
+    before, loader = list(os.environ), ray._raylet.AuthenticationTokenLoader.instance()
+    assert not loader.has_token()
+    assert find_users_token()
+    assert loader.has_token()
+    forget_variables(os.environ, keep=before)
+    assert not loader.has_token()
+    assert not loader.get_token_for_http_header()
+
+
 def test_the_contract_names_all_that_the_wall_uses() -> None:
     nodes = list(nodes_of_the_wall())
     told = {place.replace(":", ".") for place in CONTRACT}
@@ -413,7 +452,7 @@ def test_the_agents_stand_in_writes_the_ports_that_the_raylet_waits_for(tmp_path
     ports = ray._raylet.METRICS_AGENT_PORT_NAME, ray._raylet.METRICS_EXPORT_PORT_NAME
     names, node = {*ports, ray._raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME}, "1f" * 28
     files = {tmp_path / f"{name}_{node}" for name in names}
-    line = [*NO_AGENT, "agent.py", f"--node-id={node}", f"--session-dir={tmp_path}", "--head"]
+    line = [*AGENTS, "never", "agent.py", f"--node-id={node}", f"--session-dir={tmp_path}", "--head"]
     with subprocess.Popen(line, env={"RAY_RAYLET_PID": str(os.getpid())}) as running:
         until = time.monotonic() + 30
         while not all(path.exists() for path in files) and time.monotonic() < until:
@@ -425,3 +464,69 @@ def test_the_agents_stand_in_writes_the_ports_that_the_raylet_waits_for(tmp_path
         ray._raylet.persist_port(str(tmp_path), node, name, -1)
     assert written == {path: path.read_text() for path in tmp_path.iterdir()}
     assert subprocess.run(line, env={"RAY_RAYLET_PID": "1"}, timeout=30).returncode == 0, "its raylet has ended"
+
+
+def test_the_agent_of_environments_comes_when_it_is_asked_at_the_port_that_the_raylet_knows(tmp_path: Path) -> None:
+    agent, node = tmp_path / "agent.py", "2e" * 28
+    agent.write_text(
+        "import os, socket, sys\n"
+        f"port = next(int(one.removeprefix('{OPTION}')) for one in sys.argv if one.startswith('{OPTION}'))\n"
+        "with socket.socket() as listener:\n"
+        "    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"  # as Ray's own
+        "    listener.bind(('127.0.0.1', port)); listener.listen()\n"
+        "    listener.accept()[0].sendall(str([os.getpid(), *sys.argv[1:]]).encode())\n"
+    )
+    given = [f"--node-id={node}", "--node-ip-address=127.0.0.1", f"--session-dir={tmp_path}"]
+    line = [*AGENTS, "late", sys.executable, str(agent), *given, f"{OPTION}0", "--rest"]
+    written = tmp_path / f"{ray._raylet.RUNTIME_ENV_AGENT_PORT_NAME}_{node}"
+    with subprocess.Popen(line, env={"RAY_RAYLET_PID": str(os.getpid())}) as running:
+        assert within_seconds(lambda: written.exists())
+        port = int(written.read_text())
+        time.sleep(0.2)
+        assert Path(f"/proc/{running.pid}/cmdline").read_text().split("\0")[3] == AGENTS[-1], "nobody has asked yet"
+        assert not answer_at(port), "the first connection is closed"
+        answers = (answer_at(port) for _ in iter(lambda: time.sleep(0.05), 0))
+        answer = next(one for one in answers if one or running.poll() is not None)
+        assert running.wait(30) == 0
+    assert ast.literal_eval(answer.decode()) == [running.pid, *given, f"{OPTION}{port}", "--rest"]
+    assert subprocess.run(line, env={"RAY_RAYLET_PID": "1"}, timeout=30).returncode == 0, "its raylet has ended"
+
+
+def within_seconds(holds: Callable[[], bool], seconds: float = 30) -> bool:
+    until = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def answer_at(port: int) -> bytes:
+    """All that comes from a port; nothing if nobody listens there."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 10) as connection:
+            return connection.makefile("rb").read()
+    except OSError:
+        return b""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_ray_that_dp_ray_starts_still_runs_a_task_in_an_environment_of_its_own() -> None:
+    code = """
+import os, sys, psutil, ray
+from dp_ray.cluster.ray_internals.core import start_local
+start_local(1, sys.argv[1], False, None)
+
+def agents():
+    lines = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if "late" in line and sys.argv[1] in str(line)]
+
+value = ray.remote(lambda: os.environ.get("MARK"))
+print(ray.get(value.remote()), len(agents()))
+print(ray.get(value.options(runtime_env={"env_vars": {"MARK": "7"}}).remote(), timeout=100), len(agents()))
+"""
+    with own_folder(short_folder()) as folder:
+        line = [sys.executable, "-c", code, folder]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=150)
+    assert done.stdout.splitlines() == ["None 1", "7 0"], done.stderr

@@ -80,7 +80,7 @@ def test_a_training_takes_the_samples_in_the_order_of_blocks(tmp_path: Path, wor
 @pytest.mark.slow
 def test_any_workers_and_loaders_train_the_same_bits_and_read_each_block_once(tmp_path: Path) -> None:
     found = []
-    for workers, processes in [(1, 0), (2, 0), (3, 2)]:
+    for workers, processes in [(3, 2), (1, 0), (2, 0)]:  # the first workers can fork their loaders at once
         folder, log = tmp_path / f"{workers}-{processes}", tmp_path / f"{workers}-{processes}.log"
         run_group(counted_job(tmp_path, log, workers, loader={"processes": processes}), folder)
         found.append((weights_of(folder), history_of(folder)))

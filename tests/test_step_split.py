@@ -12,12 +12,19 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray import driver
+from dp_ray.driver import Options, Prepared
 from dp_ray.errors import StorageError
+from dp_ray.in_process import run_in_process
+from dp_ray.job import Job
+from dp_ray.monitor.console import Console
+from dp_ray.monitor.monitor import Monitor
 from dp_ray.replica.step_clock import PARTS, DeviceClock, Part, SilentClock, StepClock
 from dp_ray.replica.world import World
 from dp_ray.results import step_time_files
 from dp_ray.results.step_time_files import SCHEMA, TIMES, StepTimeWriter, TimedSteps, packed
 from dp_ray.results.step_times_table import STEP_PARTS, read_step_times
+from dp_ray.rundir.claim import RunDir
 from dp_ray.storage import Storage
 from tests.support.training import Pairs, mlp
 
@@ -93,6 +100,39 @@ def test_checkpoints_and_evaluations_have_parts_of_their_own(tmp_path: Path) -> 
     assert [one >= STEPS * SECONDS for one in seconds_of(table, "evaluation")] == [False, True] * 3
     assert [one > 0 for one in seconds_of(table, "checkpoint")] == [False, False, True] * 2
     assert max(seconds_of(table, "data_wait")) < STEPS * 3 * SECONDS, "that of an evaluation is a part of it"
+
+
+class SlowlyBuilt(SlowReads):
+    """Takes longer to build than its steps take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(STEPS * 6 * SECONDS)
+
+
+def in_a_session(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+    """Runs a job as workers do that are there already."""
+    run_in_process(prepared.job, claimed, monitor, prepared.plan.rows)
+
+
+def test_the_seconds_outside_of_the_steps_are_told_with_the_verdict(tmp_path: Path) -> None:
+    """The driver and the worker build the dataset, so that most of the time is before the first step."""
+    result = ran(tmp_path, "predict", dataset=SlowlyBuilt)
+    before, after = result.seconds_before_steps, result.seconds_after_steps
+    assert before is not None and after is not None
+    assert before >= STEPS * 12 * SECONDS and 0 < after < result.seconds - before
+    steps = sum(sum(seconds_of(read_step_times(result.storage()), part)) for part in STEP_PARTS)
+    assert result.seconds - before - after == pytest.approx(steps, abs=0.1)
+
+
+def test_a_start_up_is_advised_only_where_it_could_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"model": SlowModel, "dataset": SlowlyBuilt, "inputs": "first", "batch_size": 4, "workers": 1}
+    job = Job.make({**given, "task": "predict", "storage": str(tmp_path)}, "job")
+    monkeypatch.setattr(driver, "_on_own_workers", lambda options: in_a_session)
+    own = driver.execute(job, Options(quiet=True))
+    shared = driver.execute(job, Options(quiet=True, overwrite=True), in_a_session)
+    assert "start-up is the limit" in str(own.verdict)
+    assert str(shared.verdict).startswith("loaders are the limit"), "its workers are there already"
 
 
 class Event:

@@ -7,7 +7,7 @@ import pytest
 
 from dp_ray.results.step_times_table import STEP_PARTS
 from dp_ray.results.time_split import WorkerSplit, shares_of
-from dp_ray.results.verdicts import Facts, decide, facts_of
+from dp_ray.results.verdicts import Facts, Outside, decide, facts_of
 from tests.support.cluster import ROOT
 
 
@@ -99,22 +99,44 @@ CASES: dict[str, tuple[list[WorkerSplit], dict[str, Any], str, str]] = {
         "balanced",
         "no part stands out: forward 40 %, other 35 %, update 25 %",
     ),
-    "a short run": (alike(**WORK), {"seconds": 40.0}, "start-up", "75 % of 40 s are before the first step and after"),
-    "a short run without Ray": (alike(**WORK), {"seconds": 40.0, "on_ray": False}, "balanced", "no part"),
-    "a longer run": (alike(**WORK), {"seconds": 15.0}, "balanced", "no part"),
+    "a short run": (
+        alike(**WORK),
+        {"outside": Outside(40.0, 30.0, 1.0)},
+        "start-up",
+        "75 % of 40 s are before the first step; run several such jobs in one session",
+    ),
+    "slow data in a short run": (
+        alike(data_wait=9.0, forward=1.0),
+        {"outside": Outside(40.0, 30.0, 1.0)},
+        "start-up",
+        "start-up is the limit",
+    ),
+    "within a session": (
+        alike(**WORK),
+        {"outside": Outside(40.0, 30.0, 1.0), "starts_workers": False},
+        "balanced",
+        "no part",
+    ),
+    "a longer run": (alike(**WORK), {"outside": Outside(15.0, 4.0, 1.0)}, "balanced", "no part"),
+    "a slow end": (
+        alike(1, forward=9.0),
+        {"outside": Outside(20.0, 4.0, 11.0), "task": "predict", "starts_workers": False},
+        "end",
+        "55 % of 20 s are after the last step, for merging the outputs",
+    ),
 }
 
 
 @pytest.mark.parametrize(("workers", "facts", "kind", "says"), CASES.values(), ids=CASES)
 def test_verdicts(workers: list[WorkerSplit], facts: dict[str, Any], kind: str, says: str) -> None:
-    verdict = decide(workers, Facts(**facts), loops=10.0)
+    verdict = decide(workers, Facts(**facts))
     assert verdict.kind == kind
     assert says in verdict.text
 
 
 def test_only_keys_that_exist_are_advised() -> None:
     described = set(re.findall(r"^\| `([\w.\[\]]+)` \|", (ROOT / "docs/job-file.md").read_text(), re.MULTILINE))
-    said = " ".join(decide(workers, Facts(**facts), 10.0).text for workers, facts, *_ in CASES.values())
+    said = " ".join(decide(workers, Facts(**facts)).text for workers, facts, *_ in CASES.values())
     named = set(re.findall(r"\b(?:loader|checkpoint|eval|outputs)\.\w+|batch_size", said))
     assert len(named) > 6
     assert named <= described
@@ -122,9 +144,11 @@ def test_only_keys_that_exist_are_advised() -> None:
 
 def test_facts_come_from_a_described_job() -> None:
     assert facts_of({"task": "predict", "loader": {"processes": 3}, "workers": 0}) == Facts(
-        "predict", 3, on_ray=False
+        "predict", 3, starts_workers=False
     )
-    assert facts_of({"workers": {"min": 1, "max": 2}}, 3.0) == Facts("train", 0, True, 3.0)
+    outside = Outside(3.0, 1.0, 1.0)
+    assert facts_of({"workers": {"min": 1, "max": 2}}, outside) == Facts("train", 0, True, outside)
+    assert not facts_of({"workers": 2}, outside, is_in_session=True).starts_workers
 
 
 def test_shares_add_up() -> None:

@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -37,7 +38,7 @@ def main(listening: int, path: list[str], modules: list[str]) -> None:
 
     In each worker, `serve` returns what it is to be.
     """
-    own_path = sys.path[1:]  # the first is this file's folder
+    own_path = [one for one in sys.path[1:] if one not in python_path(os.environ)]  # the first is this file's folder
     sys.path[:] = path
     gc.disable()
     for name in modules:
@@ -52,7 +53,7 @@ def main(listening: int, path: list[str], modules: list[str]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         take_place(request)
         program = request.arguments[0]
-        sys.path[:] = [os.path.dirname(program), *own_path]
+        sys.path[:] = [os.path.dirname(program), *python_path(request.environment), *own_path]
         runpy.run_path(program, run_name="__main__")
 
 
@@ -64,22 +65,31 @@ def serve(listener: socket.socket) -> Request | None:
             return None
         connection, _ = listener.accept()
         with connection:
-            request = received(connection)
+            try:
+                request = received(connection)
+            except (EOFError, OSError):  # whoever asked was killed meanwhile
+                continue
             if os.fork() == 0:
                 if numpy := sys.modules.get("numpy"):
                     numpy.random.seed()  # Python's own generator does so by itself
                 return request
-            connection.sendall(b"forked")
+            with contextlib.suppress(OSError):  # likewise
+                connection.sendall(b"forked")
         for file in request.files:
             os.close(file)
 
 
 def received(connection: socket.socket) -> Request:
     """The request that comes through a connection, to its end."""
-    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     with connection.makefile("rb") as rest:
-        arguments, environment, folder, blocked, is_leader = marshal.loads(rest.read())
+        arguments, environment, folder, blocked, is_leader = marshal.loads(data + rest.read())
     return Request(arguments, environment, folder, blocked, is_leader, files)
+
+
+def python_path(environment: Mapping[str, str]) -> list[str]:
+    """The folders of PYTHONPATH in an environment."""
+    return [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
 
 
 def take_place(request: Request) -> None:

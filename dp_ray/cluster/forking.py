@@ -6,12 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from dp_ray.cluster import fork_server
 from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
+from dp_ray.job import Job
 from dp_ray.job_keys import WorkerKeys
 from dp_ray.system.environment import environment
 from dp_ray.system.folders import own_folder, short_folder
@@ -36,6 +37,7 @@ MODULES = (
     "tqdm.auto",
     "yaml",
 )
+OF_TRAINING = ("torch._dynamo",)  # torch imports it with the first optimizer, for nearly two seconds of a core
 THREADS = "OMP_NUM_THREADS"
 WAITING = 128  # requests that may wait until the server has imported what it needs
 
@@ -73,7 +75,7 @@ def forking(keys: WorkerKeys) -> Iterator[Path | None]:
             path = Path(folder) / "fork-server"
             listener.bind(str(path))
             listener.listen(WAITING)
-            with _started(listener, threads):
+            with _started(listener, threads, modules_of(keys)):
                 listener.close()  # so that nobody waits for an answer once the server has ended
                 yield path
 
@@ -83,10 +85,15 @@ def threads_of(keys: WorkerKeys) -> str:
     return os.environ.get(THREADS, str(max(int(keys.cpus_per_worker), 1)))
 
 
+def modules_of(keys: WorkerKeys) -> Sequence[str]:
+    """What to import for a job; a session does not know yet whether it trains."""
+    return MODULES + OF_TRAINING if isinstance(keys, Job) and keys.task == "train" else MODULES
+
+
 @contextmanager
-def _started(listener: socket.socket, threads: str) -> Iterator[None]:
+def _started(listener: socket.socket, threads: str, modules: Sequence[str]) -> Iterator[None]:
     """Run the server's program while the block runs; should this process be killed, the program's stdin ends."""
-    given = json.dumps([list(map(str, sys.path)), MODULES])
+    given = json.dumps([list(map(str, sys.path)), modules])
     line = [sys.executable, fork_server.__file__, str(listener.fileno()), given]
     nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is the driver's

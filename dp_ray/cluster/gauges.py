@@ -1,7 +1,6 @@
 """A run's progress as gauges of `ray.util.metrics`, which a Ray with dashboard agents exports to Prometheus."""
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from ray.util.metrics import Gauge
 from dp_ray.monitor.console import Progressed
 from dp_ray.monitor.progress_writer import NO_METRIC
 from dp_ray.replica.step_clock import PARTS
+from dp_ray.system.repeating import repeated
 
 SECONDS = 2.0  # Ray itself reports every 10 s
 # Ray puts `ray_` before each name. Every gauge has the tag `run`, and those that stand here.
@@ -35,23 +35,15 @@ def gauged(run: str, progress: Progressed, interruptions: Callable[[], int]) -> 
         yield
         return
     gauges = {name: Gauge(name, text, tag_keys=("run", *tags)) for name, (text, tags) in GAUGES.items()}
-    ended = threading.Event()
 
     def update(is_running: bool) -> None:
         for name, tags, value in values_of(progress, interruptions(), is_running):
             gauges[name].set(value, {"run": run, **tags})
 
-    def keep() -> None:
-        while not ended.wait(SECONDS):
-            update(True)
-
-    thread = threading.Thread(target=keep, name="gauges", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated("gauges", SECONDS, lambda: update(True)):
+            yield
     finally:
-        ended.set()
-        thread.join()
         update(False)
 
 

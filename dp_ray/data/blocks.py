@@ -1,26 +1,21 @@
 """A dataset whose samples lie in blocks: row groups, record batches, stretches of a file or of a tar shard."""
 
 import itertools
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch.utils.data import Dataset
 
+from dp_ray.data.cache import Cache
 from dp_ray.data.files import File, pins_of
 
 CACHE_BYTES = 256 << 20
-READ_AT_ONCE = 8  # blocks
 
 Item = dict[str, Any]
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Source = TypeVar("Source")
-Key = TypeVar("Key", bound=Hashable)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,6 +83,33 @@ class Blocks(Dataset[Item], Generic[Source]):
         """
         self._cache.least = number
 
+    def blocks_at(self, first: int, stop: int) -> range:
+        """The numbers of the blocks that hold the samples first .. stop - 1, of which there is one or more."""
+        begin, last = np.searchsorted(self._starts, [first, stop - 1], side="right").tolist()
+        return range(begin - 1, last)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether there is room in memory for blocks that are read ahead."""
+        return self._cache.most_bytes > 0
+
+    @property
+    def blocks_held(self) -> int:
+        """How many blocks are kept in memory at least."""
+        return self._cache.least
+
+    def read_ahead(self, numbers: Sequence[int]) -> None:
+        """Have these blocks read in the background, in this order, as far as `cache_bytes` allow."""
+        self._cache.read_ahead(numbers, self._load)
+
+    def stop_reading_ahead(self) -> None:
+        """Read nothing more in the background, and forget what is not needed yet."""
+        self._cache.stop_reading_ahead()
+
+    def take_seconds_ahead(self) -> float:
+        """How long reading in the background took since the last call, but for what was waited for."""
+        return self._cache.take_seconds()
+
     @property
     def block_rows(self) -> Rows:
         """The number of rows of each block: int64 [blocks]."""
@@ -116,50 +138,3 @@ class Blocks(Dataset[Item], Generic[Source]):
     def _items(self, read: Any, rows: Rows) -> list[Item]:
         """The samples at these rows of a block that was read."""
         raise NotImplementedError
-
-
-class Cache:
-    """What was read last, up to a number of bytes but at least `least` of it; a copy for another process is empty.
-
-    Several threads may use it.
-    """
-
-    def __init__(self, most_bytes: int, least: int = 1) -> None:
-        self.least = least
-        self._most_bytes = most_bytes
-        self._held: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, key: Key, load: Callable[[Key], tuple[Any, int]]) -> Any:
-        """What `load` gives for the key, from memory if it is there."""
-        return self.get_all([key], load)[0]
-
-    def get_all(self, keys: Sequence[Key], load: Callable[[Key], tuple[Any, int]]) -> list[Any]:
-        """What `load` gives for each key, from memory if it is there; the others are loaded several at a time."""
-        with self._lock:
-            found = {key: self._held[key] for key in keys if key in self._held}
-        missing = [key for key in keys if key not in found]
-        found |= zip(missing, _in_threads(load, missing), strict=True)
-        with self._lock:
-            for key in keys:
-                self._keep(key, found[key])
-        return [found[key][0] for key in keys]
-
-    def _keep(self, key: Hashable, value: tuple[Any, int]) -> None:
-        """Hold it as the newest, in place of the oldest ones."""
-        _, size = self._held.pop(key, (None, 0))
-        self._held[key] = value
-        self._bytes += value[1] - size
-        while self._bytes > self._most_bytes and len(self._held) > self.least:
-            self._bytes -= self._held.popitem(last=False)[1][1]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Cache, (self._most_bytes, self.least)
-
-
-def _in_threads(load: Callable[[Key], T], keys: Sequence[Key]) -> list[T]:
-    if len(keys) < 2:
-        return [load(key) for key in keys]
-    with ThreadPoolExecutor(min(READ_AT_ONCE, len(keys))) as pool:
-        return list(pool.map(load, keys))

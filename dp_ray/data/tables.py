@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Cache, Item, Rows, Source
+from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item, Rows, Source
+from dp_ray.data.cache import Cache
 from dp_ray.data.decode import Decode, decode_of, decoded
 from dp_ray.data.files import File, Paths, find_files, in_threads, retried
 from dp_ray.data.table_block import Column, TableBlock

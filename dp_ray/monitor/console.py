@@ -117,6 +117,8 @@ class Progressed:
         self._since = time.monotonic()
         self._ran: tuple[float, int] | None = None  # time and rows when the attempt's first step began
         self._warm: tuple[float, int] | None = None  # time and rows when it ended
+        self.first_step_at: float | None = None  # when the first step of the first attempt began
+        self.last_step_at: float | None = None  # when the newest step had ended
 
     def begin(self, what: str) -> None:
         """Show `what` as the current phase; no step runs in it."""
@@ -133,10 +135,11 @@ class Progressed:
         """Note that the workers have begun their first step, `step`."""
         self.begin(f"in step {step + 1} of {self.steps}")
         self._ran = (time.monotonic(), self.rows)
+        self.first_step_at = self.first_step_at or self._ran[0]
 
     def advance(self, step: int, rows: int) -> None:
         """Note that all workers have finished `step` steps; the steps since the last call have `rows` rows."""
-        self.step, self.rows = step, self.rows + rows
+        self.step, self.rows, self.last_step_at = step, self.rows + rows, time.monotonic()
         if self._ran is not None:  # else it is a late report of replaced workers, or of an earlier run
             self._doing, self._warm = "", self._warm or (time.monotonic(), self.rows)
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from dp_ray.errors import StorageError
 from dp_ray.monitor.console import Progressed
 from dp_ray.rundir.progress_file import PROGRESS
 from dp_ray.storage import Storage
+from dp_ray.system.repeating import repeated
 
 SECONDS = {False: 1.0, True: 5.0}  # between two writes: on a disk, on an object store
 NO_METRIC = {"step", "epoch", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"}
@@ -20,20 +20,11 @@ NO_METRIC = {"step", "epoch", "learning_rate", "gradient_norm", "rows", "rows_pe
 @contextmanager
 def progress_noted(run: Storage, progress: Progressed) -> Iterator[None]:
     """Write `progress.json` every few seconds while the block runs, if anything has changed, and at its end."""
-    ended = threading.Event()
     write = _writer(run, progress)
-
-    def note() -> None:
-        while not ended.wait(SECONDS[run.is_atomic]):
-            write()
-
-    thread = threading.Thread(target=note, name="progress", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated("progress", SECONDS[run.is_atomic], write):
+            yield
     finally:
-        ended.set()
-        thread.join()
         write()
 
 

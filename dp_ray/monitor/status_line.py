@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
+from dp_ray.system.repeating import repeated
+
 REFRESH_SECONDS = 0.5
 
 
@@ -64,20 +66,16 @@ class StatusLine:
 @contextmanager
 def rewritten(status: Callable[[], str]) -> Iterator[None]:
     """Show the status as stderr's last line while the block runs, updated twice a second; the last one stays."""
-    line, ended = StatusLine(sys.stderr), threading.Event()
+    line = StatusLine(sys.stderr)
 
     def refresh() -> None:
-        while not ended.wait(REFRESH_SECONDS):
-            line.show(status())
-
-    thread = threading.Thread(target=refresh, name="status line", daemon=True)
-    with redirect_stderr(line):
         line.show(status())
-        thread.start()
+
+    with redirect_stderr(line):
+        refresh()
         try:
-            yield
+            with repeated("status line", REFRESH_SECONDS, refresh):
+                yield
         finally:
-            ended.set()
-            thread.join()
-            line.show(status())
+            refresh()
             line.end()

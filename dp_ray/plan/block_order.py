@@ -7,6 +7,7 @@ stretch, in random order. So a worker reads only the blocks in which the stretch
 Everything held in memory has the size of the blocks, never of the samples.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,6 +56,35 @@ class BlockOrder:
         check_range(start, stop, len(self))
         positions = np.arange(start, stop, dtype=np.int64)
         return self._samples(self._rows(positions)) if len(positions) else positions
+
+    def windows_at(self, start: int, stop: int) -> range:
+        """The windows in which the positions start .. stop - 1 lie, of which there is one or more."""
+        first, last = np.searchsorted(self._windows, [start, stop - 1], side="right").tolist()
+        return range(first - 1, last)
+
+    def samples_of(self, window: int, shards: range) -> list[tuple[int, int]]:
+        """The samples that consecutive shards draw from a window: a range `first, stop` for each block."""
+        begin, end = self._windows[window], self._windows[window + 1]
+        bounds = np.array([shards.start, shards.stop])
+        first, stop = self._before(end, bounds) - self._before(begin, bounds)
+        if first == stop:
+            return []
+        first_row = int((first + self._offsets(np.array([window]), end - begin)[0]) % (end - begin) + begin)
+        stop_row = first_row + int(stop - first)
+        # What reaches beyond the window's last row goes on at its first one.
+        rows = [(first_row, min(stop_row, end)), (begin, begin + stop_row - end)]
+        return [samples for first, stop in rows for samples in self._samples_between(int(first), int(stop))]
+
+    def _samples_between(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The samples at rows of the permuted blocks: a range for each block."""
+        if first >= stop:
+            return
+        begin, last = np.searchsorted(self._row_starts, [first, stop - 1], side="right").tolist()
+        for block in range(begin - 1, last):
+            rows = slice(*self._row_starts[block : block + 2].tolist())
+            before = int(self._starts[self._blocks[block]]) - rows.start
+            if rows.start < rows.stop:
+                yield before + max(first, rows.start), before + min(stop, rows.stop)
 
     @cached_property
     def _starts(self) -> Ints:

@@ -1,6 +1,7 @@
-"""The blocks of a model: the modules whose parameters `strategy: fsdp` gathers together."""
+"""The blocks of a model: those that `strategy: fsdp` gathers, and that `activation_checkpointing` runs again."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from torch import nn
 
@@ -10,23 +11,34 @@ from dp_ray.text import listed
 
 
 def choose_blocks(job: Job, model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of the classes that `fsdp.blocks` names, or those that `auto` finds.
+    """The blocks that `fsdp.blocks` names.
 
     A module that shares a parameter with one outside it is no block: its parameters go with the rest of the model.
-    Raises JobError if the model has no module of a class that is named.
+    Raises what `blocks_by_class` raises.
     """
-    if job.fsdp.blocks == "auto":
+    found = blocks_by_class("fsdp.blocks", job.fsdp.blocks, model)
+    return [one for one in found if not _shares(one, model)]
+
+
+def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of these classes that have parameters, in the order of the model.
+
+    Raises JobError, which names the `key`, if the model has no module of a class that is named.
+    """
+    if classes == "auto":
         chosen = _automatic(model)
     else:
-        there = {type(one).__name__ for one in model.modules()}
-        for name in job.fsdp.blocks:
+        there = class_names(model)
+        for name in classes:
             if name not in there:
-                raise JobError(
-                    f"fsdp.blocks: the model has no module of class {name}; it has {listed(sorted(there))}"
-                )
-        chosen = [one for one in model.modules() if type(one).__name__ in job.fsdp.blocks]
-    found = [one for one in chosen if one is not model and next(one.parameters(), None) is not None]
-    return [one for one in _outermost(found) if not _shares(one, model)]
+                raise JobError(f"{key}: the model has no module of class {name}; it has {listed(there)}")
+        chosen = [one for one in model.modules() if type(one).__name__ in classes]
+    return _outermost([one for one in chosen if one is not model and next(one.parameters(), None) is not None])
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """The names of the classes of a model's modules."""
+    return sorted({type(one).__name__ for one in model.modules()})
 
 
 def _automatic(model: nn.Module) -> list[nn.Module]:

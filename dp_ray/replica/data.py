@@ -2,7 +2,7 @@
 
 import functools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ from dp_ray.replica.carry import Carrying, CarryingBatch, Plain, carried_keys, c
 from dp_ray.replica.collating import Batch, LoaderError, collate_of, collated, loader_error
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
+from dp_ray.replica.look_ahead import look_ahead
 from dp_ray.replica.read_limit import arm_loader
 from dp_ray.replica.read_requests import IndexLists, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
@@ -100,9 +101,12 @@ class Samples(Dataset[Any]):
         if self.screen is not None:
             self.screen.begin(wanted)
         try:
-            return self._read_request(wanted)
+            read = self._read_request(wanted)
         except Error as error:
             return wanted, loader_error(error)
+        if wanted.ahead:  # after what is needed now
+            self.dataset.read_ahead(wanted.ahead)
+        return read
 
     def _read_request(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
         if self._columns is not None and (cut := self._columns.cut(wanted.indices)) is not None:
@@ -183,11 +187,11 @@ def load_shards(
     pick: Pick | None = None,
     name: str = "the dataset",
     times: StepTimes | None = None,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Yield the sample indices and the batch, on `device`, of each shard of `work`, in its order.
 
     The batch is the collated one, or what `pick` returns for it. `times` measures the wait for batches, and the
-    loader's work.
+    loader's work. Close the generator, also after an error: then nothing more is read in the background.
 
     Raises DataError if reading a sample raises; the message names the sample and the dataset by `name`.
     Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
@@ -202,28 +206,28 @@ def load_shards(
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
     """Read and collate each shard by itself: only the worker's own rows are read."""
-    loaded = make_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device)
-    for _, shards in work:
-        for shard in shards:
-            indices, batch = next_batch(loaded)
-            picked = checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
-            yield indices, picked
+    with make_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device) as loaded:
+        for _, shards in work:
+            for shard in shards:
+                indices, batch = next_batch(loaded)
+                picked = checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
+                yield indices, picked
 
 
 def _whole_batches(
     job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
     """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
-    loaded = make_loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device)
-    for step, shards in work:
-        if not shards:
-            continue
-        indices, batch = next_batch(loaded)
-        whole = work.split.whole(step)
-        picked = checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
-        pieces = scatter(picked, job.num_shards, job.batch_dim)
-        for shard in shards:
-            yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
+    with make_loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device) as loaded:
+        for step, shards in work:
+            if not shards:
+                continue
+            indices, batch = next_batch(loaded)
+            whole = work.split.whole(step)
+            picked = checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
+            pieces = scatter(picked, job.num_shards, job.batch_dim)
+            for shard in shards:
+                yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
 
 
 def make_loader(
@@ -242,8 +246,8 @@ def make_loader(
         collate = functools.partial(collate_carrying, collate, samples.carry)
     collates = functools.partial(collated, collate=collate, seed=seed, screen=screen)
     made: DataLoader[Any] = DataLoader(
-        TimedReads(samples),
-        batch_sampler=IndexLists(order, pieces),  # type: ignore[arg-type]
+        TimedReads(samples, getattr(samples.dataset, "take_seconds_ahead", None)),
+        batch_sampler=IndexLists(order, pieces, look_ahead(order, samples.dataset, processes)),  # type: ignore[arg-type]
         collate_fn=TimedCollate(collates),
         num_workers=processes,
         timeout=screen.limit.poll_seconds if screen is not None and screen.limit is not None else 0,
@@ -253,7 +257,11 @@ def make_loader(
         multiprocessing_context=_context(loader, samples.dataset) if processes else None,
         worker_init_fn=_begin_process,
     )
-    return TimedLoader(made, samples.times)
+    return TimedLoader(made, samples.times, getattr(samples.dataset, "stop_reading_ahead", _nothing))
+
+
+def _nothing() -> None:
+    """What ends a loader of other datasets than those of dp_ray.data."""
 
 
 def num_processes(job: Job) -> int:

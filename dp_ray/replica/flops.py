@@ -1,7 +1,7 @@
 """The floating-point operations of a row, and what share of the devices' peak a run makes of them."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -42,16 +42,39 @@ class Flops(NamedTuple):
     arithmetic: str
 
 
+class _OwnWork(FlopCounterMode):
+    """Counts operations; what `uncounted` has left out is in `repeated`."""
+
+    running: "_OwnWork | None" = None
+    repeated = 0
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count no operations of the block: they run a second time, to save memory."""
+    counter = _OwnWork.running
+    before = counter.get_total_flops() if counter is not None else 0
+    try:
+        yield
+    finally:
+        if counter is not None:
+            counter.repeated += counter.get_total_flops() - before
+
+
 def counted_flops(run: Callable[[], object], rows: int, job: Job, device: torch.device) -> Flops:
     """Count the operations of the matrix products and convolutions of `run`, which runs over `rows` rows."""
     # A compiled model's kernels cannot be counted; setting the stance imports the compiler, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
-    with eager, FlopCounterMode(display=False) as counter:
-        run()
+    counter = _OwnWork.running = _OwnWork(display=False)
+    try:
+        with eager, counter:
+            run()
+    finally:
+        _OwnWork.running = None
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else device.type
     takes_tf32 = is_gpu and job.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    return Flops(counter.get_total_flops() / rows, name, "tf32" if takes_tf32 else job.precision)
+    return Flops((counter.get_total_flops() - counter.repeated) / rows, name, "tf32" if takes_tf32 else job.precision)
 
 
 def peak_of(device_name: str, arithmetic: str) -> float | None:

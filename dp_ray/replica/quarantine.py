@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -93,7 +93,7 @@ def load_good(
     pick: Pick | None = None,
     name: str = "the dataset",
     times: StepTimes | None = None,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Yield what `load_shards` yields, without the bad samples; of a shard that has no others, no batch but None."""
     if quarantine is None:
         return load_shards(job, dataset, work, device, pick, name, times)
@@ -155,12 +155,12 @@ def _loaded(job: Job, samples: Samples, pieces: Pieces, device: torch.device, co
     """Each piece, read and collated. A loader with a process whose read does not end is replaced by a new one."""
     done = 0
     while True:
-        loaded = make_loader(job, samples, functools.partial(_from, pieces, done), device, collate)
-        while not isinstance(got := _next_or_hung(loaded, samples.screen), HungRead):
-            if got is None:
-                return
-            done += 1
-            yield got
+        with make_loader(job, samples, functools.partial(_from, pieces, done), device, collate) as loaded:
+            while not isinstance(got := _next_or_hung(loaded, samples.screen), HungRead):
+                if got is None:
+                    return
+                done += 1
+                yield got
         del loaded
         assert samples.screen is not None
         _avoid(samples.screen, got)

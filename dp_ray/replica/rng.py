@@ -4,8 +4,9 @@ This covers the global generators of Python, numpy and torch, and generators tha
 of a module of the model. A generator kept anywhere else is not found and not seeded.
 """
 
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -114,3 +115,30 @@ def preserved(*devices: torch.device) -> Iterator[None]:
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
+
+
+def random_state(devices: Sequence[torch.device], own: Sequence[Generator]) -> Callable[[], None]:
+    """What sets the global generators, those of the devices and `own` back to where they are now."""
+    gpus = [torch.cuda.default_generators[one.index or 0] for one in dict.fromkeys(devices) if one.type == "cuda"]
+    generators: list[Generator] = [torch.default_generator, *gpus, *own]
+    python, numpy = random.getstate(), np.random.get_state()
+    setters = [_setter(one) for one in generators]
+
+    def set_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for one in setters:
+            one()
+
+    return set_back
+
+
+def _setter(generator: Generator) -> Callable[[], object]:
+    """What sets a generator back to where it is now."""
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(generator.setstate, generator.getstate())

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
+from dp_ray.replica.activation_checkpointing import recompute_blocks
 from dp_ray.replica.blocks import choose_blocks
 from dp_ray.replica.deferred import CannotDefer, Recording, Ref, record, replay
 from dp_ray.replica.devices import as_module
@@ -57,6 +58,7 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     if replicated:
         sizes = [f"{name} ({one.nbytes} bytes)" for name, one in replicated.items()]
         note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
+    recompute_blocks(job, model, [world.device])
     root, current = _shard(job, world, model, set(replicated.values()))
     tensors = _materialise(places, world.device, job.fsdp.offload)
     fill(lambda number, whole: _copy_rows(tensors[number], whole))

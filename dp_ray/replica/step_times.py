@@ -1,7 +1,7 @@
 """Where the time of a worker's steps goes: how long they wait for data, and how long reading the data takes."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
@@ -25,8 +25,13 @@ class StepTimes:
         self._began = time.perf_counter()
         self._told = 0.0
 
-    def waiting(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches; the time until each is there counts as `data_wait`."""
+    def begin(self) -> None:
+        """Begin the loop and its first step now: what was set up before counts nowhere."""
+        self._began = time.perf_counter()
+        self.clock.restart()
+
+    def waiting(self, batches: Iterator[T]) -> Generator[T, None, None]:
+        """The same batches; the time until each is there counts as `data_wait`. Closing it ends `batches` too."""
         end: Any = object()
         while True:
             began, before = time.perf_counter(), self.clock.enter(Part.DATA_WAIT)
@@ -43,16 +48,17 @@ class StepTimes:
         return new
 
     def to_json(self) -> dict[str, float]:
-        """All of it as a result shows it; `loop_seconds` is the whole time since the loop was set up."""
+        """All of it as a result shows it; `loop_seconds` is the whole time since the loop began."""
         seconds = {"loop": time.perf_counter() - self._began, "data_wait": self.data_wait, "load": self.load}
         return {f"{name}_seconds": round(value, 6) for name, value in seconds.items()}
 
 
 class TimedReads(Dataset[Any]):
-    """A dataset that says with what it reads how many seconds that took."""
+    """A dataset that says with what it reads how many seconds that took; `beside` tells those in the background."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, beside: Callable[[], float] | None = None) -> None:
         self.dataset = dataset
+        self.beside = beside
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -61,7 +67,7 @@ class TimedReads(Dataset[Any]):
         """What the dataset gives, after the seconds."""
         began = time.perf_counter()
         read = self.dataset.__getitems__(wanted)
-        return time.perf_counter() - began, read
+        return time.perf_counter() - began + (self.beside() if self.beside else 0.0), read
 
 
 class TimedCollate:
@@ -80,12 +86,20 @@ class TimedCollate:
 class TimedLoader(Iterator[Any]):
     """The batches of a DataLoader of TimedReads and a TimedCollate; their seconds are added to `load`.
 
-    It is no generator: after an error of the DataLoader, the next batch can be asked for.
+    It is no generator: after an error of the DataLoader, the next batch can be asked for. Use it in a `with` block,
+    whose end calls `at_end`.
     """
 
-    def __init__(self, loader: DataLoader[Any], times: StepTimes) -> None:
+    def __init__(self, loader: DataLoader[Any], times: StepTimes, at_end: Callable[[], None] = lambda: None) -> None:
         self._batches = iter(loader)
         self._times = times
+        self._at_end = at_end
+
+    def __enter__(self) -> "TimedLoader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._at_end()
 
     def __next__(self) -> Any:
         seconds, batch = next(self._batches)

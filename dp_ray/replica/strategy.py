@@ -38,4 +38,6 @@ def sharded_model(job: Job, world: World, note: Callable[[str], None]) -> Sharde
         return None
     from dp_ray.replica.sharding import build_sharded  # its imports take seconds
 
+    if job.flops:
+        note("flops: not counted: with strategy: fsdp no worker can run a shard alone")
     return build_sharded(job, world, note)

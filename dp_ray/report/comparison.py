@@ -1,15 +1,16 @@
 """Makes the page that compares runs: what differs, their curves laid over each other, their figures side by side."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dp_ray.report.curves import Chart, charts_of
 from dp_ray.report.facts import duration, metrics_of, rows_per_second, speed_text, spoken, time_split
 from dp_ray.report.page import rendered
 from dp_ray.report.run_data import RunData, as_text, read_run
+from dp_ray.results.compare import NO_DIFFERENCE
+from dp_ray.rundir.differences import dotted
 from dp_ray.storage import Storage
 
-NOT_COMPARED = ("name", "storage")  # each run has its own
 ENVIRONMENT = ("command", "folder", "python", "packages", "host", "platform", "cpus", "gpus")
 Rows = dict[str, list[Any]]
 
@@ -90,11 +91,11 @@ def time_splits(runs: Sequence[RunData]) -> Rows:
 
 def differing(values: Sequence[Mapping[str, Any]]) -> Rows:
     """The keys in which mappings differ, as dotted paths, with the value of each."""
-    rows = _side_by_side([dict(_dotted(one)) for one in values])
+    rows = _side_by_side([dict(dotted(one)) for one in values])
     return {
         key: [as_text(one) for one in row]
         for key, row in rows.items()
-        if key not in NOT_COMPARED and any(one != row[0] for one in row)
+        if key not in NO_DIFFERENCE and any(one != row[0] for one in row)
     }
 
 
@@ -109,12 +110,3 @@ def environment_of(run: RunData) -> dict[str, Any]:
 def _side_by_side(found: Sequence[Mapping[str, Any]]) -> Rows:
     keys = dict.fromkeys(key for one in found for key in one)
     return {key: [one.get(key) for one in found] for key in keys}
-
-
-def _dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings, with their dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value

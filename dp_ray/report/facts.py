@@ -40,12 +40,20 @@ def _facts(data: RunData) -> Iterator[Fact]:
     epochs = f"{result['epochs']} epochs of {result['steps']:,}" if result.get("epochs", 1) > 1 else ""
     yield Fact("steps", f"{done:,} of {total:,}" if done != total else f"{total:,}", epochs)
     yield Fact("rows per second", speed_text(data), "mean of the run")
-    yield Fact("time", duration(result.get("seconds")), "since it was resumed" if len(data.drivers) > 1 else "")
+    yield Fact("time", duration(result.get("seconds")), ", ".join(_of_the_time(data)))
     sizes = data.incidents.world_sizes or tuple(result.get("world_sizes", ()))
     yield Fact("workers", str(sizes[-1]) if sizes else "", " → ".join(map(str, sizes)) if len(set(sizes)) > 1 else "")
     yield Fact("interruptions", str(len(data.incidents.interruptions)))
     aside = result.get("quarantined") or len(data.quarantined)
     yield Fact("set aside", str(aside) if aside else "", "samples")
+
+
+def _of_the_time(data: RunData) -> Iterator[str]:
+    before, after = (data.result.get(f"seconds_{one}_steps") for one in ("before", "after"))
+    if len(data.drivers) > 1:
+        yield "since it was resumed"
+    if before is not None and after is not None:
+        yield f"{duration(before)} before the first step, {duration(after)} after the last"
 
 
 def metrics_of(data: RunData) -> list[Fact]:

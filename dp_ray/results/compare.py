@@ -14,6 +14,7 @@ from dp_ray.key_hints import renamed
 from dp_ray.results.short import aligned, measured, relative
 from dp_ray.results.sparkline import sparkline
 from dp_ray.rundir.about import read_about
+from dp_ray.rundir.differences import dotted
 from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.history_file import history_so_far, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
@@ -109,15 +110,6 @@ def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 def differing_environment(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """The versions, the git commit and the hardware in which the newest drivers of runs differ."""
     return _differing([run.environment for run in runs if run.environment], OF_EACH_DRIVER, len(runs))
-
-
-def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings with their dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from dotted(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
 
 
 def _differing(found: list[dict[str, Any]], left_out: Sequence[str], number: int = 0) -> dict[str, list[Any]]:

@@ -46,7 +46,8 @@ class Result:
     the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights. `quarantined` counts the
     samples that were set aside, which `quarantine.parquet` lists. `failure` says where `error` was raised: `rank`,
     `node`, `step`, `sample` as far as known, and `frames`, those of the user's code. `time_split` has the shares of a
-    step's parts in the workers' time, and `verdict` says in words what limits the run. With the key `flops`,
+    step's parts in the workers' time, and `verdict` says in words what limits the run. `seconds_before_steps` and
+    `seconds_after_steps` are those of `seconds` outside of the steps. With the key `flops`,
     `flops_per_row` has the operations of a row, and `mfu` their share of the peak of the devices, if that is known.
     """
 
@@ -68,6 +69,8 @@ class Result:
     metrics: dict[str, float] = field(default_factory=dict)
     quarantined: int = 0
     seconds: float = 0.0
+    seconds_before_steps: float | None = None
+    seconds_after_steps: float | None = None
     data_wait_share: float | None = None
     time_split: dict[str, Any] | None = None
     verdict: str | None = None

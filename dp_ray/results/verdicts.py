@@ -1,11 +1,11 @@
 """Say in words what limits a run, from the parts of its workers' steps: rules as pure functions.
 
-Each rule gives a Verdict with the share of the time that it would save, or nothing. The one with the largest share is
-told. Only keys of a job are advised.
+Each rule gives a Verdict with the share of the time that it would save, or nothing. What is outside of the steps
+comes first, then the rule with the largest share. Only keys of a job are advised.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,8 +18,13 @@ from dp_ray.text import listed, percent
 SLOWER = 1.3  # times as long as the others' median
 LOST = 0.15  # of a step, by one worker that is slower
 EQUAL = 1.05  # rows of two workers count as equal up to this ratio
-DATA, EXCHANGE, CHECKPOINT, EVALUATION, OUTPUTS, WAITING, START = 0.25, 0.25, 0.15, 0.3, 0.3, 0.25, 0.5
+DATA, WAITING, OUTSIDE = 0.25, 0.25, 0.5
 MOST_PROCESSES = 16
+AT_THE_END = {
+    "train": ", for the weights and the last checkpoint",
+    "predict": ", for merging the outputs and proving that they are whole",
+    "evaluate": "",
+}
 COMPARED = ("data_wait", "host_to_device", "forward", "backward", "update", "outputs")
 
 
@@ -33,55 +38,117 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Outside:
+    """The seconds of a whole run, and how many of them are before its first step and after its last."""
+
+    seconds: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the rules know of a run beside its steps.
 
-    `seconds` are those of the whole run, None if its steps are of several drivers or it has not finished.
+    `starts_workers` is false within a session and without Ray. `outside` is None of a run that has not finished, or
+    that several drivers ran.
     """
 
     task: str = "train"
     processes: int = 0
-    on_ray: bool = True
-    seconds: float | None = None
+    starts_workers: bool = True
+    outside: Outside | None = None
 
 
-def facts_of(job: Mapping[str, Any], seconds: float | None = None) -> Facts:
+@dataclass(frozen=True)
+class Limit:
+    """A rule of one part of the step: from which share on it limits a run, and what is said with the share.
+
+    If `is_of_one`, the worker with the largest share counts, for which the others wait; else all workers together.
+    """
+
+    kind: str
+    part: str
+    share: float
+    says: str
+    is_of_one: bool = False
+
+    def verdict(self, workers: Sequence[WorkerSplit]) -> Verdict | None:
+        """The verdict on the workers' steps; None below the limit."""
+        groups = [[one] for one in workers] if self.is_of_one else [workers]
+        share = max(shares_of(group)[self.part] for group in groups)
+        return Verdict(self.kind, share, self.says.format(percent(share))) if share >= self.share else None
+
+
+LIMITS = (
+    Limit(
+        "exchange",
+        "exchange",
+        0.25,
+        "the exchange is the limit: {} of the step is summing gradients over the workers; "
+        "a larger batch_size needs fewer exchanges, fewer workers make each cheaper",
+    ),
+    Limit(
+        "checkpoint",
+        "checkpoint",
+        0.15,
+        "the storage is the limit: {} of the time is waiting for checkpoints; "
+        "raise checkpoint.every_steps or checkpoint.every_seconds, or use a faster storage",
+        is_of_one=True,  # rank 0 alone writes checkpoints
+    ),
+    Limit(
+        "evaluation",
+        "evaluation",
+        0.3,
+        "evaluations are the limit: {} of the time; raise eval.every_steps or eval.every_epochs, or eval.batch_size",
+    ),
+    Limit(
+        "outputs",
+        "outputs",
+        0.3,
+        "writing is the limit: {} of the step is moving and writing outputs; "
+        "keep less with outputs.keep, outputs.dtype or outputs.after, or use a faster storage",
+    ),
+)
+
+
+def facts_of(job: Mapping[str, Any], outside: Outside | None = None, is_in_session: bool = False) -> Facts:
     """What a described job, as in `run.json`, tells the rules."""
     processes = (job.get("loader") or {}).get("processes", 0)
-    return Facts(job.get("task", "train"), processes, job.get("workers") != 0, seconds)
+    return Facts(job.get("task", "train"), processes, job.get("workers") != 0 and not is_in_session, outside)
 
 
 def verdict_of(table: pa.Table, facts: Facts) -> Verdict | None:
     """The verdict on a table of `read_step_times`; None without a step."""
-    if not len(table):
+    return decide(worker_splits(steady(table)), facts) if len(table) else None
+
+
+def decide(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
+    """The verdict on the workers' steps."""
+    found = [_slow_worker(workers), _data(workers, facts.processes), *(limit.verdict(workers) for limit in LIMITS)]
+    largest = max(filter(None, found), key=lambda one: one.share, default=None)
+    return _outside(facts) or largest or _waiting(workers) or _balanced(workers)
+
+
+def _outside(facts: Facts) -> Verdict | None:
+    """Most of the run's seconds are not in its steps."""
+    if facts.outside is None or facts.outside.seconds <= 0:
         return None
-    loops = max(one.total for one in worker_splits(table))
-    return decide(worker_splits(steady(table)), facts, loops)
-
-
-def decide(workers: Sequence[WorkerSplit], facts: Facts, loops: float = 0.0) -> Verdict:
-    """The verdict on the workers' steps; `loops` are the seconds of all steps of the run."""
-    start = _start(facts, loops)
-    found = [verdict for rule in RULES if (verdict := rule(workers, facts)) is not None]
-    if start is not None:
-        return start
-    return max(found, key=lambda one: one.share) if found else _waiting(workers) or _balanced(workers)
-
-
-def _start(facts: Facts, loops: float) -> Verdict | None:
-    if facts.seconds is None or not facts.on_ray or not 0 < loops <= facts.seconds:
+    whole, before, after = facts.outside.seconds, facts.outside.before, facts.outside.after
+    if facts.starts_workers and before >= OUTSIDE * whole:
+        return Verdict(
+            "start-up",
+            before / whole,
+            f"start-up is the limit: {percent(before / whole)} of {whole:.0f} s are before the first step; "
+            "run several such jobs in one session (dp_ray.session), or a small one with workers: 0",
+        )
+    if after < OUTSIDE * whole:
         return None
-    share = 1 - loops / facts.seconds
-    if share < START:
-        return None
-    text = (
-        f"start-up is the limit: {percent(share)} of {facts.seconds:.0f} s are before the first step and after the "
-        "last; run several such jobs in one session (dp_ray.session), or a small one with workers: 0"
-    )
-    return Verdict("start-up", share, text)
+    text = f"the end is the limit: {percent(after / whole)} of {whole:.0f} s are after the last step"
+    return Verdict("end", after / whole, f"{text}{AT_THE_END[facts.task]}; use a faster storage")
 
 
-def _slow_worker(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict | None:
+def _slow_worker(workers: Sequence[WorkerSplit]) -> Verdict | None:
     """One worker that is slower than the others in one part, a row."""
     found = [verdict for part in COMPARED for one in workers if (verdict := _slower(one, part, workers)) is not None]
     return max(found, key=lambda one: one.share, default=None)
@@ -112,13 +179,13 @@ def _rows_of(workers: Sequence[WorkerSplit]) -> str:
     return "with equal rows" if _are_equal([one.rows / one.steps for one in workers]) else "for each row"
 
 
-def _data(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict | None:
+def _data(workers: Sequence[WorkerSplit], processes: int) -> Verdict | None:
     share = shares_of(workers)["data_wait"]
     if share < DATA:
         return None
-    more = min(_processes_for(share, facts.processes), MOST_PROCESSES)
+    more = min(_processes_for(share, processes), MOST_PROCESSES)
     advice = f"try loader.processes: {more}"
-    if facts.processes >= more:
+    if processes >= more:
         advice = "store the samples so that they are read faster, or closer to the workers"
     text = f"loaders are the limit: {percent(share)} of the step is waiting for data, {advice}"
     return Verdict("loaders", share, text)
@@ -128,47 +195,6 @@ def _processes_for(wait: float, processes: int) -> int:
     """How many loader processes keep up with the rest of the step, if waiting for `processes` is this share of it."""
     rest = max(1e-6, 1 - wait)
     return max(processes + 1, math.ceil(round((processes or wait) / rest, 6)))
-
-
-def _exchange(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict | None:
-    share = shares_of(workers)["exchange"]
-    if share < EXCHANGE:
-        return None
-    advice = "a larger batch_size needs fewer exchanges, fewer workers make each cheaper"
-    text = f"the exchange is the limit: {percent(share)} of the step is summing gradients over the workers; {advice}"
-    return Verdict("exchange", share, text)
-
-
-def _checkpoint(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict | None:
-    """Rank 0 alone writes checkpoints, and the others wait for it."""
-    share = max(shares_of([one])["checkpoint"] for one in workers)
-    if share < CHECKPOINT:
-        return None
-    advice = "raise checkpoint.every_steps or checkpoint.every_seconds, or use a faster storage"
-    text = f"the storage is the limit: {percent(share)} of the time is waiting for checkpoints; {advice}"
-    return Verdict("checkpoint", share, text)
-
-
-def _evaluation(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict | None:
-    share = shares_of(workers)["evaluation"]
-    if share < EVALUATION:
-        return None
-    advice = "raise eval.every_steps or eval.every_epochs, or eval.batch_size"
-    return Verdict("evaluation", share, f"evaluations are the limit: {percent(share)} of the time; {advice}")
-
-
-def _outputs(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict | None:
-    share = shares_of(workers)["outputs"]
-    if share < OUTPUTS:
-        return None
-    advice = "keep less with outputs.keep, outputs.dtype or outputs.after, or use a faster storage"
-    text = f"writing is the limit: {percent(share)} of the step is moving and writing outputs; {advice}"
-    return Verdict("outputs", share, text)
-
-
-RULES: tuple[Callable[[Sequence[WorkerSplit], Facts], Verdict | None], ...] = (
-    *(_slow_worker, _data, _exchange, _checkpoint, _evaluation, _outputs),
-)
 
 
 def _waiting(workers: Sequence[WorkerSplit]) -> Verdict | None:

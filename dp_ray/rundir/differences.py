@@ -1,9 +1,22 @@
-"""How two descriptions of a job differ, key by key."""
+"""How two descriptions of a job differ, key by key; and their values by dotted keys."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 NOT_SET = object()
+
+
+def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings with their dotted keys.
+
+    >>> list(dotted({"optimizer": {"args": {"lr": 0.1}}, "batch_size": 32}))
+    [('optimizer.args.lr', 0.1), ('batch_size', 32)]
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
 
 
 def differences(there: Any, here: Any, path: str = "") -> Iterator[str]:

@@ -1,6 +1,5 @@
 """The lease of a run: its driver renews it, so that a second driver knows whether the first is alive."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +10,7 @@ from dp_ray.rundir.claim import RunDir, is_ours
 from dp_ray.rundir.lease_file import EXPIRE_SECONDS, LEASE, Lease, read_lease, write_lease
 from dp_ray.storage import Storage
 from dp_ray.system.process import is_dead, machine, this_process
+from dp_ray.system.repeating import repeated
 
 RENEW_SECONDS = 5.0
 TELL_SECONDS = 1.0  # between two checks of the steps done, on local disks, where a write is cheap
@@ -46,31 +46,25 @@ def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator
 
     It records how many steps are done, for the next driver in case this one is killed.
     """
-    ended = threading.Event()
-    lease = Lease(this_process(), claimed.token)
+    lease, due = Lease(this_process(), claimed.token), time.monotonic() + RENEW_SECONDS
     write_lease(claimed.storage, lease)
     looks = RENEW_SECONDS if claimed.storage.is_atomic else min(TELL_SECONDS, RENEW_SECONDS)
 
     def renew() -> None:
-        renewed, due = lease, time.monotonic() + RENEW_SECONDS
-        while not ended.wait(looks):
-            step = steps_done()
-            if step == renewed.step and time.monotonic() < due:
-                continue
-            due = time.monotonic() + RENEW_SECONDS
-            renewed = replace(renewed, renewals=renewed.renewals + 1, step=step)
-            with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-                if not is_ours(claimed):
-                    return
-                write_lease(claimed.storage, renewed)
+        nonlocal lease, due
+        step = steps_done()
+        if step == lease.step and time.monotonic() < due:
+            return
+        due = time.monotonic() + RENEW_SECONDS
+        lease = replace(lease, renewals=lease.renewals + 1, step=step)
+        with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
+            if is_ours(claimed):
+                write_lease(claimed.storage, lease)
 
-    thread = threading.Thread(target=renew, name="lease", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated("lease", looks, renew):
+            yield
     finally:
-        ended.set()
-        thread.join()
         with suppress(StorageError):
             if is_ours(claimed):
                 claimed.storage.delete(LEASE)

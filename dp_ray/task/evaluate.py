@@ -1,6 +1,7 @@
 """The task `evaluate`: one worker's part in measuring a model over a dataset."""
 
 from collections.abc import Mapping
+from contextlib import closing
 
 from dp_ray.job import Job
 from dp_ray.job_plan import split_of
@@ -41,8 +42,12 @@ def evaluate(
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send))
     times = StepTimes(clock)
-    batches = load_good(job, dataset, work, world.device, quarantine, times=times)
-    with Recorder(world, send) as recorder, Probe(called, job.batch_dim) as probe, slowed(called, control, world):
+    with (
+        closing(load_good(job, dataset, work, world.device, quarantine, times=times)) as batches,
+        Recorder(world, send) as recorder,
+        Probe(called, job.batch_dim) as probe,
+        slowed(called, control, world),
+    ):
 
         def on_step(step: int) -> None:
             recorder.on_step(step)

@@ -1,6 +1,7 @@
 """The evaluations of a training."""
 
 from collections.abc import Mapping
+from contextlib import closing
 
 from torch import nn
 
@@ -58,9 +59,11 @@ class Evaluator:
         if self._set_aside is not None:
             self._set_aside.begin_evaluation(step)
         quarantine = quarantine_of(self._set_aside)
-        batches = load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")
         real = as_planned if quarantine is None else quarantine.real
-        found = self._evaluation.run(self._model, work, batches, on_step=lambda _: self._control.touch(), real=real)
+        with closing(load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")) as batches:
+            found = self._evaluation.run(
+                self._model, work, batches, on_step=lambda _: self._control.touch(), real=real
+            )
         if quarantine is not None:
             found["rows"] = self._evaluation.rows
         measured = {f"eval_{name}": value for name, value in found.items()}

@@ -1,7 +1,7 @@
 """The task `predict`: one worker's part in running a model over a dataset and writing its outputs."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from dp_ray.errors import DataError, ModelError
@@ -73,12 +73,12 @@ def predict_outputs(
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, note)
             profiler = StepProfiler(job, world, run, split.total_steps, send)
             keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock, profiler)
-            batches = load_good(job, dataset, work, world.device, quarantine, inputs, times=times)
             previews = Previews(run, split.rows_kept, job.batch_dim)
             on = keeper.on_shard, keeper.on_step, keeper.goes_on, real, tell, times.clock, previews.on_inputs
             on_flops = send if job.flops and world.rank == 0 and sharded is None else None
             passes = passes_of(sharded, world)
-            keeper.stops = not predict(model, job, world.device, work, batches, *on, on_flops, passes)
+            with closing(load_good(job, dataset, work, world.device, quarantine, inputs, times=times)) as batches:
+                keeper.stops = not predict(model, job, world.device, work, batches, *on, on_flops, passes)
             keeper.close()
             control.through()
             if quarantine is not None and not keeper.stops:

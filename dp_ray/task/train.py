@@ -11,6 +11,7 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
 from dp_ray.job_plan import split_of
 from dp_ray.plan.work import Work
+from dp_ray.replica.activation_checkpointing import recompute_blocks
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
@@ -76,10 +77,10 @@ def train(
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
         checkpointer = checkpointer_of(keep, job, trainer, train_state, run, world)
         profiler = StepProfiler(job, world, run, split.total_steps, send)
-        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control, times.clock, profiler)
+        loop = TrainingLoop(trainer, split, train_state, evaluator, checkpointer, control, times, profiler)
         work = Work(split, world.world_size, world.rank, start=train_state.step)
-        batches = load_good(job, dataset, work, world.device, quarantine, times=times)
         with (
+            closing(load_good(job, dataset, work, world.device, quarantine, times=times)) as batches,
             closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,
@@ -135,7 +136,8 @@ def keep_best(run: Storage, train_state: TrainState, send: Send) -> None:
 
 def whole_model(job: Job, world: World) -> nn.Module:
     """The job's model, all of it on this worker."""
-    return with_synced_batchnorm(build_model(job, world.devices), job, world)
+    model = recompute_blocks(job, build_model(job, world.devices), world.devices)
+    return with_synced_batchnorm(model, job, world)
 
 
 def with_synced_batchnorm(model: nn.Module, job: Job, world: World) -> nn.Module:

@@ -7,7 +7,8 @@ from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.step import OnShard
-from dp_ray.replica.step_clock import Part, StepClock
+from dp_ray.replica.step_clock import Part
+from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.replica.user_code import raising
 from dp_ray.replica.world import World
@@ -30,7 +31,7 @@ class TrainingLoop:
         evaluator: Evaluator,
         checkpointer: Checkpointer | PieceKeeper | None,
         control: StepControl,
-        clock: StepClock,
+        times: StepTimes,
         profiler: StepProfiler,
     ) -> None:
         self._trainer = trainer
@@ -39,7 +40,8 @@ class TrainingLoop:
         self._evaluator = evaluator
         self._checkpointer = checkpointer
         self._control = control
-        self._clock = clock
+        self._times = times
+        self._clock = times.clock
         self._profiler = profiler
 
     def run(
@@ -48,7 +50,7 @@ class TrainingLoop:
         """Run the steps of `work` to the last, or to the one after which the workers stop; keep the state."""
         if self._checkpointer:
             self._checkpointer.before_commit = recorder.keep
-        self._clock.restart()
+        self._times.begin()
         for step, shards in work:
             self._control.before(step)
             self._profiler.before(step)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from dp_ray.job import Job
+from dp_ray.rundir.differences import dotted
 from dp_ray.secrets import hide
 from dp_ray.storage import Storage
 from dp_ray.trackers.feed import Ending, Feed
@@ -48,21 +49,14 @@ def end_all(feeds: Sequence[Feed], status: str, metrics: Mapping[str, float | No
 
 
 def about_run(described: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
-    """What a tracker is told of a run when it opens: name, parameters and tags, without secrets."""
-    params = {key: value for key, value in _dotted(described) if value is not None}
+    """What a tracker is told of a run when it opens: name, parameters and tags, without secrets.
+
+    A list is one parameter, as JSON. The values of env are kept nowhere.
+    """
+    kept = [(key, value) for key, value in dotted(described) if "env" not in key.split(".") and value is not None]
+    params = {key: value if isinstance(value, int | float) else _text(value) for key, value in kept}
     tags = {"dp_ray.task": str(described["task"]), "dp_ray.run_dir": run_dir}
     return {"name": described["name"], "params": params, "tags": tags}
-
-
-def _dotted(values: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    """The parameters by their dotted keys; a list is one, as JSON. The values of env are not kept anywhere."""
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping) and key != "env":
-            found += _dotted(value, f"{before}{key}.")
-        elif key != "env":
-            found.append((before + key, value if isinstance(value, int | float | None) else _text(value)))
-    return found
 
 
 def _text(value: Any) -> str:

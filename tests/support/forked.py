@@ -4,12 +4,13 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,26 @@ def new_process(function: Callable[..., Any], *args: Any) -> Any:
     with chdir(ROOT):
         forkserver.ensure_running()
     return FORKED.Process(target=function, args=args)
+
+
+def fork_from_this(but: int) -> None:
+    """Have the processes that this one starts with "forkserver" forked from a copy of it, where torch is imported.
+
+    To be called before this process has threads. `but` is a file of this process that they must not hold open.
+    """
+    server: Any = forkserver._forkserver
+    resource_tracker.ensure_running()
+    lives, ends = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address := f"{util.get_temp_dir()}/forks-{os.getpid()}")
+        listener.listen()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ends)  # so that the copy ends with this process
+            os.close(but)
+            forkserver.main(listener.detach(), lives, [])
+    os.close(lives)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ends, pid
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dp_ray.storage import Storage
 from dp_ray.task.notices import Measured
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import run_task
-from tests.support.forked import FORKED, new_process
+from tests.support.forked import FORKED, fork_from_this, new_process
 
 LOCALHOST = "127.0.0.1"
 _idle: list[tuple[Any, Connection]] = []  # processes and the pipes to them
@@ -138,12 +138,15 @@ def _received(pipe: Connection) -> tuple[str, Any]:
 def _serve(pipe: Connection) -> None:
     """Be a worker of one group after the other."""
     torch.set_num_threads(1)
-    FORKED.set_forkserver_preload(["dp_ray.data", "dp_ray.replica.data"])  # of a server for its loader's processes
+    is_first = True
     while True:
         try:
             given = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
+        if is_first and given[2].loader.processes:  # later it has threads
+            fork_from_this(but=pipe.fileno())
+        is_first = False
         _work(pipe, *given)
 
 

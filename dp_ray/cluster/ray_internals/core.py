@@ -19,6 +19,7 @@ import ray._private.utils
 import ray._private.worker
 import ray._raylet
 from ray._private.authentication import authentication_token_setup
+from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT
 from ray.core.generated import autoscaler_pb2
 
 from dp_ray.cluster.ray_internals import forked_worker
@@ -28,7 +29,9 @@ from dp_ray.system.environment import environment
 # Finding, starting and authenticating
 
 CONNECT_SECONDS = 10.0
-NO_AGENT = [sys.executable, "-S", "-E", str(Path(__file__).with_name("no_agent.py"))]
+NODE_SECONDS = 30.0  # as long as Ray waits
+LOOK_SECONDS = 0.02
+AGENTS = [sys.executable, "-S", "-E", str(Path(__file__).with_name("agents.py"))]
 DEFAULT_WORKER = Path(ray._private.__path__[0]) / "workers" / "default_worker.py"
 # The driver would wait for them with Python's lock held, so that it imports nothing meanwhile.
 WITHOUT_SPARE_WORKERS = {"prestart_worker_first_driver": False}
@@ -43,7 +46,7 @@ def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None
     folder, nor for the processes. Each costs a second of a core: the dashboard's server and its agent, for which the
     node would wait, the autoscaler's monitor, which has no nodes to add here, and the reader of the logs.
     """
-    with _without_servers(logs), _without_agent(), _workers_forked_by(fork_server):
+    with _without_servers(logs), _with_agents_replaced(), _node_awaited(), workers_forked_by(fork_server):
         ray.init(
             "local",
             num_cpus=num_cpus,
@@ -71,7 +74,7 @@ def _without_servers(logs: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _workers_forked_by(server: Path | None) -> Iterator[None]:
+def workers_forked_by(server: Path | None) -> Iterator[None]:
     """Within the block, a raylet that is started has its workers forked by the server at this socket."""
     if server is None:
         yield
@@ -92,22 +95,46 @@ def _workers_forked_by(server: Path | None) -> Iterator[None]:
         node.start_raylet = before
 
 
+@contextmanager
+def _node_awaited() -> Iterator[None]:
+    """Within the block, a node that is started is awaited in short looks, between which other threads run.
+
+    Ray's own function looks once a second, and holds Python's lock all the time.
+    """
+    services = ray._private.services
+    before = services.get_node
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        known, until = ray._raylet.GcsClient(address=gcs_address), time.monotonic() + NODE_SECONDS
+        while all(one.hex() != node_id for one in known.get_all_node_info()) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        return before(gcs_address, node_id)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = before
+
+
 def _start_nothing(*_: Any, **__: Any) -> None:
     """Start no process."""
 
 
 @contextmanager
-def _without_agent() -> Iterator[None]:
-    """Within the block, a raylet that is started gets `no_agent` as its dashboard agent.
+def _with_agents_replaced() -> Iterator[None]:
+    """Within the block, a raylet that is started has no agent of the dashboard, and one of environments when it asks.
 
-    Nor does Ray then look whether the agent's packages are there, which would import all of them.
+    Nor does Ray then look whether the packages of the dashboard's agent are there, which would import all of them.
     """
     services, utils = ray._private.services, ray._private.utils
     before, look = services._build_python_executable_command_memory_profileable, utils.get_dashboard_dependency_error
 
+    roles = {PROCESS_TYPE_DASHBOARD_AGENT: "never", PROCESS_TYPE_RUNTIME_ENV_AGENT: "late"}
+
     def command(component: str, *args: Any, **keys: Any) -> list[str]:
-        is_agent = component == ray._private.ray_constants.PROCESS_TYPE_DASHBOARD_AGENT
-        return NO_AGENT if is_agent else list(before(component, *args, **keys))
+        own = list(before(component, *args, **keys))
+        return [*AGENTS, roles[component], *own] if component in roles else own
 
     services._build_python_executable_command_memory_profileable = command
     utils.get_dashboard_dependency_error = lambda: None
@@ -190,8 +217,12 @@ def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] 
 
 
 def read_variables_anew() -> None:
-    """Have Ray read its variables from os.environ again; it reads them only once. Public: none; a fresh process."""
+    """Have Ray read its variables from os.environ again; it reads them only once. Public: none; a fresh process.
+
+    It also forgets the token: a driver that knows one demands it from workers, which a cluster without has not.
+    """
     ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 # What the cluster is like

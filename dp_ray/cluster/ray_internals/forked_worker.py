@@ -30,8 +30,8 @@ def is_forked(server: str, arguments: list[str]) -> bool:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(server)
-            socket.send_fds(connection, [b"+"], [0, 1, 2])
-            connection.sendall(request)
+            sent = socket.send_fds(connection, [request], [0, 1, 2])
+            connection.sendall(request[sent:])
             connection.shutdown(socket.SHUT_WR)
             return connection.recv(len(FORKED)) == FORKED
     except OSError:
