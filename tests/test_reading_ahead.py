@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -171,6 +172,7 @@ def test_a_process_that_is_forked_while_blocks_are_read_reads_by_itself(table: s
     for number in range(4):
         pid = os.fork()
         if not pid:  # the child
+            signal.alarm(5)  # it could wait for a lock that no thread of it holds
             try:
                 dataset.read_ahead(range(number, GROUPS))
                 os._exit([item["y"] for item in dataset.__getitems__(range(50))] != list(range(50)))
