@@ -143,7 +143,7 @@ def _joined(rank: int, port: int, world_size: int) -> World:
 
 
 def turns(rank: int, port: int, world_size: int, keys: dict[str, Any], told: Any) -> None:
-    """One of the processes in which both sides take turns; rank 0 puts the seconds of their steps into `told`."""
+    """One of the processes in which both sides take turns; rank 0 puts the costs of their steps into `told`."""
     world = _joined(rank, port, world_size)
     pairs = take_turns(
         lambda control: ours(keys, STEPS, world, control),
@@ -152,7 +152,7 @@ def turns(rank: int, port: int, world_size: int, keys: dict[str, Any], told: Any
         dist.barrier,
     )
     if rank == 0:
-        told.put(pairs)
+        told.put(pairs[WARM:])
     dist.barrier()
     dist.destroy_process_group()
 

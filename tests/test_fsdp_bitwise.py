@@ -1,13 +1,16 @@
 """`bitwise` with `strategy: fsdp`: the bits of one process, on any number of workers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.plan.order import Order
+from dp_ray.replica.scatter import Round, TreeScatter
 from tests.support.cases import USUAL, job_for
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
 from tests.support.trainings import ADAMW, job_of
@@ -124,13 +127,26 @@ def test_a_block_that_runs_twice_in_a_forward_is_refused_by_name(tmp_path: Path)
 
 
 def test_samples_that_are_set_aside_change_no_bit_between_workers(tmp_path: Path) -> None:
-    """All rows of the first step and of the fourth, and all of worker 0's in the second."""
+    """All rows of two steps, all of worker 0's in one, and in another the first shard of worker 1, which has two."""
     order = Order(101, 0, 0, shuffle=True)
-    bad = [order[at] for at in (*range(10), 13, *range(21, 28), 100)]
+    bad = [order[at] for at in (*range(10), 13, 16, 17, *range(21, 28), 100)]
     data = {"target": "tests.support.bad_data:Broken", "args": {"raises": bad}}
     keys = {"shards": 5, "on_error": {"quarantine": len(bad)}, "bitwise": True, "grad_clip": 0.5, "optimizer": ADAMW}
     expected = ends(job_of("mlp", data, workers=1, **keys), tmp_path / "ddp")
     assert ends(job_of("mlp", data, workers=3, strategy="fsdp", **keys), tmp_path / "fsdp") == expected
+
+
+def test_a_shard_that_leaves_a_parameter_unused_changes_no_sign() -> None:
+    """FSDP fills in +0, and -0 + 0 is 0."""
+    parameter = torch.zeros(2)
+    current = Round(number=1, is_last=False, shards=[0], used={id(parameter)})
+    unit = SimpleNamespace(sharded_param=parameter, padded_sharded_param_size=parameter.shape)
+    scatter = TreeScatter(current, "block", [unit], shards=2)
+    scatter.alone(-torch.zeros(2))
+    current.number, current.is_last, current.shards, current.used = 2, True, [1], set()
+    gradient = torch.zeros(2)
+    scatter.alone(gradient)
+    assert torch.signbit(gradient).all()
 
 
 def test_3_2_and_3_workers_end_as_if_undisturbed(tmp_path: Path) -> None:

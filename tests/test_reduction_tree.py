@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.plan.reduction_tree import Node, fold, halves, leaf_pairs, nodes, parents
+from dp_ray.plan.reduction_tree import Node, climb, fold, halves, leaf_pairs, nodes, parents
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import chunk_sizes, num_filled, worker_shards
 
@@ -61,6 +61,21 @@ def test_a_worker_has_few_nodes(shards: int, data: st.DataObject) -> None:
     workers = data.draw(st.integers(1, shards))
     bound = max(1, 2 * math.ceil(math.log2(shards)))
     assert all(len(nodes(worker_shards(shards, workers, rank), (0, shards))) <= bound for rank in range(workers))
+
+
+@given(
+    st.lists(FLOATS, min_size=1, max_size=20).flatmap(
+        lambda one: st.tuples(st.just(one), st.permutations(range(len(one))))
+    )
+)
+def test_sums_that_climb_as_they_come_are_those_by_definition(given: tuple[list[float], list[int]]) -> None:
+    values, arrivals = given
+    held: dict[Node, float] = {}
+    for shard in arrivals:
+        climb(held, (shard, shard + 1), values[shard], parents((0, len(values))), plus)
+    (total,) = held.values()
+    expected = by_definition(values, 0, len(values))
+    assert total == expected or (math.isnan(total) and math.isnan(expected))
 
 
 def test_what_is_missing_counts_nothing() -> None:

@@ -21,7 +21,7 @@ class Round:
     """The round that the workers run: in each, every worker runs one shard, or a stand-in.
 
     `shards` are those of the ranks, None for one that stands in. `used` are the ids of the parameters to which this
-    worker's backward gave a gradient. While `is_silent`, this worker adds nothing.
+    worker's backward gave a gradient. While `is_silent`, this worker adds nothing to a sum.
     """
 
     is_silent: bool = False
@@ -151,9 +151,6 @@ class TreeScatter(SumScatter):
                 "gradients cannot be added in a fixed order; name other fsdp.blocks, or leave bitwise or strategy out"
             )
         self._ran = self._round.number
-        if self._round.is_silent:
-            slices.zero_().neg_()
-            return
         start = 0
         for unit in self._units:
             stop = start + unit.padded_sharded_param_size.numel()

@@ -63,10 +63,8 @@ class TreeShardedReduction(ShardedReduction):
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """The context of a round in which this worker's gradients count nothing."""
-        self._sharded.round.is_silent = True
         with super().standing_in():
             yield
-        self._sharded.round.is_silent = False
         for one in self._sharded.replicated.values():
             one.grad = None
 
