@@ -3,8 +3,10 @@
 PYTHON ?= python3
 VENV := .venv$(if $(RAY),-ray-$(RAY))
 BIN := $(VENV)/bin
-# Two processes, each with whole files; tests on Ray come after them, in one process with one cluster.
+# Two processes, each with whole files.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes, each with a cluster; a test goes to the next that is free. Those on a session come last.
+TWO_ON_RAY := -n 2 --dist loadgroup --no-loadscope-reorder
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
@@ -13,7 +15,7 @@ endif
 # Else each of a thousand processes compiles dp_ray's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick gpu ray fuzz check bench docs clean
+.PHONY: demo test below on-ray quick gpu ray fuzz check bench docs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -27,9 +29,15 @@ demo: $(VENV)/installed
 	$(BIN)/dp-ray run jobs/digits_predict.yaml --workers 3 --name demo-digits --overwrite
 	$(BIN)/dp-ray run jobs/digits.yaml --workers 2 --name demo-training --overwrite
 
+# Both at the same time: tests on Ray wait much. The others are nice to them, for which time-outs count.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray' $(TWO)
-	$(BIN)/python -m pytest -m ray
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target below on-ray
+
+below: $(VENV)/installed
+	nice $(BIN)/python -m pytest -m 'not ray' $(TWO)
+
+on-ray: $(VENV)/installed
+	$(BIN)/python -m pytest -m ray $(TWO_ON_RAY)
 
 quick: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray and not slow' $(TWO)

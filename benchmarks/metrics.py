@@ -1,8 +1,9 @@
 """What a step pays for what is told of it: its time split, TensorBoard's files, a tracker in a process, the gauges.
 
-Each is on on one side and off on the other, with `workers: 0`, where the driver's threads work in the loop's process.
-Both sides take turns in one process. CPU time is that of all threads of the process. A turn is long enough for a
-tracker's requests, and ends when what it has caused is done.
+All of it works in the loop's process here, as with `workers: 0`. The sharp rows add the CPU time that a part takes
+for a step, measured alone over thousands of steps, to the CPU time of a step: on a busy machine a step itself varies
+by more than a hundredth. The others are wall time: a loop with the part and one without take turns in one process,
+in turns long enough for a tracker's requests.
 """
 
 import sys
@@ -13,6 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import ray
@@ -26,7 +28,7 @@ from benchmarks.turns import Cost, take_turns
 from dp_ray.cluster.gauges import exports_metrics, gauged
 from dp_ray.monitor.console import Progressed
 from dp_ray.monitor.tensorboard import TensorBoardWriter
-from dp_ray.replica.step_clock import PARTS, TimedStep
+from dp_ray.replica.step_clock import PARTS, Part, StepClock, TimedStep
 from dp_ray.replica.world import World
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_recorder import Report
@@ -41,25 +43,81 @@ MODEL = "linear"  # a step is little more than reading 1,024 samples
 CHEAP = at_most(1.01)
 SHORT, LONG = (5, 21, 51), (101, 11, 3)  # steps of a turn, rounds, and turns of a round
 WARM = 2  # turns
+ALONE_STEPS, AT_ONCE, REPEATS = 2_000, 50, 7  # measured alone: steps, of which so many are told at once
 IDLE_SECONDS, IDLE_PAIRS = 10.0, 5
 Size = tuple[int, int, int]
 
 
 def measure() -> Iterator[Row]:
-    yield from _rows("its time split into parts", "split", SHORT)
-    yield from _rows("TensorBoard's files", "tensorboard", LONG)
-    if find_spec("wandb"):
-        yield from _rows("a tracker in a process (wandb, offline)", "tracker", LONG)
+    names = [name for name in SIDES if name != "tracker" or find_spec("wandb")]
+    (step,) = in_processes(get_context("spawn"), _taking_turns, [("split", SHORT)])
+    of_step = median(without.cpu for _, without in step)
+    for name in names:
+        (added,) = in_processes(get_context("spawn"), _alone, [(name,)])
+        pairs = [(of_step + one, of_step) for one in added]
+        where = f"metrics: the CPU time of a step, a Linear of 8 thousand, with that of {WHAT[name]}"
+        yield compared(where, pairs, time_text, f"without, {time_text(median(added))} less", CHEAP)
     yield _gauges()
-
-
-def _rows(what: str, name: str, size: Size) -> Iterator[Row]:
-    """The CPU time of a step, and its wall time, with a part on and off."""
-    (costs,) = in_processes(get_context("spawn"), _taking_turns, [(name, size)])
-    for clock, of_step in (("cpu", "the CPU time of a step"), ("wall", "a step")):
-        pairs = [(getattr(one, clock), getattr(other, clock)) for one, other in costs]
-        where = f"metrics: {of_step}, 1 worker, a Linear of 8 thousand, {what}"
+    for name in names:
+        size = SHORT if name == "split" else LONG
+        costs = step if name == "split" else in_processes(get_context("spawn"), _taking_turns, [(name, size)])[0]
+        pairs = [(one.wall, other.wall) for one, other in costs]
+        where = f"metrics: a step, 1 worker, a Linear of 8 thousand, with {WHAT[name]}"
         yield compared(where, in_rounds(pairs, size[2]), time_text, "without", CHEAP)
+
+
+def _alone(name: str, told: Any) -> None:
+    """The process that measures a part without a loop; puts the CPU seconds of a step, several times, into `told`."""
+    training.as_a_worker()
+    with tempfile.TemporaryDirectory() as folder:
+        told.put(ALONE[name](Path(folder)))
+
+
+def _split_alone(folder: Path) -> list[float]:
+    """The marks of a step with one shard, and packing the steps of a report."""
+    marks = (Part.DATA_WAIT, Part.OTHER, Part.HOST_TO_DEVICE, Part.FORWARD, Part.BACKWARD, Part.UPDATE, Part.OTHER)
+    clock = StepClock()
+
+    def run(first: int) -> None:
+        timed = []
+        for step in range(first, first + AT_ONCE):
+            for part in (*marks, Part.EVALUATION, Part.OTHER, Part.CHECKPOINT, Part.OTHER):
+                clock.enter(part)
+            timed += clock.end_step(step, 1024)
+        packed(timed)
+
+    return _spent(run)
+
+
+def _tensorboard_alone(folder: Path) -> list[float]:
+    writer = TensorBoardWriter(Storage(str(folder)))
+    return _spent(lambda first: writer.add(_history(first)))
+
+
+def _tracker_alone(folder: Path) -> list[float]:
+    feed, sent = _feed(folder)
+    spent = _spent(lambda first: sent.add(feed, _history(first)), sent.wait)
+    end_all([feed], "done", {}, 60.0)
+    return spent
+
+
+def _spent(run: Callable[[int], object], drain: Callable[[], None] = lambda: None) -> list[float]:
+    """The CPU seconds of a step, over ALONE_STEPS, REPEATS times after one that is not counted."""
+    found = []
+    for number in range(REPEATS + 1):
+        began = time.process_time()
+        for first in range(number * ALONE_STEPS, (number + 1) * ALONE_STEPS, AT_ONCE):
+            run(first)
+        drain()
+        found.append((time.process_time() - began) / ALONE_STEPS)
+    return found[1:]
+
+
+def _history(first: int) -> list[dict[str, Any]]:
+    """Rows of the history, as a training sends them twice a second."""
+    names = ("loss", "learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds")
+    values = dict.fromkeys(names, 0.123456789)
+    return [{"step": step, "epoch": 0, "rows": 1024, **values} for step in range(first, first + AT_ONCE)]
 
 
 def _taking_turns(name: str, size: Size, told: Any) -> None:
@@ -86,15 +144,20 @@ def _tensorboard(block: int, folder: Path) -> list[tuple[Cost, Cost]]:
 
 
 def _tracker(block: int, folder: Path) -> list[tuple[Cost, Cost]]:
-    """A feed with the real package, whose process writes to a local folder."""
-    run, sent = Storage(str(folder)), _Sent()
-    about = about_run(training.job_of(MODEL, {}, World()).describe(), str(run))
-    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder)}
-    feed = Feed("wandb", partial(_Watched, sent, "wandb", about, env), run, lambda line: print(line, file=sys.stderr))
+    feed, sent = _feed(folder)
     costs = _logging(partial(sent.add, feed), sent.wait, block)
     end_all([feed], "done", {}, 60.0)
     assert feed.is_done, "the tracker did not answer"
     return costs
+
+
+def _feed(folder: Path) -> "tuple[Feed, _Sent]":
+    """A feed with the real package, whose process writes to a local folder."""
+    run, sent = Storage(str(folder)), _Sent()
+    about = about_run(training.job_of(MODEL, {}, World()).describe(), str(run))
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder)}
+    connect = partial(_Watched, sent, "wandb", about, env)
+    return Feed("wandb", connect, run, lambda line: print(line, file=sys.stderr)), sent
 
 
 class _Sent:
@@ -149,12 +212,24 @@ SIDES: dict[str, Callable[[int, Path], list[tuple[Cost, Cost]]]] = {
 }
 
 
+ALONE: dict[str, Callable[[Path], list[float]]] = {
+    "split": _split_alone,
+    "tensorboard": _tensorboard_alone,
+    "tracker": _tracker_alone,
+}
+WHAT = {
+    "split": "its time split into parts",
+    "tensorboard": "TensorBoard's files",
+    "tracker": "a tracker in a process (wandb, offline)",
+}
+
+
 def _gauges() -> Row:
     """The CPU time of a second in a driver that only waits, as a share of the CPU time that a busy core has."""
     with local_ray():
         assert exports_metrics(), f"Ray's nodes export no metrics: {ray.nodes()}"
         pairs = [(1 + _idle(is_gauged=True), 1 + _idle(is_gauged=False)) for _ in range(IDLE_PAIRS)]
-    what = "metrics: the CPU time of a second, of a loop and of its driver with gauges"
+    what = "metrics: the CPU time of a second of work, with that of the driver's gauges"
     return compared(what, pairs, time_text, "without", CHEAP)
 
 

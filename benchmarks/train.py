@@ -80,7 +80,7 @@ def _allocator() -> Row:
 
 def _in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int, by_cpu: bool = False) -> Pairs:
     """The seconds of a step of both sides, in turns in the same processes, by rounds; without the first turns."""
-    port = _free_port()
+    port = free_port()
     arguments = [(rank, port, workers, mine, theirs, by_cpu) for rank in range(workers)]
     seconds: Pairs
     (seconds,) = in_processes(multiprocessing.get_context("spawn"), worker, arguments)
@@ -92,7 +92,7 @@ def _rates(seconds: Pairs) -> Pairs:
     return [(BATCH / mine, BATCH / theirs) for mine, theirs in seconds]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])

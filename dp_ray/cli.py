@@ -34,6 +34,7 @@ from dp_ray.job import Job
 from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
 from dp_ray.secrets import hide
 from dp_ray.system.imports import collector_paused
+from dp_ray.text import harmless
 from dp_ray.tracebacks import frames_of, notes_of
 
 _at_end = ExitStack()  # closed when the outcome has been said
@@ -68,8 +69,8 @@ def _show(error: Error, is_verbose: bool) -> None:
     if is_verbose and not notes_of(error) and error.__cause__ is not None:
         shown = "".join(traceback.format_exception(error.__cause__))
     if shown:
-        click.echo(hide(shown.rstrip("\n")), err=True)
-    click.echo(f"error: {error}", err=True)
+        click.echo(harmless(hide(shown.rstrip("\n"))), err=True)
+    click.echo(f"error: {harmless(str(error))}", err=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -140,15 +141,33 @@ def _run_one(execute: Callable[[Job], Any], job: Job, as_json: bool, keep_going:
 @JOB
 @WORKERS
 @SETTINGS
+@click.option("--memory", is_flag=True, help="Also the memory of a worker's devices, for each number of workers.")
+@click.option(
+    "--gpu-memory",
+    type=click.FloatRange(0, min_open=True),
+    metavar="GIB",
+    help="What a GPU has. Default: this machine's.",
+)
 @JSON
-def plan(job_file: str, workers: str | None, settings: tuple[str, ...], as_json: bool) -> None:
+def plan(
+    job_file: str,
+    workers: str | None,
+    settings: tuple[str, ...],
+    memory: bool,
+    gpu_memory: float | None,
+    as_json: bool,
+) -> None:
     """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
     job = _load(job_file, workers, settings)
     from dp_ray.plan.table import table
-    from dp_ray.planning import plan_job
+    from dp_ray.planning import plan_job, plan_memory_of
 
     planned = plan_job(job)
-    click.echo(json.dumps(planned.to_json()) if as_json else table(planned))
+    needed = plan_memory_of(job, gpu_memory) if memory or gpu_memory is not None else None
+    if as_json:
+        click.echo(json.dumps({**planned.to_json(), **({} if needed is None else {"memory": needed.to_json()})}))
+    else:
+        click.echo("\n".join([table(planned), *(() if needed is None else needed.lines())]))
 
 
 @cli.command()

@@ -2,11 +2,12 @@
 
 import json
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import click
 
 from dp_ray.cli_options import JSON, RESULT_JSON, SHAPES
+from dp_ray.text import harmless
 
 
 @click.command()
@@ -34,29 +35,37 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
             raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")
         _compare(run_dirs, as_json)
         return
+    from dp_ray.rundir.files import damage_told
+
+    with damage_told(run_dirs[0]):
+        for line in _reported(run_dirs[0], shapes, as_json):
+            click.echo(harmless(line))
+
+
+def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:
+    """The lines on one run: what it has kept, if it is unfinished, and its result, if it has one."""
     from dp_ray.results.report import lines
     from dp_ray.results.result import load
     from dp_ray.rundir.unfinished import unfinished
 
-    found = unfinished(run_dirs[0]) if not shapes else None
+    found = unfinished(run_dir) if not shapes else None
     if found and not as_json:
-        click.echo(found)
+        yield str(found)
         if found.status != "running":
-            click.echo("run the same command to resume")
+            yield "run the same command to resume"
     if found and not found.has_result:
         if as_json:
-            click.echo(json.dumps(found.to_json()))
+            yield json.dumps(found.to_json())
         return
-    result = load(run_dirs[0])
+    result = load(run_dir)
     if shapes:
-        for line in result.shape_lines():
-            click.echo(line)
+        yield from result.shape_lines()
     if as_json:
-        click.echo(json.dumps(result.to_json()))
+        yield json.dumps(result.to_json())
     elif not shapes:
         if result.status == "failed":
-            click.echo(f"failed: {result.error}")
-        click.echo("\n".join(lines(result)))
+            yield f"failed: {result.error}"
+        yield from lines(result)
 
 
 @click.command()
@@ -68,21 +77,23 @@ def compare(run_dirs: tuple[str, ...], as_json: bool, html: str | None) -> None:
     if len(run_dirs) < 2:
         raise click.UsageError("compare takes at least two RUN_DIRs")
     if html is not None:
-        from dp_ray.report.comparison import comparison_of
-        from dp_ray.storage import Storage
+        from dp_ray.report.save import save_page
 
-        place = Path(html).absolute()
-        page = comparison_of([Storage(run_dir) for run_dir in run_dirs])
-        Storage(str(place.parent)).write_text(place.name, page)
+        save_page(run_dirs, html)
     _compare(run_dirs, as_json)
 
 
 def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
     from dp_ray.results.compare import compared, compared_run, compared_values
+    from dp_ray.rundir.files import damage_told
     from dp_ray.storage import Storage
 
-    runs = [compared_run(Storage(run_dir)) for run_dir in run_dirs]
-    click.echo(json.dumps(compared_values(runs)) if as_json else compared(runs))
+    runs = []
+    for run_dir in run_dirs:
+        with damage_told(run_dir):
+            runs.append(compared_run(Storage(run_dir)))
+    with damage_told(" or ".join(run_dirs)):
+        click.echo(json.dumps(compared_values(runs)) if as_json else harmless(compared(runs)))
 
 
 @click.command()
@@ -93,6 +104,7 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
 @click.option("--until-end", is_flag=True, help="End when the run has ended; --plain always does.")
 def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> None:
     """Watch a run: its page on localhost while it goes on, or its state in the terminal."""
+    from dp_ray.rundir.files import damage_told
     from dp_ray.rundir.location import located_at
     from dp_ray.storage import Storage
 
@@ -101,7 +113,8 @@ def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> N
         from dp_ray.watch.snapshot import LOOK_SECONDS, Watched
         from dp_ray.watch.terminal import watch_plain
 
-        watch_plain(Watched(run).look, sys.stdout, LOOK_SECONDS[run.is_atomic])
+        with damage_told(run):
+            watch_plain(Watched(run).look, sys.stdout, LOOK_SECONDS[run.is_atomic])
         return
     from dp_ray.watch.watch import watch_page
 
@@ -112,10 +125,12 @@ def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> N
 @click.argument("run_dir", metavar="RUN_DIR")
 def track(run_dir: str) -> None:
     """Send to the trackers of a run that has ended what they lack of it."""
+    from dp_ray.rundir.files import damage_told
     from dp_ray.trackers.late import send_late
 
-    for line in send_late(run_dir):
-        click.echo(line, err=True)
+    with damage_told(run_dir):
+        for line in send_late(run_dir):
+            click.echo(harmless(line), err=True)
 
 
 @click.command("list")

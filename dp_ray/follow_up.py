@@ -10,7 +10,8 @@ from dp_ray.job_file import job_of
 from dp_ray.key_hints import renamed
 from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import RESULT, RUN, read_json
-from dp_ray.rundir.weights import BEST, WEIGHTS
+from dp_ray.rundir.weights import BEST
+from dp_ray.rundir.weights_files import weights_name
 from dp_ray.storage import Storage
 
 Weights = Literal["best", "last"]
@@ -95,10 +96,9 @@ def _init_from(run: Storage, which: Weights) -> str:
         raise JobError(
             f"--weights best: {run} holds no {BEST}: set checkpoint.best, and train to the end; or use --weights last"
         )
-    name = BEST if which == "best" else WEIGHTS
-    return (
-        run.child(name).location if run.exists(name) else run.location
-    )  # an unfinished run has no weights file: use its newest checkpoint
+    name = BEST if which == "best" else weights_name(run)
+    # An unfinished run has no weights file: use its newest checkpoint.
+    return run.child(name).location if name is not None else run.location
 
 
 def parent_of(run: Storage) -> str:

@@ -133,9 +133,13 @@ class Job(JobKeys):
             yield "precision: fp16 cannot be bitwise with strategy: fsdp; take bf16, or leave bitwise out"
         if self.bitwise and self.fsdp.offload:
             yield "fsdp.offload: cannot be bitwise: a host's update rounds otherwise than a GPU's; leave one out"
-        for key in ("compile", "sync_batchnorm"):
-            if getattr(self, key):
-                yield f"{key}: is not possible with strategy: fsdp; leave one of them out"
+        if self.bitwise and self.compile:
+            yield (
+                "compile: cannot be bitwise with strategy: fsdp, since one worker alone compiles the model as a "
+                "whole; leave one of them out"
+            )
+        if self.sync_batchnorm:
+            yield "sync_batchnorm: is not possible with strategy: fsdp; leave one of them out"
 
     @property
     def is_sharded(self) -> bool:

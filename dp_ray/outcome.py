@@ -28,10 +28,9 @@ from dp_ray.rundir.history_file import best_of, summary
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine_files import count_quarantined, has_set_aside, merge_quarantine
 from dp_ray.rundir.unfinished import kept_steps
-from dp_ray.rundir.weights import WEIGHTS
+from dp_ray.rundir.weights_files import weights_path, weights_sha256
 from dp_ray.secrets import hide
 from dp_ray.storage import Storage
-from dp_ray.tensors.file import sha256_of
 from dp_ray.text import percent
 from dp_ray.tracebacks import frames_of
 
@@ -134,8 +133,8 @@ def result_of(
         **_times_told(job, claimed, outside, is_in_session, monitor),
         outputs_path=outputs_path(storage) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
-        weights_path=str(storage.child(WEIGHTS)) if trained else None,
-        weights_sha256=sha256_of(storage, WEIGHTS) if trained else None,
+        weights_path=weights_path(storage) if trained else None,
+        weights_sha256=weights_sha256(storage) if trained else None,
         best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,
         error=None if error is None else f"{type(error).__name__}: {error}",
         failure=None if error is None else failure_of(error),

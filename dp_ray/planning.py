@@ -15,6 +15,7 @@ from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
 from dp_ray.job_plan import has_evaluations, plan_of
 from dp_ray.job_target import Target
+from dp_ray.plan.memory import GIB, MemoryPlan
 from dp_ray.plan.plan import PlacedBlock, Plan
 from dp_ray.replica.sample_order import block_rows_of
 from dp_ray.replica.stateful import unmeasured
@@ -33,6 +34,26 @@ def plan_job(job: Job) -> Plan:
         rows = dataset_rows(job)
         plan = _plan_of_resumed(job, rows) if _may_hold_run(job) else make_plan(job, rows)
         return dataclasses.replace(plan, blocks=_blocks(job))
+
+
+def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
+    """The memory of the job's workers, whose GPUs have so much; without it, that of a GPU of this machine, if any.
+
+    Raises JobError if the model cannot be built without memory.
+    """
+    with contextlib.redirect_stdout(sys.stderr), environment(job.env):
+        from dp_ray.replica.memory_of_job import plan_memory  # imports torch
+
+        return plan_memory(job.for_task(), _gpu_bytes(job, gpu_gib))
+
+
+def _gpu_bytes(job: Job, gpu_gib: float | None) -> int | None:
+    if gpu_gib is not None:
+        return round(gpu_gib * GIB)
+    import torch
+
+    is_for_gpus = job.devices is None and job.gpus_per_worker != 0 and torch.cuda.is_available()
+    return int(torch.cuda.get_device_properties(0).total_memory) if is_for_gpus else None
 
 
 def make_plan(job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = ()) -> Plan:

@@ -1,9 +1,12 @@
 """Format lists and counts for messages."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 SHOWN = 8
+# Control characters but newline and tab, marks that turn the direction of writing, and halves of characters.
+ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def listed(things: Iterable[object]) -> str:
@@ -20,6 +23,15 @@ def printable(text: str) -> str:
     'a\\\\x1b[2Jb'
     """
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
+def harmless(text: str) -> str:
+    """The same for text of several lines: newlines and tabs stay, as does all else that cannot act on a terminal.
+
+    >>> harmless("a\\x1b[2J\\n\\tb")
+    'a\\\\x1b[2J\\n\\tb'
+    """
+    return ACTING.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def counted(number: int, noun: str) -> str:

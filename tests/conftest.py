@@ -100,6 +100,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command += [f"--port={port}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
     command += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
     command += ["--disable-usage-stats", f"--temp-dir={temporary.name}", f"--system-config={NO_SPARE_WORKERS}"]
+    command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: two clusters would take the same ones in turn
     # As from an activated environment: a job's `python` is this one.
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", OURS: "1"}
     log = (tmp_path_factory.mktemp("ray") / "ray.log").open("wb")

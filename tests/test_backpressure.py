@@ -132,6 +132,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[], float]) -> None:
     monkeypatch.setattr(FileMerge, "advance", slowly)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_loop_is_never_further_ahead_of_its_merging_than_a_file_for_each_worker(
     run: Storage, monkeypatch: pytest.MonkeyPatch, size: int
@@ -145,6 +146,7 @@ def test_a_loop_is_never_further_ahead_of_its_merging_than_a_file_for_each_worke
         assert worker.control.touches > 3, "a watchdog would take it for a hang"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_workers_that_are_slow_die_or_stop_come_to_the_end(
     run: Storage, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -168,6 +170,7 @@ def test_workers_that_are_slow_die_or_stop_come_to_the_end(
     check_whole(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loop_that_waits_wakes_its_merging(run: Storage, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """With a file for each step the loop waits often; it does not wait for the next look that is due."""

@@ -61,6 +61,7 @@ def everything(job: Job, folder: Path) -> tuple[Any, ...]:
     return weights, repr(history_of(folder)), quarantined(folder)
 
 
+@pytest.mark.slow
 def test_bits_and_quarantine_do_not_depend_on_workers_or_loaders(tmp_path: Path) -> None:
     """With BatchNorm, whose statistics are shard 0's, and a decay, which a step without rows must not do."""
     decays: dict[str, Any] = {"target": "torch.optim:SGD", "args": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}}
@@ -142,6 +143,7 @@ def test_one_more_than_the_limit_ends_the_job_with_the_list(tmp_path: Path) -> N
     assert len(outputs) == 20
 
 
+@pytest.mark.slow
 def test_a_resumed_training_forgets_what_it_runs_again(tmp_path: Path) -> None:
     """Killed at step 9, after its checkpoint at step 6: the same weights, history and quarantine as at once."""
     keys: dict[str, Any] = {"checkpoint": {"every_steps": 6}, "eval": None}
@@ -168,6 +170,7 @@ def test_what_was_bad_in_one_evaluation_may_be_good_in_the_next() -> None:
     assert quarantine.real(shard) == shard
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_over_the_good_rows_and_says_how_many(tmp_path: Path) -> None:
     data = {"target": "tests.support.bad_data:Broken", "args": {"length": 20, "raises": [0, 1, 2], "nan": [7]}}
     evaluated = {"dataset": data, "batch_size": 6}
@@ -212,6 +215,7 @@ def test_what_a_users_collate_cannot_collate_is_set_aside(tmp_path: Path, scatte
     assert torch.allclose(outputs[[kept.index(one) for one in good]], outputs_of(good), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_with_no_bad_sample_nothing_changes(tmp_path: Path) -> None:
     data = {"target": "tests.support.bad_data:Broken", "args": {"image": True}}
     on, off = (job("conv", 2, dataset=data, on_error=one) for one in ({"quarantine": 1, "finite": True}, None))
@@ -262,6 +266,7 @@ def test_outputs_of_steps_without_rows_are_whole(tmp_path: Path, workers: int) -
     assert len(list((tmp_path / "outputs").glob("*.parquet"))) == 3
 
 
+@pytest.mark.slow
 def test_a_killed_prediction_ends_with_the_same_outputs_and_quarantine(tmp_path: Path) -> None:
     bad = {"raises": [1, 6, 7, 13], "misshapen": [9, 20]}
     keys: dict[str, Any] = {"bad": bad, "outputs": {"file_bytes": 1}}

@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 import dp_ray
 from dp_ray.errors import DataError
+from dp_ray.rundir.checkpoint import CheckpointWriter
+from dp_ray.rundir.sharded_checkpoint import write_best
+from dp_ray.storage import Storage
 from tests.support.three_tasks import FILE
 from tests.support.trainings import eval_loss, trained
 
@@ -84,3 +88,25 @@ def test_what_init_from_took_is_said_in_one_line(
     said = " ".join(capsys.readouterr().err.split())  # the console breaks long lines
     assert said.count("init_from: ") == 1
     assert f"e: init_from: {says} e: done" in said
+
+
+def test_the_best_weights_are_copied_tensor_by_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {
+        "whole": torch.randn(5, 3),
+        "half": torch.randn(4).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "transposed": torch.randn(2, 7).t(),
+        "empty": torch.zeros(0, 3),
+        "counts": torch.arange(4),
+    }
+    run = Storage(str(tmp_path))
+    run.child("checkpoints").create()
+    writer = CheckpointWriter(run.child("checkpoints"), keep=1)
+    writer.save(3, {}, {"model": {**model, "version": 1}, "optimizer": {"state": torch.randn(100)}})
+    writer.wait()
+    writer.close()
+    monkeypatch.setattr(Storage, "read_bytes", None)
+    write_best(run, "loss", 0.5, 3)
+    got = load_file(tmp_path / "best.safetensors")
+    assert got.keys() == model.keys()
+    assert all(torch.equal(got[name], one) and got[name].dtype == one.dtype for name, one in model.items())

@@ -111,6 +111,7 @@ def test_is_a_permutation_whatever_the_sizes(
     assert sorted(whole(order(sizes, window, batch, shards, seed))) == list(range(sum(sizes)))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 2**40), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 9), st.data())
 @settings(max_examples=40, deadline=None)
 def test_slices_agree_with_single_indexes(sizes: list[int], window: int, shards: int, data: st.DataObject) -> None:
@@ -179,6 +180,7 @@ def drawn(sizes: tuple[int, ...], window: int, batch: int, shards: int) -> Ints:
     return np.stack([replace(first, epoch=epoch).indices(0, sum(sizes)) for epoch in range(NUM_EPOCHS)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2), (1, 2, 1)])
 def test_all_permutations_of_one_window_are_equally_likely(sizes: tuple[int, ...]) -> None:
     counts = np.bincount(ranks(drawn(sizes, 9, 3, 1)), minlength=math.factorial(sum(sizes)))
@@ -202,6 +204,7 @@ def test_every_sample_is_equally_likely_at_every_position(
     assert abs(deviation(statistic, (n - 1) ** 2)) < SIGMAS
 
 
+@pytest.mark.slow
 def test_all_pairs_of_a_window_are_equally_likely_at_any_two_of_its_positions() -> None:
     orders = drawn((3, 4, 2), 3, 4, 1)
     for other in range(1, 9):

@@ -74,6 +74,7 @@ def best_file(folder: Path) -> str:
     return str(folder / "run" / "best.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [ACCURACY, {**LOSS, "mode": "max"}])
 def test_the_best_begins_anew_under_another_metric_or_mode(tmp_path: Path, second: dict[str, Any]) -> None:
     left = break_off(tmp_path, checkpoint={"every_steps": 2, "keep": 1, "best": LOSS})
@@ -113,6 +114,7 @@ def test_a_best_whose_checkpoint_is_gone_is_no_best(tmp_path: Path) -> None:
     assert train_state(tmp_path, 18)["best_step"] == result.best["step"]
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_do_not_count_among_those_kept(tmp_path: Path) -> None:
     """With `keep: 1` each new one was removed as soon as it was written."""
     keys: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep": 3}}
@@ -125,6 +127,7 @@ def test_damaged_checkpoints_do_not_count_among_those_kept(tmp_path: Path) -> No
     assert steps(tmp_path) == [18]
 
 
+@pytest.mark.slow
 def test_so_it_is_where_none_was_good(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"checkpoint": {"every_steps": 3, "keep": 1}}
     assert break_off(tmp_path, **keys) == [6]

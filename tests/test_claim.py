@@ -14,7 +14,7 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS
 from dp_ray.rundir.claim import base_storage, check_shared, claim, with_shards_of_run
 from dp_ray.rundir.history_file import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.rundir.weights import WEIGHTS
+from dp_ray.rundir.weights_files import INDEX, WEIGHTS
 from dp_ray.storage import Storage
 
 
@@ -118,7 +118,7 @@ def test_no_advice_names_overwrite_without_what_it_deletes(tmp_path: Path) -> No
 
 def test_the_files_that_overwrite_deletes_are_those_that_runs_keep() -> None:
     assert {CHECKPOINTS, PARTS} == contents.COUNTED.keys()
-    assert {HISTORY, METRICS, WEIGHTS, OUTPUTS, MERGED} == contents.NAMED.keys()
+    assert {HISTORY, METRICS, WEIGHTS, INDEX, OUTPUTS, MERGED} == contents.NAMED.keys()
 
 
 def resumed(tmp_path: Path, began: dict[str, Any], **here: Any) -> Job:

@@ -102,6 +102,7 @@ def test_an_address_where_nothing_listens_is_an_error_at_once() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("gpus")
 def test_a_cluster_tells_whether_it_wants_a_token(cluster: Cluster, made_up_gpus: str) -> None:
     assert not wants_token(made_up_gpus)
     if (Path.home() / ".ray" / "auth_token").exists():
@@ -114,6 +115,7 @@ def test_in_ray_job_is_told_by_rays_variable(monkeypatch: pytest.MonkeyPatch) ->
     assert in_ray_job()
 
 
+@pytest.mark.slow
 def test_a_job_is_for_the_cluster_that_runs_it(tmp_path: Path) -> None:
     """Ray tells a job the address of the cluster that was started last on the host: here 127.0.0.1:9, another one."""
     raylet = tmp_path / "raylet"
@@ -148,6 +150,7 @@ def made_up_gpus(cluster: Cluster) -> Iterator[str]:
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("gpus")
 def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
     keys: dict[str, Any] = {"gpus_per_worker": 1, "devices": ["cpu"], "storage": str(tmp_path)}
     result = dp_ray.run("jobs/tutorial.yaml", workers=4, address=made_up_gpus, name="four", **keys)
@@ -157,6 +160,7 @@ def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("gpus")
 def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
     keys: dict[str, Any] = {"gpus_per_worker": 2, "storage": str(tmp_path), "address": made_up_gpus, "quiet": True}
     result = dp_ray.run("jobs/model_parallel_train.yaml", workers=2, name="two", **keys)
@@ -184,6 +188,7 @@ def test_env_reaches_the_workers_before_torch_is_imported_and_is_not_kept(
     assert "hush" not in kept
 
 
+@pytest.mark.slow
 def test_the_cluster_file_is_one_that_ray_takes() -> None:
     """`ray up` checks a cluster file against its own schema before it does anything."""
     code = "import yaml; from dp_ray.cluster.ray_internals.core import check_cluster_file\n"

@@ -146,6 +146,7 @@ def test_names_cannot_act_on_a_terminal(here: Path) -> None:
     assert "\x1b" not in told_of(*results) and r"a:b\x1b[2J" in told_of(*results)
 
 
+@pytest.mark.slow
 def test_comparing_waits_for_neither_torch_nor_ray() -> None:
     assert not {"torch", "ray"} & loaded_by("import dp_ray.results.compare")
 

@@ -393,6 +393,7 @@ BEHIND = st.tuples(QUOTED, st.text(alphabet='a "', max_size=3).filter(lambda tex
 FIELDS = st.one_of(PLAIN, QUOTED, BEHIND)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(st.tuples(FIELDS, FIELDS), min_size=1, max_size=12),

@@ -106,6 +106,7 @@ def named(**keys: Any) -> Job:
 BLOCKS = [f"blocks.{number}" for number in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize("name", ["Halves", "Asks"])
 def test_a_training_on_two_devices_is_that_of_one_device_in_a_plain_loop(
@@ -120,6 +121,7 @@ def test_a_training_on_two_devices_is_that_of_one_device_in_a_plain_loop(
     assert_close(tmp_path, model, losses)
 
 
+@pytest.mark.slow
 def test_the_same_bits_on_one_two_and_four_workers(tmp_path: Path) -> None:
     found = set()
     for workers in (1, 2, 4):
@@ -132,6 +134,7 @@ def test_the_same_bits_on_one_two_and_four_workers(tmp_path: Path) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_device_map_auto_trains_as_the_same_model_on_one_device(tmp_path: Path) -> None:
     for device_map in (None, "auto"):
         devices = {"device_map": device_map, **TWO} if device_map else {}
@@ -287,6 +290,7 @@ def test_other_errors_are_not_taken_for_mixed_devices() -> None:
         assert "cuda:1" in says and "cpu" in says and "the model's own forward" in says
 
 
+@pytest.mark.slow
 def test_the_jobs_of_the_manual(tmp_path: Path, in_project: Path) -> None:
     result = dp_ray.run("jobs/model_parallel.yaml", workers=0, storage=str(tmp_path), quiet=True)
     torch.manual_seed(0)

@@ -59,6 +59,7 @@ def expected() -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_each_sample_counts_once_on_any_number_of_workers(tmp_path: Path) -> None:
     """101 samples in batches of 9: the last batch of 2 leaves 6 of 8 workers without rows."""
     found = [measured(run_group(job_of(workers=workers), tmp_path / str(workers))) for workers in (1, 3, 8)]
@@ -66,6 +67,7 @@ def test_each_sample_counts_once_on_any_number_of_workers(tmp_path: Path) -> Non
     assert found[0] == pytest.approx(expected(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_worker_without_any_row_takes_part(tmp_path: Path) -> None:
     data = {"target": "tests.support.training:Pairs", "args": {"length": 2}}
     found = measured(run_group(job_of(workers=4, dataset=data), tmp_path))

@@ -53,6 +53,7 @@ def test_the_operations_of_a_training_are_counted_without_a_trace(tmp_path: Path
     assert dp_ray.load(counted.run_dir) == counted
 
 
+@pytest.mark.slow
 def test_counting_leaves_no_trace_on_several_workers(tmp_path: Path) -> None:
     def weights(name: str, **keys: Any) -> dict[str, torch.Tensor]:
         run_group(job_of("mlp", workers=2, shards=4, bitwise=True, epochs=1, **keys), tmp_path / name)

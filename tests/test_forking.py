@@ -74,19 +74,20 @@ def asked(
 
 
 def test_a_forked_worker_is_what_the_asking_process_is(program: Path, tmp_path: Path) -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with forking.forking(KEYS) as server:
-            assert server is not None
+    with forking.forking(KEYS) as server:
+        assert server is not None
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             said, errors, _ = asked(server, program, tmp_path, MARK="é\n")
-            again, _, _ = asked(server, program, tmp_path, group=None)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        again, _, _ = asked(server, program, tmp_path, group=None)
     assert said["arguments"] == [str(program), "--node-id=1", "a b"]
     assert (said["folder"], said["mark"], again["mark"]) == (str(tmp_path), "é\n", None)
     assert said["path"][0] == str(program.parent), "as a program's own folder is"
     assert said["threads"] is None, "Ray sets it"
     assert signal.SIGINT in said["blocked"]
+    assert signal.SIGINT not in again["blocked"], "the server blocks it"
     assert said["children"]
     assert (said["leads"], again["leads"]) == (True, False)
     assert errors == "heard\n"
@@ -148,6 +149,7 @@ def test_a_server_that_dies_while_a_worker_waits_leaves_it_rays_own(
     assert said["modules"] == []
 
 
+@pytest.mark.slow
 def test_a_training_has_imported_what_torch_imports_with_the_first_optimizer() -> None:
     """Each worker would take nearly two seconds for it; a prediction and a session's first start do without."""
     trains = {"task": "train", "loss": "torch.nn:MSELoss", "optimizer": "torch.optim:SGD"}
@@ -161,6 +163,7 @@ def test_a_training_has_imported_what_torch_imports_with_the_first_optimizer() -
     assert done.stdout.split() == sorted(forking.OF_TRAINING), done.stderr
 
 
+@pytest.mark.slow
 def test_what_the_server_imports_is_torch_and_not_ray_and_starts_no_thread() -> None:
     """Ray starts threads and reads its environment when it is imported; a fork keeps neither."""
     code = (

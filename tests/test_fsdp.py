@@ -74,17 +74,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", list(CASES))
 def test_a_sharded_training_ends_where_one_plain_process_does(tmp_path: Path, what: str) -> None:
     check(CASES[what], tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp"), ("fsdp", "ddp")])
 def test_a_training_goes_on_by_the_other_strategy(tmp_path: Path, first: str, second: str) -> None:
     case = {"has": ["channels_last", "frozen"], "optimizer": "fused AdamW", "workers": [2, 3]}
     check(case, tmp_path, first, second)
 
 
+@pytest.mark.slow
 def test_blocks_and_tied_weights_and_the_parts_of_each_worker(tmp_path: Path) -> None:
     """Weights, and the bytes that each worker wrote: its part of the parameters and of the optimizer's state."""
     job = job_of("Blocks", "Sentences", workers=4, grad_clip=0.5, **BLOCKS)
@@ -105,6 +108,32 @@ def test_blocks_and_tied_weights_and_the_parts_of_each_worker(tmp_path: Path) ->
         assert sum(one.nbytes for one in held.values()) <= 1.1 * size / 4
 
 
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_experts_tied_gates_and_frozen_parts(tmp_path: Path, bitwise: bool) -> None:
+    """An expert that no row takes keeps its weights, though the optimizer's decay would change them."""
+    decays = {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
+    run_group(job_of("Experts", workers=3, shards=5, optimizer=decays, bitwise=bitwise, **SHARDED), tmp_path)
+    model = initial(training.Experts)
+    start = {name: one.clone() for name, one in model.state_dict().items()}
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1, 0.9, weight_decay=0.1)
+    losses = plain_loop(model, training.Pairs(), 7, 2, mean_loss, optimizer)
+    assert_close(tmp_path, model, losses, 1e-5)
+    unused = [name for name in start if "experts.2" in name or name.startswith("layers.1.")]
+    assert unused
+    assert all(torch.equal(weights_of(tmp_path)[name], start[name]) for name in unused)
+
+
+@pytest.mark.slow
+def test_each_block_is_compiled(tmp_path: Path) -> None:
+    keys = {**BLOCKS, "max_steps": 3}
+    run_group(job_of("Blocks", "Sentences", workers=2, compile=True, **keys), tmp_path / "compiled")
+    run_group(job_of("Blocks", "Sentences", workers=2, **keys), tmp_path / "eager")
+    got, expected = weights_of(tmp_path / "compiled"), weights_of(tmp_path / "eager")
+    assert got.keys() == expected.keys()
+    assert all(torch.allclose(got[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+
+
+@pytest.mark.slow
 def test_initial_weights_are_the_bits_of_one_process(tmp_path: Path) -> None:
     still = {"target": "torch.optim:SGD", "args": {"lr": 0.0}}
     run_group(job_of("Blocks", "Sentences", workers=3, optimizer=still, **BLOCKS, max_steps=1), tmp_path)
@@ -114,6 +143,7 @@ def test_initial_weights_are_the_bits_of_one_process(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], one) for name, one in expected.items())
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_its_weights_is_built_whole_and_told(tmp_path: Path) -> None:
     told = notes(run_group(job_of("ReadsItsWeights", workers=2, flops=True, **SHARDED), tmp_path))
     assert sum(one.startswith("flops: not counted: ") for one in told) == 1, "rank 0 alone says so"
@@ -126,6 +156,7 @@ def test_a_model_that_reads_its_weights_is_built_whole_and_told(tmp_path: Path) 
     ), told
 
 
+@pytest.mark.slow
 def test_a_start_from_pieces_from_weights_and_evaluations(tmp_path: Path) -> None:
     run_group(job_of("mlp", workers=3, epochs=1, **SHARDED), tmp_path / "first")
     for location, workers in ((tmp_path / "first", 2), (tmp_path / "first" / "weights.safetensors", 3)):
@@ -143,6 +174,7 @@ def test_a_start_from_pieces_from_weights_and_evaluations(tmp_path: Path) -> Non
     assert losses[1] == pytest.approx(losses[0], rel=1e-7)
 
 
+@pytest.mark.slow
 def test_outputs_of_a_prediction_are_those_of_one_process(tmp_path: Path) -> None:
     """23 rows in batches of 7 on 3 workers: the last batch has rows for two of them."""
     data = {"target": "tests.support.training:Pairs", "args": {"length": 23}}
@@ -169,6 +201,7 @@ class StopsAfter(StepControl):
         raise Stopped
 
 
+@pytest.mark.slow
 def test_a_stop_that_is_asked_for_keeps_the_step_and_goes_on_on_other_workers(tmp_path: Path) -> None:
     keys = {"shards": 4, "checkpoint": {"every_seconds": None}, **SHARDED}
     run_group(job_of("mlp", workers=3, **keys), tmp_path, StopsAfter(4))
@@ -179,6 +212,7 @@ def test_a_stop_that_is_asked_for_keeps_the_step_and_goes_on_on_other_workers(tm
     assert_close(tmp_path, model, losses)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_rows_are_set_aside_and_a_step_without_any(tmp_path: Path) -> None:
     """All rows of the first step and of the fourth, and all of worker 0's in the second."""
     order = Order(101, 0, 0, shuffle=True)
@@ -193,6 +227,7 @@ def test_a_worker_whose_rows_are_set_aside_and_a_step_without_any(tmp_path: Path
     assert [row["rows"] for row in history_of(tmp_path)] == [rows for rows, _ in told]
 
 
+@pytest.mark.slow
 def test_a_damaged_piece_is_told_and_the_checkpoint_before_it_goes_on(tmp_path: Path) -> None:
     keys = {"shards": 3, "checkpoint": {"every_steps": 4, "keep": 2}, **SHARDED}
     run_group(job_of("mlp", workers=3, **keys), tmp_path, StopsBefore(10))
@@ -212,6 +247,7 @@ def test_a_damaged_piece_is_told_and_the_checkpoint_before_it_goes_on(tmp_path: 
     assert {one.name.split(".")[0] for one in pieces.iterdir()} == {"step-28", "step-30"}, "others are removed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_mixed_precision_is_near_full_precision(tmp_path: Path, workers: int) -> None:
     fsdp = {"mixed_precision": {"param": "bf16", "reduce": "fp32"}}
@@ -226,7 +262,7 @@ def test_mixed_precision_is_near_full_precision(tmp_path: Path, workers: int) ->
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"compile": True}, "compile: is not possible with strategy: fsdp"),
+        ({"compile": True, "bitwise": True}, "compile: cannot be bitwise with strategy: fsdp"),
         ({"devices": ["cpu", "cpu"]}, "each with one device; got 2 devices each"),
     ],
 )

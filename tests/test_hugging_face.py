@@ -62,6 +62,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+@pytest.mark.slow
 def test_a_job_file_alone_trains_and_predicts(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.format(folder=saved))
     keys: dict[str, Any] = {"storage": str(tmp_path), "quiet": True}
@@ -75,6 +76,7 @@ def test_a_job_file_alone_trains_and_predicts(saved: Path, tmp_path: Path) -> No
     assert torch.equal(outputs, dp_ray.run(job, name="wanted", **keys, **{**memory, "inputs": "first"}).outputs)
 
 
+@pytest.mark.slow
 def test_workers_train_the_same_weights(saved: Path, tmp_path: Path) -> None:
     keys = yaml.safe_load(JOB.format(folder=saved)) | {"task": "train"}
     memory = {"dataset": "tests.test_hugging_face:InMemory", "inputs": "auto", "target": None}

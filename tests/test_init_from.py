@@ -191,6 +191,7 @@ def check_goes_on(run: Callable[..., dp_ray.Result], folder: Path) -> None:
         assert result.metrics == long.metrics
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_from_where_another_ended(tmp_path: Path) -> None:
     check_goes_on(lambda name, **keys: trained(tmp_path, name, **keys), tmp_path)
 
@@ -202,6 +203,7 @@ def test_on_ray_too(run_in_session: Run, tmp_path: Path) -> None:
     assert told(result) == told(trained(tmp_path, "long"), 6)
 
 
+@pytest.mark.slow
 def test_a_training_that_broke_off_after_it_went_on_needs_its_start_no_more(tmp_path: Path) -> None:
     short = trained(tmp_path, "short", max_steps=6, checkpoint={"every_steps": 6})
     data = {"target": "tests.test_init_from:FragilePairs", "args": {"folder": str(tmp_path)}}

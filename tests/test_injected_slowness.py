@@ -63,6 +63,7 @@ def verdict_on(folder: Path, data: float, control: Slow, **keys: Any) -> Verdict
     return verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_slowness_is_named_five_times_of_five(tmp_path: Path, seed: int) -> None:
     for number in range(5):

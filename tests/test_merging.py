@@ -222,6 +222,7 @@ def check_whole(run: Storage, split: Split, order: Order) -> None:
     assert np.array_equal(np.concatenate(samples), order.indices(0, split.rows_kept))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_a_frontier_says_what_is_done_whatever_the_order(data: st.DataObject) -> None:
     """Against a plain set of steps and shards; a shard is asked for only after its step before is done."""

@@ -259,6 +259,7 @@ def test_kindred_seeds_and_epochs_agree_by_chance_alone(kind: str) -> None:
     assert abs(agreements(pairs, 64) - 300) < SIGMAS * math.sqrt(300)
 
 
+@pytest.mark.slow
 def test_no_two_of_many_seeds_and_epochs_share_an_order() -> None:
     starts = {tuple(Order(10**9, seed, epoch).indices(0, 4)) for seed in range(60) for epoch in range(60)}
     assert len(starts) == 60 * 60

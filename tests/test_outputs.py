@@ -147,6 +147,7 @@ sizes = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(split=splits, shuffle=st.booleans(), sizes=sizes, data=st.data())
 def test_workers_parts_merge_to_one_process_outputs(
@@ -693,6 +694,7 @@ class Memory:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_merging_holds_a_few_blocks_at_a_time(
     tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,7 @@ def test_each_epochs_end_is_kept_by_default(tmp_path: Path) -> None:
     assert {15, 30, 45} <= kept(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_short_run_that_is_killed_does_not_begin_anew(tmp_path: Path) -> None:
     run_group(default_job(), tmp_path / "killed", StopsBefore(40))
     assert max(kept(tmp_path / "killed")) >= 30

@@ -56,42 +56,53 @@ def file(run: Storage, name: str = "report.html") -> Path:
     return Path(run.path) / name
 
 
-def test_every_chart_has_its_marks(browser: Browser, run: Storage) -> None:
+@pytest.fixture(scope="module")
+def report(browser: Browser, run: Storage) -> Iterator[Any]:
+    """The run's page, on a wide screen. It is slow to open: tests share it, and leave it as they found it."""
     with browser.opened(file(run)) as page:
-        charts = page.query_selector_all("[data-chart] .plot")
-        assert len(charts) == 6
-        for chart in charts:
-            assert BLUE in colours(chart)
-        assert VERMILLION in colours(charts[0]), "the evaluation, the second series"
-        slow, rows = page.query_selector_all("[data-heat] .plot")
-        for heat_map in (slow, rows):
-            assert YELLOW in colours(heat_map), "the third worker has most"
-        assert len(colours(page.query_selector("[data-parts] .plot"))) > 10
+        yield page
 
 
-def test_its_values_are_those_of_the_files(browser: Browser, run: Storage) -> None:
-    with browser.opened(file(run)) as page:
-        drawn = page.evaluate(f"[...{PARTS}.map(part => [part.series.source, part.raw.data])")
-        for source, data in drawn:
-            values, steps = column(run, source).astype(float), column(run, "step")
-            is_there = np.isfinite(values)
-            assert list(data["y"]) == values[is_there].tolist() and list(data["x"]) == steps[is_there].tolist()
-        losses = column(run, "loss")
-        shown = page.eval_on_selector_all('tr[data-source="loss"] data', "all => all.map(one => Number(one.value))")
-        assert shown == [losses[0], losses[-1], np.nanmin(losses), np.nanmax(losses)]
-        assert "not finite in 3 steps: 20 to 21, 150" in " ".join(page.text_content(".odd").split())
+@pytest.fixture(scope="module")
+def compared(browser: Browser, run: Storage) -> Iterator[Any]:
+    """The page that compares the run with itself, shared likewise."""
+    with browser.opened(file(run, "compared.html")) as page:
+        yield page
 
 
-def test_nothing_of_a_run_is_run(browser: Browser, run: Storage) -> None:
-    for name in ("report.html", "compared.html"):
-        with browser.opened(file(run, name)) as page:
-            for plot in page.query_selector_all(".plot")[1::3]:
-                plot.scroll_into_view_if_needed()
-                box = plot.bounding_box()
-                page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-                page.wait_for_timeout(60)
-            assert page.evaluate("window.evil") is None
-            assert page.query_selector_all("img[onerror]") == []
+def test_every_chart_has_its_marks(report: Any) -> None:
+    charts = report.query_selector_all("[data-chart] .plot")
+    assert len(charts) == 6
+    for chart in charts:
+        assert BLUE in colours(chart)
+    assert VERMILLION in colours(charts[0]), "the evaluation, the second series"
+    slow, rows = report.query_selector_all("[data-heat] .plot")
+    for heat_map in (slow, rows):
+        assert YELLOW in colours(heat_map), "the third worker has most"
+    assert len(colours(report.query_selector("[data-parts] .plot"))) > 10
+
+
+def test_its_values_are_those_of_the_files(report: Any, run: Storage) -> None:
+    drawn = report.evaluate(f"[...{PARTS}.map(part => [part.series.source, part.raw.data])")
+    for source, data in drawn:
+        values, steps = column(run, source).astype(float), column(run, "step")
+        is_there = np.isfinite(values)
+        assert list(data["y"]) == values[is_there].tolist() and list(data["x"]) == steps[is_there].tolist()
+    losses = column(run, "loss")
+    shown = report.eval_on_selector_all('tr[data-source="loss"] data', "all => all.map(one => Number(one.value))")
+    assert shown == [losses[0], losses[-1], np.nanmin(losses), np.nanmax(losses)]
+    assert "not finite in 3 steps: 20 to 21, 150" in " ".join(report.text_content(".odd").split())
+
+
+def test_nothing_of_a_run_is_run(report: Any, compared: Any) -> None:
+    for page in (report, compared):
+        for plot in page.query_selector_all(".plot")[1::3]:
+            plot.scroll_into_view_if_needed()
+            box = plot.bounding_box()
+            page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+            page.wait_for_timeout(60)
+        assert page.evaluate("window.evil") is None
+        assert page.query_selector_all("img[onerror]") == []
 
 
 def view(page: Any) -> list[float]:
@@ -99,45 +110,50 @@ def view(page: Any) -> list[float]:
     return found
 
 
-def test_it_zooms_by_mouse_and_by_keyboard(browser: Browser, run: Storage) -> None:
-    with browser.opened(file(run)) as page:
-        plot = page.query_selector(".plot")
-        plot.scroll_into_view_if_needed()
-        box = plot.bounding_box()
-        page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 100)
-        page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 110, steps=3)
-        page.mouse.up()
-        start, end = view(page)
-        assert 40 < start < 110 and 110 < end < 170
-        ranges = "[...dpRay.drawn.values()].map(about => about.figure.x_range.start)"
-        assert page.evaluate(ranges) == [start] * 9, "all charts show the same steps"
-        page.focus(".plot")
-        page.keyboard.press("0")
-        assert view(page) == [0, STEPS]
-        page.keyboard.press("+")
-        page.keyboard.press("ArrowRight")
-        assert view(page) == [STEPS * 0.35, STEPS * 0.85]
-        page.click("#reset")
-        assert view(page) == [0, STEPS]
+def test_it_zooms_by_mouse_and_by_keyboard(report: Any) -> None:
+    plot = report.query_selector(".plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    report.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 100)
+    report.mouse.down()
+    report.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 110, steps=3)
+    report.mouse.up()
+    start, end = view(report)
+    assert 40 < start < 110 and 110 < end < 170
+    ranges = "[...dpRay.drawn.values()].map(about => about.figure.x_range.start)"
+    assert report.evaluate(ranges) == [start] * 9, "all charts show the same steps"
+    report.focus(".plot")
+    report.keyboard.press("0")
+    assert view(report) == [0, STEPS]
+    report.keyboard.press("+")
+    report.keyboard.press("ArrowRight")
+    assert view(report) == [STEPS * 0.35, STEPS * 0.85]
+    report.click("#reset")
+    assert view(report) == [0, STEPS]
 
 
-def test_a_log_scale_smoothing_and_the_legend(browser: Browser, run: Storage) -> None:
-    with browser.opened(file(run)) as page:
-        page.focus("[data-chart=chart-1] .plot")
-        page.keyboard.press("l")
-        assert page.is_checked("[data-chart=chart-1] .log input")
-        assert "101 drawn values of 0 or less" in page.text_content("[data-chart=chart-1] .note")
-        page.fill("#smoothing", "0")
-        soft = "dpRay.drawn.get('chart-0').parts[0]"
-        assert page.evaluate(f"[{soft}.lines[1].visible, {soft}.lines[0].glyph.line_alpha.value]") == [False, 1]
-        page.fill("#smoothing", "0.9")
-        smooth, values = np.array(page.evaluate(f"[...{soft}.soft.data.y]")), column(run, "loss")
-        assert np.allclose(smooth, smoothed(values[np.isfinite(values)], 0.9))
-        page.click("[data-chart=chart-0] [data-series='1']")
-        assert page.get_attribute("[data-chart=chart-0] [data-series='1']", "aria-pressed") == "false"
-        drawn = colours(page.query_selector("[data-chart=chart-0] .plot"))
-        assert BLUE in drawn and VERMILLION not in drawn
+def test_a_log_scale_smoothing_and_the_legend(report: Any, run: Storage) -> None:
+    before = report.input_value("#smoothing")
+    report.focus("[data-chart=chart-1] .plot")
+    report.keyboard.press("l")
+    assert report.is_checked("[data-chart=chart-1] .log input")
+    assert "101 drawn values of 0 or less" in report.text_content("[data-chart=chart-1] .note")
+    report.keyboard.press("l")
+    assert not report.is_checked("[data-chart=chart-1] .log input")
+    report.fill("#smoothing", "0")
+    soft = "dpRay.drawn.get('chart-0').parts[0]"
+    assert report.evaluate(f"[{soft}.lines[1].visible, {soft}.lines[0].glyph.line_alpha.value]") == [False, 1]
+    report.fill("#smoothing", "0.9")
+    smooth, values = np.array(report.evaluate(f"[...{soft}.soft.data.y]")), column(run, "loss")
+    assert np.allclose(smooth, smoothed(values[np.isfinite(values)], 0.9))
+    report.fill("#smoothing", before)
+    chart, series = report.query_selector("[data-chart=chart-0] .plot"), "[data-chart=chart-0] [data-series='1']"
+    report.click(series)
+    assert report.get_attribute(series, "aria-pressed") == "false"
+    drawn = colours(chart)
+    assert BLUE in drawn and VERMILLION not in drawn
+    report.click(series)
+    assert VERMILLION in colours(chart)
 
 
 def smoothed(values: Any, weight: float) -> list[float]:
@@ -146,24 +162,33 @@ def smoothed(values: Any, weight: float) -> list[float]:
     return [float(np.average(values[: at + 1], weights=one)) for at, one in enumerate(weights)]
 
 
-@pytest.mark.parametrize(("width", "theme", "back"), [(320, "dark", DARK), (1600, "light", LIGHT)])
-def test_it_fits_any_width_and_theme(browser: Browser, run: Storage, width: int, theme: str, back: str) -> None:
+def check_fits(page: Any, width: int, back: str) -> None:
+    colour = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate(colour) == back
+    page.click("#theme")
+    assert page.evaluate(colour) == ({LIGHT, DARK} - {back}).pop()
+
+
+def test_it_fits_a_wide_screen_in_the_light(report: Any, compared: Any) -> None:
+    for page in (report, compared):
+        check_fits(page, 1600, LIGHT)
+        page.click("#theme")
+
+
+def test_it_fits_a_narrow_one_in_the_dark(browser: Browser, run: Storage) -> None:
     for name in ("report.html", "compared.html"):
-        with browser.opened(file(run, name), width, theme) as page:
-            assert page.evaluate("document.documentElement.scrollWidth") == width
-            colour = "getComputedStyle(document.body).backgroundColor"
-            assert page.evaluate(colour) == back
-            page.click("#theme")
-            assert page.evaluate(colour) == ({LIGHT, DARK} - {back}).pop()
+        with browser.opened(file(run, name), 320, "dark") as page:
+            check_fits(page, 320, DARK)
 
 
-def test_all_is_reached_by_keyboard(browser: Browser, run: Storage) -> None:
-    with browser.opened(file(run)) as page:
-        reached = set()
-        for _ in range(60):
-            page.keyboard.press("Tab")
-            reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
-        assert {"skip", "theme", "smoothing", "reset", "plot"} <= reached
+def test_all_is_reached_by_keyboard(report: Any) -> None:
+    report.evaluate("document.activeElement.blur()")
+    reached = set()
+    for _ in range(60):
+        report.keyboard.press("Tab")
+        reached.add(report.evaluate("document.activeElement.id || document.activeElement.className"))
+    assert {"skip", "theme", "smoothing", "reset", "plot"} <= reached
 
 
 def test_a_run_that_goes_on_is_shown_anew_in_place(browser: Browser, run: Storage, tmp_path: Path) -> None:
@@ -176,6 +201,25 @@ def test_a_run_that_goes_on_is_shown_anew_in_place(browser: Browser, run: Storag
         page.evaluate("html => dpRay.refresh(html)", file(live, "100.html").read_text())
         assert page.evaluate("dpRay.drawn.get('chart-0').parts[0].raw.data.x.length") == 100
         assert view(page) == [0, 99]
+
+
+def test_zooming_into_twenty_thousand_steps_shows_each(browser: Browser, tmp_path: Path) -> None:
+    steps, (first, last) = 20_000, (7_000, 7_100)
+    run = Storage(str(tmp_path / "run"))
+    write_run(run, steps)
+    losses = np.random.default_rng(0).normal(0, 1, steps)
+    losses[12_345] = 50
+    write_history(run, history(steps, loss=losses))
+    run.write_text("report.html", page_of(run))
+    data = "(({x, y}) => [[...x], [...y]])(dpRay.drawn.get('chart-0').parts[0].raw.data)"
+    with browser.opened(file(run)) as page:
+        x, y = page.evaluate(data)
+        assert len(x) <= 3002 and (12_345, 50) in zip(x, y, strict=True) and x == sorted(x)
+        page.evaluate(f"dpRay.show({first}, {last})")
+        x, y = page.evaluate(data)
+        assert x == list(range(first - 1, last + 2)) and y == losses[first - 1 : last + 2].tolist()
+        page.evaluate(f"dpRay.show(0, {steps})")
+        assert len(page.evaluate(data)[0]) > 2000
 
 
 def test_a_million_steps_open_soon_and_hide_no_spike(browser: Browser, tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def test_a_training_does_what_the_plan_says(
     assert kept >= promised if is_clocked else kept == promised
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     st.sampled_from(["predict", "evaluate"]), st.integers(1, 24), st.integers(1, 12), st.integers(1, 4), st.booleans()

@@ -191,6 +191,7 @@ def test_a_loss_costs_a_retry_and_a_plan_none(failure: Any, request: Request, re
         assert decision.reason is Reason.USER_STOPS
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(WORKERS | STARTS, ORDERS), max_size=30), st.integers(0, 3))
 def test_a_job_ends_after_so_many_losses(history: list[tuple[Any, Request]], retries: int) -> None:
     """However failures come, one in ten seconds: more than `retries` losses are never survived."""

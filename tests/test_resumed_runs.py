@@ -35,6 +35,7 @@ def killed(folder: Path, before: int, **keys: Any) -> None:
     assert list((folder / made.run_name / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_job_that_sets_no_shards_resumes_on_other_numbers_of_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,6 +66,7 @@ SCHEDULERS = "torch.optim.lr_scheduler"
 EVAL = {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 20}}, "every_steps": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [({"epochs": 2}, {"epochs": 4}), ({"max_steps": 20}, {"max_steps": 33}), ({"max_steps": 12}, {})],
@@ -94,6 +96,7 @@ def test_an_unfinished_training_resumes_for_longer(tmp_path: Path) -> None:
     assert same(run(tmp_path, epochs=4), run(tmp_path, epochs=4, name="undisturbed"))
 
 
+@pytest.mark.slow
 def test_a_longer_run_that_is_killed_resumes_too(tmp_path: Path) -> None:
     """The result of the shorter one is gone by then, its history is not."""
     run(tmp_path, epochs=2)
@@ -105,6 +108,7 @@ def test_a_longer_run_that_is_killed_resumes_too(tmp_path: Path) -> None:
     assert same(result, run(tmp_path, epochs=4, name="undisturbed"))
 
 
+@pytest.mark.slow
 def test_a_damaged_last_checkpoint_costs_no_history(tmp_path: Path) -> None:
     run(tmp_path, epochs=2)
     newest = tmp_path / "run" / "checkpoints" / "step-30.safetensors"
@@ -127,6 +131,7 @@ def test_a_run_of_a_version_that_hashed_the_lengths_resumes(
     assert "since it was resumed" in said
 
 
+@pytest.mark.slow
 def test_a_training_is_never_cut_below_what_is_done(tmp_path: Path) -> None:
     run(tmp_path, epochs=2)
     with pytest.raises(
@@ -189,6 +194,7 @@ def of_objects(folder: Path, dataset: Breaks, **keys: Any) -> dict[str, Any]:
     return {**given, **made, "checkpoint": {"every_steps": 2}, "name": "run", "storage": str(folder), **keys}
 
 
+@pytest.mark.slow
 def test_python_objects_resume_if_the_caller_says_so(tmp_path: Path) -> None:
     dataset = Breaks()
     dataset.broken = True

@@ -32,6 +32,7 @@ from dp_ray.cluster.ray_internals.variables import (
     VARIABLES,
 )
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
+from dp_ray.system.folders import OWNER, PREFIX
 from dp_ray.system.stop_signals import handlers_kept
 from jobs.tutorial import Model, RandomDataset
 from tests.support import models
@@ -40,9 +41,22 @@ from tests.support.cluster import ROOT, Cluster, Run
 
 def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The program, as a user starts it in the project's folder."""
+    with started_program(*args, **environment) as process:
+        return outcome_of(process)
+
+
+def started_program(*args: str, **environment: str) -> subprocess.Popen[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
-    line = [sys.executable, "-m", "dp_ray", *args]
-    return subprocess.run(line, cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, timeout=240)
+    line, pipe = [sys.executable, "-m", "dp_ray", *args], subprocess.PIPE
+    return subprocess.Popen(line, cwd=ROOT, env={**kept, **environment}, stdout=pipe, stderr=pipe, text=True)
+
+
+def outcome_of(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        out, errors = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
 
 def tutorial_outputs() -> torch.Tensor:
@@ -175,26 +189,31 @@ class Embedded:
 
     done: subprocess.CompletedProcess[str]
     storage: Path
-    left: set[Path]
+    left: list[Path]
 
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Embedded:
     """The program on a Ray of its own, where a dead one has left its address."""
-    others, storage = left_by_embedded_rays(), tmp_path_factory.mktemp("embedded")
+    storage = tmp_path_factory.mktemp("embedded")
     stale = Path("/tmp/ray/ray_current_cluster")
     stale.parent.mkdir(exist_ok=True)
     before = stale.read_text() if stale.exists() else None
     stale.write_text("127.0.0.1:1")
     try:
-        done = command("run", *FLAGS, "--workers", "2", "--storage", str(storage))
+        with started_program("run", *FLAGS, "--workers", "2", "--storage", str(storage)) as process:
+            done = outcome_of(process)
     finally:
         stale.write_text(before) if before is not None else stale.unlink(missing_ok=True)
-    return Embedded(done, storage, left_by_embedded_rays() - others)
+    return Embedded(done, storage, list(left_by(process.pid)))
 
 
-def left_by_embedded_rays() -> set[Path]:
-    return set(Path("/tmp").glob("dp_ray-*/session_*"))
+def left_by(driver: int) -> Iterator[Path]:
+    """The folders of a driver; other tests have drivers of their own."""
+    for owner in Path("/tmp").glob(f"{PREFIX}*/{OWNER}"):
+        with contextlib.suppress(OSError):  # its driver ends just now
+            if json.loads(owner.read_text())["pid"] == driver:
+                yield owner.parent
 
 
 @pytest.fixture
@@ -213,6 +232,7 @@ def another_ray(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("embedded")
 def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(
     cluster: Cluster, embedded: Embedded, another_ray: None, tmp_path: Path
 ) -> None:
@@ -354,6 +374,7 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("embedded")
 def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None:
     """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""
     done = embedded.done

@@ -16,10 +16,12 @@ from dp_ray.errors import StorageError
 from dp_ray.job import Job
 from dp_ray.results import outputs
 from dp_ray.storage import Storage
+from dp_ray.tensors.file import read_tensors
 from tests.support import forked, models
 from tests.support.cluster import Cluster
-from tests.support.group import run_group
+from tests.support.group import StopsBefore, run_group, weights_of
 from tests.support.s3 import IN_URL, SECRET, Server
+from tests.support.trainings import job_of
 
 OUTPUT_FILES = ("outputs/00000-of-00001.parquet", "outputs_manifest.json")
 
@@ -217,3 +219,29 @@ def test_a_run_through_ray(
     told = "".join(path.read_text(errors="replace") for path in logs) + "".join(capfd.readouterr())
     assert len(logs) > 5
     assert SECRET not in told and IN_URL not in told
+
+
+def test_pieces_of_a_sharded_training_and_a_damaged_one(server: Server, tmp_path: Path) -> None:
+    """3 workers end early; 2 go on from the checkpoint before the damaged one, to the bits of one process."""
+    url = server.url("pieces")
+    run = Storage(url)
+    keys = {"shards": 3, "bitwise": True, "checkpoint": {"every_steps": 4, "keep": 2}}
+    run_group(job_of("mlp", workers=1, **keys), tmp_path)
+    run_group(job_of("mlp", workers=3, strategy="fsdp", **keys), url, StopsBefore(10))
+    pieces = sorted(name for name in server.objects("pieces") if "/pieces/" in name)
+    assert pieces == [
+        f"checkpoints/pieces/step-{step}.{rank}-of-3.safetensors" for step in (4, 8) for rank in range(3)
+    ]
+    folder = run.child("checkpoints/pieces")
+    data = folder.read_bytes("step-8.1-of-3.safetensors")
+    with folder.writing("step-8.1-of-3.safetensors") as stream:
+        stream.write(data[:-1] + b"?")
+    told = run_group(job_of("mlp", workers=2, strategy="fsdp", **keys), url)
+    assert any("checkpoint step-8.safetensors is ignored" in getattr(one, "text", "") for one in told)
+    got, _ = read_tensors(run, "weights.safetensors")
+    expected = weights_of(tmp_path)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    begun = job_of("mlp", workers=2, strategy="fsdp", epochs=3, init_from=url, **keys)
+    run_group(begun, server.url("begun"))
+    assert len(Storage(server.url("begun")).child("checkpoints/pieces").names()) == 4

@@ -33,6 +33,7 @@ def training(folder: Path, **keys: Any) -> dict[str, Any]:
     return {**values, "checkpoint": {"every_steps": 2}, "name": "run", "storage": str(folder), **keys}
 
 
+@pytest.mark.slow
 def test_a_training_whose_driver_was_killed_tells_each_step_once(tmp_path: Path) -> None:
     (tmp_path / "deadly").touch()
     killed = forked.ended(forked.run_job, training(tmp_path))

@@ -346,6 +346,7 @@ class Worker:
         self.sent.clear()  # what a lost worker had not sent never arrives
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(steps=st.integers(1, 25), shards=st.integers(1, 5), attempts=st.integers(1, 4), data=st.data())
 def test_every_shard_is_passed_on_once_in_order(steps: int, shards: int, attempts: int, data: st.DataObject) -> None:

@@ -64,6 +64,7 @@ def counted_job(folder: Path, log: Path, workers: int, **keys: Any) -> Job:
     return job_of("mlp", data, workers=workers, shuffle={"window_blocks": 6}, **{**given, **keys})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_training_takes_the_samples_in_the_order_of_blocks(tmp_path: Path, workers: int) -> None:
     run_group(job_of("mlp", shuffle=BLOCKS, shards=2, workers=workers), tmp_path)
@@ -96,6 +97,7 @@ def test_any_workers_and_loaders_train_the_same_bits_and_read_each_block_once(tm
         assert all(torch.equal(weights[name], first[0][name]) for name in first[0])
 
 
+@pytest.mark.slow
 def test_a_worker_that_cuts_whole_batches_holds_the_whole_window(tmp_path: Path) -> None:
     log = tmp_path / "log"
     run_group(counted_job(tmp_path, log, 2, scatter="batch"), tmp_path / "run")
@@ -112,6 +114,7 @@ def test_workers_on_ray_end_at_the_bits_of_one_process(tmp_path: Path, run_in_se
     assert [0 < one["data_wait_seconds"] < one["loop_seconds"] for one in together.workers] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_at_the_same_bits_on_other_workers(tmp_path: Path) -> None:
     keys = {"shuffle": BLOCKS, "shards": 3, "bitwise": True, "checkpoint": {"every_steps": 1}}
     run_group(job_of("mlp", workers=1, **keys), tmp_path / "whole")

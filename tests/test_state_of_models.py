@@ -47,6 +47,7 @@ def test_models_with_another_order_of_tensors_are_told(tmp_path: Path) -> None:
             run_group(job_of(odd("Unordered"), workers=2, **keys), tmp_path / keys["task"])
 
 
+@pytest.mark.slow
 def test_random_data_is_the_same_on_every_worker(tmp_path: Path) -> None:
     for data in ("RandomPairs", "OwnNoise"):
         keys = {"task": "evaluate", "shards": 3, "eval": None}

@@ -61,6 +61,7 @@ def training(folder: Path, at: int = 0, *signals: str, **others: Any) -> dict[st
     return {**keys, **given, **where, "checkpoint": NEVER, **others}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_the_first_keeps_the_step_and_the_same_command_goes_on(tmp_path: Path, name: str) -> None:
     keys = training(tmp_path, 15 * 6 + 2, name)

@@ -53,6 +53,7 @@ def stream(**args: Any) -> dict[str, Any]:
     return {**IN_ORDER, "dataset": {"target": "dp_ray.data:Stream", "args": {"rows": ROWS, **args}}}
 
 
+@pytest.mark.slow
 def test_any_workers_and_loaders_give_the_bits_of_memory(tmp_path: Path) -> None:
     memory = {**MEMORY, **IN_ORDER}
     weights = trained(tmp_path / "memory-train", memory, workers=1)
@@ -79,6 +80,7 @@ class Dealt(InMemory):
         return tuple(column[[0, 16, 31][shard] + 3 * step + within] for column in self.tensors)
 
 
+@pytest.mark.slow
 def test_dealt_files_train_and_predict_on_any_workers(tmp_path: Path) -> None:
     args = {"iterable": f"{HERE}:of_file", "files": [*"0123"], "rows": FILES, "batch_size": 9, "shards": 3}
     memory = {**IN_ORDER, "dataset": f"{HERE}:Dealt"}
@@ -110,6 +112,7 @@ class Mortal(Stream):
         return super().__getitems__(indices)
 
 
+@pytest.mark.slow
 def test_after_a_kill_it_goes_on_where_it_was(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", {**MEMORY, **IN_ORDER}, workers=1)
     args = {"died": str(tmp_path / "died"), "iterable": f"{HERE}:pairs", "rows": ROWS}

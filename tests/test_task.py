@@ -54,6 +54,7 @@ def plain_loop(job: Job, order: list[int], collate: Callable[[list[Any]], Any], 
     return outputs
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(1, 60),
@@ -135,6 +136,7 @@ def test_a_batch_padded_to_its_longest_is_collated_whole(tmp_path: Path) -> None
     assert all(size.endswith(" 4]") for size in seen), seen
 
 
+@pytest.mark.slow
 def test_loader_processes_read_the_same(tmp_path: Path) -> None:
     loader = {"processes": 2, "prefetch": 3, "context": "fork"}
     job = job_of(models.Linear(), models.Rows(), shards=4, workers=2, loader=loader)
@@ -205,6 +207,7 @@ class Unseeded(models.Linear):
         nn.init.normal_(self.layer.weight)
 
 
+@pytest.mark.slow
 def test_several_processes_run_rank_0s_weights_and_no_empty_shard_is_waited_for(tmp_path: Path) -> None:
     target = {"target": "tests.test_task:Unseeded"}
     job = job_of(
@@ -295,6 +298,7 @@ def test_predict_takes_devices_of_two_types_on_several_workers(tmp_path: Path) -
     assert torch.allclose(Merged.of(run).read(), layer(models.Rows().data), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_torchscript_module_predicts_what_its_module_does(tmp_path: Path) -> None:
     keys = {"dataset": {"target": "tests.support.training:Images"}, "inputs": "first", "workers": 2, "shards": 3}
     outputs = []

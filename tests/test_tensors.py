@@ -105,6 +105,7 @@ def batches(draw: st.DrawFn) -> tuple[Any, int, int]:
     return draw(st.recursive(leaves(rows, dim) | constants, containers, max_leaves=6)), rows, dim
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(1, 9))
 def test_gather_is_the_inverse_of_scatter(batch: tuple[Any, int, int], shards: int) -> None:
     whole, rows, dim = batch
@@ -116,6 +117,7 @@ def test_gather_is_the_inverse_of_scatter(batch: tuple[Any, int, int], shards: i
         assert_same(gather(pieces, counts, dim), whole)
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(1, 9))
 def test_every_leaf_is_cut_as_torch_chunk_cuts_it(batch: tuple[Any, int, int], shards: int) -> None:
     whole, rows, dim = batch
@@ -130,6 +132,7 @@ def test_every_leaf_is_cut_as_torch_chunk_cuts_it(batch: tuple[Any, int, int], s
             assert_same(got, [leaf.take(where, at) for where in torch.arange(rows).chunk(shards)])
 
 
+@pytest.mark.slow
 @given(batches())
 def test_flatten_and_json_lose_nothing(batch: tuple[Any, int, int]) -> None:
     found, spec = flatten(batch[0])

@@ -26,6 +26,7 @@ import pytest
 
 import dp_ray
 from dp_ray.errors import Error, JobError
+from dp_ray.rundir.lease_file import last_alive
 from dp_ray.storage import Storage
 from dp_ray.trackers import run_trackers
 from dp_ray.trackers.late import send_late
@@ -192,6 +193,22 @@ def test_trackio_gets_each_step_once_though_its_server_was_down(
     assert logged == history_of(results[0])
 
 
+def test_trackio_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    needs("trackio")
+    port = free_port()
+    theirs = {"TRACKIO_DIR": str(tmp_path / "theirs"), "TRACKIO_WRITE_TOKEN": "token"}
+    ours = {"TRACKIO_DIR": str(tmp_path / "ours"), "TRACKIO_SERVER_URL": f"http://127.0.0.1:{port}"}
+    keys = keys_of(storage=str(tmp_path), name="run", trackers=["trackio"])
+    keys |= {"env": {**ours, "TRACKIO_WRITE_TOKEN": "token"}}
+    with serving([sys.executable, "-m", "tests.support.tracked", str(port)], port, **theirs):
+        dp_ray.run(**keys)
+        once = read_memory(Storage(str(tmp_path / "run")), "trackio")
+        longer = dp_ray.run(**{**keys, "epochs": 3})
+    again = read_memory(Storage(str(tmp_path / "run")), "trackio")
+    assert (again.run_id, again.next_step) == (once.run_id, longer.total_steps)
+    assert _trackio_rows(tmp_path / "theirs") == history_of(longer)
+
+
 def _trackio_rows(folder: Path) -> list[tuple[int, float]]:
     (database,) = folder.glob("*.db")
     with sqlite3.connect(database) as connection:
@@ -211,6 +228,25 @@ def test_wandb_writes_each_step_to_its_offline_files(tmp_path: Path) -> None:
     assert [(row["_step"], row["loss"]) for row in history] == history_of(result)
     assert (config["optimizer.args.lr"], config["epochs"]) == (0.1, 1)
     assert summary["loss"] == result.metrics["loss"]
+
+
+def test_wandb_goes_on_in_the_same_run_after_its_driver_was_killed(tmp_path: Path) -> None:
+    needs("wandb")
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    keys = keys_of(storage=str(tmp_path), name="run", trackers=["wandb"], env=env, model=SLOW, batch_size=1)
+    keys |= {"checkpoint": {"every_steps": 5}, "workers": 0}
+    program = f"import dp_ray; dp_ray.run(**{keys!r})"
+    run = Storage(str(tmp_path / "run"))
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as driver:
+        wait_until(lambda: read_memory(run, "wandb").next_step > 15, 90)
+        os.killpg(driver.pid, signal.SIGKILL)
+    wait_until(lambda: not last_alive(run)[0], 60)
+    remembered = read_memory(run, "wandb")
+    result = dp_ray.run(**keys)
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert {path.stem for path in files} == {f"run-{remembered.run_id}"} and len(files) == 2
+    there = [row["_step"] for path in files for row in _wandb_records(path)[0]]
+    assert there == list(range(result.total_steps)), "each step once, in two files of the same run"
 
 
 def _wandb_records(file: Path) -> Any:

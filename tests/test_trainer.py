@@ -17,6 +17,7 @@ from tests.support.training import plain_loop
 from tests.support.trainings import ADAMW, SGD, Chunks, assert_close, initial, job_of, mean_loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_sizes_that_divide_nothing_end_at_a_plain_loops_weights(tmp_path: Path, bitwise: bool) -> None:
     run_group(job_of("mlp", workers=3, shards=5, bitwise=bitwise), tmp_path)
@@ -26,6 +27,7 @@ def test_sizes_that_divide_nothing_end_at_a_plain_loops_weights(tmp_path: Path, 
     assert_close(tmp_path, model, losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["tests.support.training:token_loss", "torch.nn:CrossEntropyLoss"])
 def test_ragged_rows_count_by_their_tokens(tmp_path: Path, loss: str) -> None:
     model_of = {"target": "tests.support.training:Transformer", "args": {"dropout": 0.0}}
@@ -103,7 +105,10 @@ def ends(job: Job, folder: Path) -> tuple[dict[str, bytes], str]:
     return weights, repr(history_of(folder))
 
 
-@pytest.mark.parametrize("what", list(BITWISE))
+FIRST, *OTHERS = BITWISE
+
+
+@pytest.mark.parametrize("what", [FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
 def test_bitwise_is_the_same_bits_on_any_number_of_workers(tmp_path: Path, what: str) -> None:
     keys = {"batch_size": 33, "shards": 8, "bitwise": True, **BITWISE[what]}
     first = ends(job_of("mlp", workers=1, **keys), tmp_path / "1")
@@ -116,10 +121,11 @@ def test_bitwise_is_the_same_bits_on_any_number_of_workers(tmp_path: Path, what:
 @pytest.mark.slow
 def test_loader_processes_change_no_bit(tmp_path: Path) -> None:
     keys = {"batch_size": 33, "shards": 8, "bitwise": True, "dataset": AUGMENTED, "workers": 2}
-    none = ends(job_of("mlp", **keys), tmp_path / "0")
-    assert ends(job_of("mlp", **keys, loader={"processes": 2}), tmp_path / "2") == none
+    two = ends(job_of("mlp", **keys, loader={"processes": 2}), tmp_path / "2")  # the first job's workers fork them
+    assert ends(job_of("mlp", **keys), tmp_path / "0") == two
 
 
+@pytest.mark.slow
 def test_without_augmentation_or_dropout_the_seeds_of_both_say_nothing(tmp_path: Path) -> None:
     """So that the tests above cannot pass because nothing random happened."""
     plain = ends(
@@ -132,6 +138,7 @@ def test_without_augmentation_or_dropout_the_seeds_of_both_say_nothing(tmp_path:
     assert len({str(one[0]) for one in (plain, augmented, dropout)}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 @pytest.mark.parametrize("rows", [33, 3])
 def test_workers_without_rows_neither_hang_nor_disturb(tmp_path: Path, rows: int, bitwise: bool) -> None:
@@ -183,6 +190,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert not torch.equal(weights["head.weight"], initial(training.Transformer).state_dict()["head.weight"])
 
 
+@pytest.mark.slow
 def test_the_whole_batchs_norm_is_clipped_and_the_schedule_goes_by_steps(tmp_path: Path) -> None:
     scheduler = {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 4, "gamma": 0.5}}
     run_group(job_of("mlp", workers=3, shards=5, grad_clip=0.2, scheduler=scheduler), tmp_path)
@@ -223,6 +231,7 @@ def test_a_schedule_by_epochs_and_one_that_watches(tmp_path: Path) -> None:
         run_group(job_of("mlp", workers=1, scheduler={**plateau, "per": "step"}), tmp_path / "step")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_the_same_bits_too(tmp_path: Path, precision: str) -> None:
     keys = {"precision": precision, "bitwise": True, "shards": 4, "epochs": 1}
@@ -235,6 +244,7 @@ def test_half_precision_is_the_same_bits_too(tmp_path: Path, precision: str) -> 
     assert got != pytest.approx(losses, rel=1e-5), "that was full precision"
 
 
+@pytest.mark.slow
 def test_a_step_of_the_users_own_goes_past_forward(tmp_path: Path) -> None:
     """Items that are mappings, a model without a forward, metrics of what the step names."""
     keys = {"loss": None, "step": "tests.support.training:own_step", "dataset": "tests.support.training:Mappings"}
@@ -312,6 +322,7 @@ def test_a_loss_in_fp16_whose_sum_fp16_cannot_hold_has_torchs_mean(tmp_path: Pat
     assert all(weight.isfinite().all() for weight in weights_of(tmp_path).values())
 
 
+@pytest.mark.slow
 def test_a_torchscript_module_trains_as_the_module_that_it_was_made_of(tmp_path: Path) -> None:
     keys = {
         "batch_size": 22,

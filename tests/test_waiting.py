@@ -52,8 +52,9 @@ class Watched(models.SlowPairs):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_the_fast_worker_waits_for_gradients_and_the_slow_one_for_nobody(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"task": "train", "model": "tests.support.training:mlp", "batch_size": 12, "max_steps": 4}
+    keys: dict[str, Any] = {"task": "train", "model": "tests.support.training:mlp", "batch_size": 12, "max_steps": 7}
     keys |= {"loss": "torch.nn:CrossEntropyLoss", "workers": 2, "bitwise": True}
     keys |= {"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}}}
     keys |= {"dataset": {"target": "tests.test_waiting:Watched", "args": {"folder": str(tmp_path)}}}

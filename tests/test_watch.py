@@ -211,6 +211,7 @@ def test_a_page_that_the_browser_has_is_not_sent_again(tmp_path: Path) -> None:
         assert asked(server, path, **{"If-None-Match": headers["ETag"]})[:2] == (304, b"")
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_grows_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a real browser: from no run to its end, without a reload by hand and without an error."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -247,6 +248,7 @@ def test_the_page_of_a_run_grows_with_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert errors == []
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pipes["env"] = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -94,6 +94,7 @@ def test_only_torchs_own_collate_is_left_out(dataset: Parquet) -> None:
 KEYS = ("text", "id", "price", "ragged", "flag", "vector")
 
 
+@pytest.mark.slow
 @given(indices=st.lists(st.integers(0, ROWS - 1), min_size=1))
 def test_what_is_carried_beside_columns_is_what_items_carry(tables: Parquet, indices: list[int]) -> None:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 3, "outputs": {"carry": [*KEYS]}}, "job")

@@ -21,6 +21,7 @@ from dp_ray.monitor.status_line import honours_carriage_returns, rewritten
 from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Report
 from dp_ray.secrets import hide
+from dp_ray.text import harmless
 
 LINE_SECONDS = 5.0
 SHOWN_WORKERS = 16
@@ -43,9 +44,9 @@ class Console:
         self._done = False
 
     def say(self, line: str) -> None:
-        """Print a line, without its secrets, unless quiet."""
+        """Print a line, without its secrets, and without what would act on the terminal, unless quiet."""
         if not self._quiet:
-            self._print(self._before + hide(line))
+            self._print(self._before + harmless(hide(line)))
 
     def printed(self, world: World, line: str) -> None:
         """Print a line that user code printed on a worker, even when quiet."""

@@ -63,11 +63,17 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _shares(block: nn.Module, model: nn.Module) -> bool:
-    inside = {id(one) for one in block.modules()}
     mine = {id(one) for one in block.parameters()}
     return any(
         id(parameter) in mine
-        for module in model.modules()
-        if id(module) not in inside
+        for module in set(_outside(block, model))
         for parameter in module.parameters(recurse=False)
     )
+
+
+def _outside(block: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are reached without the block, also if they are in it too."""
+    if module is not block:
+        yield module
+        for child in module.children():
+            yield from _outside(block, child)

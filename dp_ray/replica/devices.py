@@ -160,20 +160,23 @@ def spread(job: Job, model: nn.Module, given: Sequence[torch.device]) -> nn.Modu
             )
         if name in place_of:
             module.to(place_of[name])
-            _move_inputs(module, place_of[name])
-        elif not any(name.startswith(f"{block}.") for block in place_of) and _has_own(module):
+            move_inputs(module, place_of[name])
+        elif not any(name.startswith(f"{block}.") for block in place_of) and has_own(module):
             for own in [*module._parameters.values(), *module._buffers.values()]:
                 if own is not None:
                     own.data = own.data.to(given[0])
-            _move_inputs(module, given[0])
+            move_inputs(module, given[0])
     return model
 
 
-def _has_own(module: nn.Module) -> bool:
+def has_own(module: nn.Module) -> bool:
+    """Whether a module has parameters or buffers of its own."""
     return any(one is not None for one in [*module._parameters.values(), *module._buffers.values()])
 
 
-def _move_inputs(module: nn.Module, device: torch.device) -> None:
+def move_inputs(module: nn.Module, device: torch.device) -> None:
+    """Let a module move what it gets to its device."""
+
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # the usual case, made fast
             return (moved(args[0], device),), kwargs

@@ -112,7 +112,7 @@ class Scripted(nn.Module):
 def compiled(model: nn.Module, job: Job) -> nn.Module:
     """The module to call: the model, its compiled version, or `Scripted`; the parameters stay the model's.
 
-    Raises JobError for `compile` with a TorchScript module.
+    Of a sharded model, each block is compiled already. Raises JobError for `compile` with a TorchScript module.
     """
     if isinstance(model, torch.jit.ScriptModule):
         if job.compile:
@@ -120,7 +120,7 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
                 "compile: the model is a TorchScript module, which torch.compile does not take; leave it out"
             )
         return Scripted(model, is_exact=job.bitwise or job.task != "train")
-    if not job.compile:
+    if not job.compile or any(is_sharded(one) for one in model.parameters()):
         return model
     # A kernel for dynamic shapes depends on the shapes that a worker saw before. One kernel a shape does not.
     called: nn.Module = torch.compile(model, dynamic=False if job.bitwise else None)  # type: ignore[assignment]

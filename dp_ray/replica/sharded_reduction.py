@@ -27,7 +27,8 @@ class ShardedReduction(Reduction):
         self._sharded = sharded
         self._looks = bool(looks_for_unused)
         self._used: set[int] = set()
-        self._unwatched = list(sharded.units)
+        self._units = list(sharded.units)
+        self._unwatched = self._units
         self._is_standing_in = False
         self._exchanges = True
         self.replica = self._forward  # type: ignore[assignment]
@@ -42,9 +43,9 @@ class ShardedReduction(Reduction):
     @contextmanager
     def shard(self, is_last: bool) -> Iterator[None]:
         """The context of a round: gradients are exchanged in the last round's backward only."""
-        root = self._sharded.root
-        root.set_requires_gradient_sync(is_last)
-        root.set_is_last_backward(is_last)
+        if is_last != self._exchanges:  # both walk through all modules
+            self._sharded.root.set_requires_gradient_sync(is_last)
+            self._sharded.root.set_is_last_backward(is_last)
         self._exchanges = is_last
         yield
 
@@ -75,7 +76,7 @@ class ShardedReduction(Reduction):
         self._sum_replicated(
             [one for one in self._sharded.replicated.values() if one.requires_grad and id(one) not in unused]
         )
-        for unit in self._sharded.units:
+        for unit in self._units:
             if id(unit.sharded_param) in unused:
                 unit.sharded_param.grad = None
         for one in self._sharded.replicated.values():
@@ -112,7 +113,7 @@ class ShardedReduction(Reduction):
         """The parameters that no worker used in this step; every rank calls this."""
         if not self._looks:
             return set()
-        trained = [unit.sharded_param for unit in self._sharded.units] + list(self._sharded.replicated.values())
+        trained = [unit.sharded_param for unit in self._units] + list(self._sharded.replicated.values())
         trained = [one for one in trained if one.requires_grad]
         counts = torch.tensor([id(one) in self._used for one in trained], dtype=torch.int32)
         with waiting("the other workers' unused parameters"):

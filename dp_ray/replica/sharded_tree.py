@@ -57,7 +57,7 @@ class TreeShardedReduction(ShardedReduction):
         with super().shard(True):
             yield
         if not is_last:
-            for unit in self._sharded.units:
+            for unit in self._units:
                 unit.sharded_param.grad = None
 
     @contextmanager

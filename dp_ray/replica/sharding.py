@@ -53,16 +53,21 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     places = _places(model)
     for name, parameter in model.named_parameters():
         check_has_shape(name, parameter)
-    make_gradients_dense(model)
-    replicated = _kept_whole(model)
+    root, current, replicated = shard_in_place(job, world, model)
     if replicated:
         sizes = [f"{name} ({one.nbytes} bytes)" for name, one in replicated.items()]
         note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
-    recompute_blocks(job, model, [world.device])
-    root, current = _shard(job, world, model, set(replicated.values()))
     tensors = _materialise(places, world.device, job.fsdp.offload)
     fill(lambda number, whole: _copy_rows(tensors[number], whole))
     return Sharded(model, root, {name: _get(model, name) for name in replicated}, current, world)
+
+
+def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule, Round, dict[str, nn.Parameter]]:
+    """Shard a model over the workers; gives its root, its rounds, and what stays whole, by name."""
+    make_gradients_dense(model)
+    replicated = _kept_whole(model)
+    recompute_blocks(job, model, [world.device])
+    return *_shard(job, world, model, set(replicated.values())), replicated
 
 
 def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Fill]:
@@ -181,13 +186,15 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     offload = CPUOffloadPolicy() if job.fsdp.offload and world.device.type != "cpu" else OffloadPolicy()
     keys: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole}
     for block in choose_blocks(job, model):
+        if job.compile:  # what FSDP does before and after the forward stays outside
+            block.forward = torch.compile(block.forward)
         fully_shard(block, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(*dtypes), **keys)
     policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # what the root gets holds targets too
     root = fully_shard(Root(model), mp_policy=policy, **keys)
     if dtypes[0] is not None:
         model.register_forward_pre_hook(_casting(dtypes[0]), with_kwargs=True)
     # Of the CPUs: to ask over GPUs would wait for the whole forward.
-    current = Round(group=None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo"))
+    current = Round(group=dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None)
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
             _set_collectives(module, job, current, name.removeprefix("model."))

@@ -7,6 +7,7 @@ from dp_ray.report.curves import Chart, charts_of
 from dp_ray.report.facts import duration, metrics_of, rows_per_second, speed_text, spoken, time_split
 from dp_ray.report.page import rendered
 from dp_ray.report.run_data import RunData, as_text, read_run
+from dp_ray.report.thinning import WHOLE
 from dp_ray.results.compare import NO_DIFFERENCE
 from dp_ray.rundir.differences import dotted
 from dp_ray.storage import Storage
@@ -52,7 +53,7 @@ def overlaid(runs: Sequence[RunData]) -> list[Chart]:
     """A chart for each value that a run measured, with a series for each run, of the same colour everywhere."""
     found: dict[str, Chart] = {}
     for at, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
-        for mine in charts_of(run.history):
+        for mine in charts_of(run.history, WHOLE // len(runs)):
             chart = found.setdefault(mine.title, Chart(f"chart-{len(found)}", mine.title, []))
             for number, series in enumerate(mine.series):
                 name = f"{label}: {series['name']}" if number else label

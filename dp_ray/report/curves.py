@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dp_ray.report.thinning import thinned
+from dp_ray.report.thinning import WHOLE, thinned
 from dp_ray.results.arrow_numbers import known_numbers, numbers
 from dp_ray.rundir.history_file import is_inner
 from dp_ray.rundir.incidents import IncidentLog
@@ -37,18 +37,23 @@ class Chart:
         return {"key": self.key, "title": self.title, "series": self.series}
 
     @property
+    def bucket(self) -> int:
+        """Of how many steps the page has only the least and the largest value; 1 if it has all."""
+        return max(int(one["width"]) for one in self.series)
+
+    @property
     def figures(self) -> list[dict[str, Any]]:
         """The first, last, least and largest value of each series."""
         return [figures_of(one) for one in self.series]
 
 
-def charts_of(history: pa.Table | None) -> list[Chart]:
-    """A chart for each measured value and its evaluation, in the order of interest."""
+def charts_of(history: pa.Table | None, whole: int = WHOLE) -> list[Chart]:
+    """A chart for each measured value and its evaluation, in the order of interest; `whole` as of `thinned`."""
     if history is None or not len(history):
         return []
     found = []
     for number, (name, columns) in enumerate(_groups(history.column_names).items()):
-        series = [series_of(one, history, one) for one in columns]
+        series = [series_of(one, history, one, whole) for one in columns]
         series = [{**one, "color": at, "dash": at} for at, one in enumerate(series) if one["x"] or one["odd"]]
         if series:
             found.append(Chart(f"chart-{number}", TITLES.get(name, name), series))
@@ -66,10 +71,10 @@ def _groups(names: Sequence[str]) -> dict[str, list[str]]:
     return groups
 
 
-def series_of(name: str, history: pa.Table, source: str) -> dict[str, Any]:
+def series_of(name: str, history: pa.Table, source: str, whole: int = WHOLE) -> dict[str, Any]:
     """A column of the history, thinned out, as JSON values; `source` is its name there."""
     steps, values = known_numbers(history, source)
-    points = thinned(steps, values)
+    points = thinned(steps, values, whole=whole)
     return {
         "name": name,
         "source": source,

@@ -8,6 +8,7 @@
   };
   const DASHES = ["solid", "6 3", "2 2", "10 3 2 3", "12 4", "4 4", "1 3"];
   const HEIGHT = 240;
+  const MOST = 3002; // points of a series that are drawn at once
   const PALETTE = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 
   let drawing = read(document);
@@ -35,6 +36,33 @@
       weight = weight * smoothing + (1 - smoothing);
       return sum / weight;
     }) };
+  }
+
+  // The points to draw: those in the view and next to it; of many, the least and the largest of each bucket.
+  function inView({ x, y }) {
+    if (x.length <= MOST) return { x, y };
+    const first = Math.max(0, placeOf(x, view.start) - 1), end = Math.min(x.length, placeOf(x, view.end) + 2);
+    const width = Math.ceil((end - first) / (MOST / 2)), kept = { x: [], y: [] };
+    for (let start = first; start < end; start += width) {
+      let least = start, largest = start;
+      const stop = Math.min(start + width, end);
+      for (let at = start; at < stop; at++) {
+        if (y[at] < y[least]) least = at;
+        if (y[at] > y[largest]) largest = at;
+      }
+      for (const at of new Set([Math.min(least, largest), Math.max(least, largest)])) { kept.x.push(x[at]); kept.y.push(y[at]); }
+    }
+    return kept;
+  }
+
+  // How many of the ascending numbers are less than a value.
+  function placeOf(numbers, value) {
+    let low = 0, high = numbers.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (numbers[middle] < value) low = middle + 1; else high = middle;
+    }
+    return low;
   }
 
   function figureFor(key, options) {
@@ -74,8 +102,8 @@
   function addSeries(figure, chart, series, at) {
     const color = theme().series[series.color % 7], is_visible = !hidden.has(`${chart.key}/${at}`);
     const name = series.name, dash = DASHES[series.dash % 7];
-    const raw = new Bokeh.ColumnDataSource({ data: { x: series.x, y: series.y } });
-    const soft = new Bokeh.ColumnDataSource({ data: smoothed(series) });
+    const raw = new Bokeh.ColumnDataSource({ data: inView(series) });
+    const soft = new Bokeh.ColumnDataSource({ data: inView(smoothed(series)) });
     const style = { line_color: color, line_width: 1.5, line_dash: dash, visible: is_visible };
     const thin = series.isStep || series.isSparse || smoothing === 0 ? 1 : 0.3;
     const lines = [figure.line({ field: "x" }, { field: "y" }, { source: raw, name, ...style, line_alpha: thin })];
@@ -214,6 +242,10 @@
     view = { start, end: start + span };
     for (const about of drawn.values()) {
       about.figure.x_range.setv({ start: view.start, end: view.end });
+      for (const part of about.parts || []) if (part.series.x.length > MOST) {
+        part.raw.data = inView(part.series);
+        part.soft.data = inView(smoothed(part.series));
+      }
       fit(about);
     }
     isMoving = false;
@@ -254,7 +286,7 @@
     document.getElementById("smoothing-value").textContent = value.toFixed(2);
     for (const { parts } of drawn.values()) for (const part of parts || []) {
       if (part.series.isSparse || part.series.isStep) continue;
-      part.soft.data = smoothed(part.series);
+      part.soft.data = inView(smoothed(part.series));
       part.lines[0].glyph.line_alpha = value > 0 ? 0.3 : 1;
       part.lines[1].visible = value > 0 && part.lines[0].visible;
     }

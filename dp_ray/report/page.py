@@ -22,6 +22,7 @@ from dp_ray.report.worker_grid import WorkerGrid
 from dp_ray.results.arrow_numbers import known_numbers
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.storage import Storage
+from dp_ray.text import harmless
 
 REPORT = "report.html"
 HERE = Path(__file__).parent
@@ -51,7 +52,7 @@ def render_run(data: RunData, live: float | None = None) -> str:
         facts=facts_of(data),
         metrics=metrics_of(data),
         split=time_split(data),
-        job_file=yaml.dump(data.job, Dumper=DUMPER, sort_keys=False, allow_unicode=True) if data.job else "",
+        job_file=job_file_of(data.job),
         driver=data.drivers[-1] if data.drivers else {},
         evaluations=evaluations_of(data),
         heat_maps=heat_maps(data.grid),
@@ -88,6 +89,14 @@ def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
     )
 
 
+def job_file_of(job: dict[str, Any]) -> str:
+    """A job with all of its keys as YAML."""
+    try:
+        return str(yaml.dump(job, Dumper=DUMPER, sort_keys=False, allow_unicode=True)) if job else ""
+    except UnicodeEncodeError:  # the fast dumper takes no halves of characters
+        return str(yaml.dump(job, Dumper=yaml.SafeDumper, sort_keys=False))
+
+
 @functools.cache
 def plotting_scripts() -> tuple[str, ...]:
     """BokehJS, from the installed package, without importing it; empty if it is not installed."""
@@ -107,10 +116,20 @@ def _templates() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(HERE)
     # What an earlier version did not keep is left out.
     found = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.ChainableUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=jinja2.ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
     found.filters |= {"number": number, "duration": duration, "text": as_text}
     return found
+
+
+def _shown(value: Any) -> Any:
+    """A value that a template shows: a text without what would turn its direction, or cannot be encoded."""
+    return harmless(value) if type(value) is str else value
 
 
 def heat_maps(grid: WorkerGrid | None) -> list[dict[str, Any]]:

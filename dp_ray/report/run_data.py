@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dp_ray.errors import Error
 from dp_ray.key_hints import renamed
 from dp_ray.report.samples import output_samples
 from dp_ray.report.worker_grid import WorkerGrid, worker_grid
@@ -91,7 +90,7 @@ def read_run(run: Storage) -> RunData:
     def part(name: str, read: Callable[[], T], default: T) -> T:
         try:
             return read()
-        except (Error, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except Exception as error:  # files of any content
             data.problems.append(f"{name} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}")
             return default
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 BUCKETS = 1500
+WHOLE = 20_000  # points of a series that the page holds as it is, for zooming in
 LISTED = 100  # stretches of values that are not finite
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -28,13 +29,16 @@ class Thinned:
     num_odd: int
 
 
-def thinned(x: Array, y: Array, buckets: int = BUCKETS) -> Thinned:
-    """Keep at most `2 * buckets + 2` points: the ends, and the extremes of each bucket of consecutive points."""
+def thinned(x: Array, y: Array, buckets: int = BUCKETS, whole: int = WHOLE) -> Thinned:
+    """Keep all of at most `whole` points.
+
+    Of more, keep at most `2 * buckets + 2`: the ends, and the extremes of each bucket of consecutive points.
+    """
     is_finite = np.isfinite(y)
     odd = x[~is_finite]
     x, y = x[is_finite], y[is_finite]
     none = np.empty(0)
-    if len(y) <= 2 * buckets:
+    if len(y) <= max(whole, 2 * buckets):
         return Thinned(x, y, none, none, 1, _stretches(odd), len(odd))
     width = -(-len(y) // buckets)
     starts = np.arange(0, len(y), width)

@@ -22,9 +22,9 @@ from dp_ray.results.table import Table
 from dp_ray.rundir.files import RESULT, RUN, SHAPES, write_json
 from dp_ray.rundir.history_file import read_history
 from dp_ray.rundir.unfinished import unfinished
-from dp_ray.rundir.weights import BEST, WEIGHTS
+from dp_ray.rundir.weights import BEST
+from dp_ray.rundir.weights_files import read_weights, weights_path
 from dp_ray.storage import Storage
-from dp_ray.tensors.file import read_tensors
 
 SUMMARY = (
     *("name", "task", "status", "error", "rows", "steps", "quarantined", "metrics", "best", "interruptions"),
@@ -118,7 +118,7 @@ class Result:
         """The trained weights, as the bare module's `load_state_dict` takes them."""
         if self.weights_path is None:
             raise StorageError(f"{self.run_dir}: the run has no weights (task {self.task}, status {self.status})")
-        return read_tensors(self.storage(), WEIGHTS)[0]
+        return read_weights(self.storage())
 
     @property
     def history(self) -> Table[dict[str, Any]]:
@@ -205,7 +205,7 @@ def load(run_dir: str | Path) -> Result:
     try:
         values = json.loads(storage.read_text(RESULT))
         values["outputs_path"] = outputs_path(storage) if values.pop("outputs") else None
-        values["weights_path"] = str(storage.child(WEIGHTS)) if values.pop("weights", None) else None
+        values["weights_path"] = weights_path(storage) if values.pop("weights", None) else None
         values["best"] = with_best_weights(values.get("best"), storage)
         told = values.get("metrics", {})
         values["metrics"] = {name: math.nan if one is None else one for name, one in told.items()}

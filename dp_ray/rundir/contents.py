@@ -7,6 +7,7 @@ NAMED = {
     "history": "history",
     "metrics.parquet": "history",
     "weights.safetensors": "weights",
+    "model.safetensors.index.json": "weights",
     "outputs": "outputs",
     "outputs.parquet": "outputs",
 }

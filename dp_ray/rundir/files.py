@@ -4,9 +4,11 @@ Each other file is named in the module that writes it.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from dp_ray.errors import StorageError
+from dp_ray.errors import Error, StorageError
 from dp_ray.storage import Storage
 
 RUN = "run.json"  # the job, and which driver runs it
@@ -18,8 +20,20 @@ def read_json(run: Storage, name: str) -> dict[str, Any]:
     """The mapping in a JSON file; raises StorageError if the file is damaged."""
     try:
         return dict(json.loads(run.read_text(name)))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise StorageError(f"{run}/{name}: is damaged: {error}") from None
+
+
+@contextmanager
+def damage_told(run: object) -> Iterator[None]:
+    """Raise StorageError for whatever a foreign or damaged file of a run makes the block raise."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:  # files of any content: each raises what it likes
+        first = next(iter(str(error).splitlines()), "")
+        raise StorageError(f"{run}: is damaged: {type(error).__name__}: {first}") from error
 
 
 def write_json(run: Storage, name: str, values: dict[str, Any]) -> None:

@@ -100,7 +100,10 @@ def merged_history(run: Storage) -> pa.Table:
 
 def _read(folder: Storage, name: str) -> pa.Table:
     with folder.open(name) as stream:
-        return pq.ParquetFile(stream).read()  # pq.read_table would import pandas, which takes most of a second
+        try:
+            return pq.ParquetFile(stream).read()  # pq.read_table would import pandas, which takes most of a second
+        except (pa.ArrowException, OSError) as error:
+            raise StorageError(f"{folder}/{name}: cannot be read: {error}") from None
 
 
 def read_history(run: Storage) -> Iterator[dict[str, Any]]:

@@ -98,7 +98,7 @@ def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRu
         return _run(run, name, written, now or datetime.now(UTC))
     except (StorageError, OSError) as error:
         return ListedRun(name, DAMAGED, note=str(error).removeprefix(f"{run}/"))
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except Exception as error:  # files of any content
         return ListedRun(name, DAMAGED, note=f"{type(error).__name__}: {error}")
 
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from dp_ray.errors import StorageError
 from dp_ray.replica.world import World, broadcast, gathered
-from dp_ray.rundir.checkpoint import NAME, CheckpointWriter, name_of, steps_of, unpack
+from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, CheckpointWriter, name_of, steps_of, unpack
 from dp_ray.rundir.pieces import PIECES, described, open_pieces, piece_name, stored_in
-from dp_ray.rundir.weights import TORCH_FILES, check_pinned, file_of, pin_start, read_torch
+from dp_ray.rundir.weights import BEST, TORCH_FILES, check_pinned, file_of, pin_start, read_torch
+from dp_ray.rundir.weights_files import INDEXES, open_index
 from dp_ray.storage import Storage
 from dp_ray.system.waiting import waiting
 from dp_ray.tensors.file import write_tensors
@@ -110,10 +111,27 @@ def open_start(run: Storage, location: str) -> tuple[dict[str, Stored], dict[str
         for one in opened.files[1:]:
             one.check()
         return opened.state["model"], {"about": opened.about, "state": opened.state}
+    if name.endswith(INDEXES):
+        return open_index(storage, name), None
     if name.endswith(TORCH_FILES):
         whole = read_torch(storage.read_bytes(name), f"{storage}/{name}")
         return {key: held(one) for key, one in whole.items() if isinstance(one, torch.Tensor)}, None
     return TensorFile(storage, name).tensors(), None
+
+
+def write_best(run: Storage, metric: str, value: float, step: int) -> None:
+    """Write the weights of the best checkpoint, the one after `step` steps, as a weights file of the bare module.
+
+    Only one tensor at a time is in memory. Raises StorageError if the checkpoint is damaged.
+    """
+    opened = open_checkpoint(run.child(CHECKPOINTS), name_of(step))
+    for one in opened.files:
+        one.check()
+    stored = {name: one for name, one in opened.state["model"].items() if isinstance(one, Stored)}
+    empty = {name: one.empty() for name, one in stored.items()}
+    by_id = {id(empty[name]): one for name, one in stored.items()}
+    text = json.dumps({"metric": metric, "value": value, "step": step})
+    write_tensors(run, BEST, empty, text, whole=lambda tensor: by_id[id(tensor)].whole())
 
 
 def newest_open(

@@ -18,14 +18,14 @@ from torch import nn
 
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.replica.world import broadcast, is_rank_0
-from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, load_checkpoint, name_of, parse, steps_of
+from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, name_of, parse, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.files import write_json
 from dp_ray.rundir.pieces import PIECES, names_of
+from dp_ray.rundir.weights_files import INDEXES, WEIGHTS, files_of, open_index, weights_name
 from dp_ray.storage import Storage
-from dp_ray.tensors.file import parse_tensors, read_text, write_tensors
+from dp_ray.tensors.file import parse_tensors, read_text
 
-WEIGHTS = "weights.safetensors"
 BEST = "best.safetensors"
 TORCH_FILES = (".pt", ".pth", ".bin")
 PIN = "init_from.json"
@@ -62,8 +62,8 @@ def find_start(location: str) -> tuple[Storage, str, str]:
         return storage, "", name
     if steps := steps_of(storage.child(CHECKPOINTS)):
         return storage, CHECKPOINTS, name_of(steps[-1])
-    if storage.exists(WEIGHTS):
-        return storage, "", WEIGHTS
+    if weights := weights_name(storage):
+        return storage, "", weights
     raise JobError(
         f"init_from: {location} holds neither checkpoints nor {WEIGHTS}: give a run of task train, or a file"
     )
@@ -112,6 +112,8 @@ def read_start(run: Storage, location: str) -> tuple[dict[str, Any], dict[str, A
     if NAME.fullmatch(name):
         about, state = parse(data, where, storage)
         return state["model"], {"about": about, "state": state}
+    if name.endswith(INDEXES):
+        return {key: one.whole() for key, one in open_index(storage, name).items()}, None
     return read_torch(data, where) if name.endswith(TORCH_FILES) else parse_tensors(data, where)[0], None
 
 
@@ -140,13 +142,6 @@ def describe_start(run: Storage, location: str) -> str:
     return f"{line}, the run's newest checkpoint{beside}"
 
 
-def write_best(run: Storage, metric: str, value: float, step: int) -> None:
-    """Write the weights of the best checkpoint, the one after `step` steps, as a weights file of the bare module."""
-    model = load_checkpoint(run.child(CHECKPOINTS), name_of(step))[1]["model"]
-    tensors = {name: one for name, one in model.items() if isinstance(one, torch.Tensor)}
-    write_tensors(run, BEST, tensors, json.dumps({"metric": metric, "value": value, "step": step}))
-
-
 def _told_best(storage: Storage, name: str) -> str:
     text = read_text(storage, name)
     best = json.loads(text) if text else None
@@ -165,7 +160,7 @@ def _split_location(location: str) -> tuple[Storage, str]:
     """Split `init_from` into a folder and a file name, which is empty if it names a folder."""
     base, mark, query = location.partition("?") if "://" in location else (location, "", "")
     folder, _, name = base.rstrip("/").rpartition("/")
-    is_file = name.endswith((".safetensors", *TORCH_FILES))
+    is_file = name.endswith((".safetensors", INDEXES, *TORCH_FILES))
     return (Storage((folder or ".") + mark + query), name) if is_file else (Storage(location), "")
 
 
@@ -175,6 +170,8 @@ def _pin(run: Storage, location: str) -> Start:
     links.create()
     if is_linked := links.link(name, source):
         _link_pieces(links, name, source)
+        for one in files_of(source, name) if name.endswith(INDEXES) else ():
+            links.link(one, source)
     start = Start(folder, name, (links if is_linked else source).sha256(name))
     write_json(run, PIN, asdict(start))
     return start

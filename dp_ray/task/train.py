@@ -27,7 +27,9 @@ from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.ledger import begin_attempt, check_newest
-from dp_ray.rundir.weights import BEST, WEIGHTS, write_best
+from dp_ray.rundir.sharded_checkpoint import write_best
+from dp_ray.rundir.weights import BEST
+from dp_ray.rundir.weights_files import parts_of, write_weights
 from dp_ray.storage import Storage
 from dp_ray.task.checkpointer import Checkpointer, PieceKeeper, writer_of
 from dp_ray.task.cut import cut_of
@@ -41,7 +43,6 @@ from dp_ray.task.shard_reports import reporting
 from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.training_loop import TrainingLoop
-from dp_ray.tensors.file import write_tensors
 from dp_ray.tensors.shards import attend_writing, on_rank_0
 
 
@@ -100,9 +101,10 @@ def train(
 def keep_weights(run: Storage, model: nn.Module, train_state: TrainState, send: Send, world: World) -> None:
     """Write the last weights and the best weights to the run directory, on rank 0; the others send it their rows."""
     if world.rank != 0:
-        attend_writing(tensors_of(model))
+        for part in parts_of(tensors_of(model)):
+            attend_writing(part)
         return
-    write_tensors(run, WEIGHTS, tensors_of(model), whole=on_rank_0)
+    write_weights(run, tensors_of(model), whole=on_rank_0)
     keep_best(run, train_state, send)
 
 

@@ -44,12 +44,13 @@ def write_tensors(
     tensors: Mapping[str, torch.Tensor],
     text: str = "",
     whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    metadata: Mapping[str, str] | None = None,
 ) -> str:
     """Write CPU tensors, and a text that `read_tensors` returns, to the file `name`, whole or not at all.
 
     Returns the checksum that the file holds. `whole` gives a tensor's numbers if they are elsewhere; it is called
-    for each tensor in order, twice. Raises StorageError if the file cannot be written, and ModelError for a dtype or
-    layout that the format does not have.
+    for each tensor in order, twice. `metadata` is for other programs. Raises StorageError if the file cannot be
+    written, and ModelError for a dtype or layout that the format does not have.
     """
     table: dict[str, Any] = {}
     end = 0
@@ -65,7 +66,8 @@ def write_tensors(
     for tensor in tensors.values():
         for piece in _pieces(whole(tensor)):
             digest.update(piece)
-    header = json.dumps({"__metadata__": {TEXT: text, DIGEST: digest.hexdigest()}, **table}).encode()
+    told = {**(metadata or {}), TEXT: text, DIGEST: digest.hexdigest()}
+    header = json.dumps({"__metadata__": told, **table}).encode()
     header += b" " * (-len(header) % 8)
     with storage.writing(name) as stream:
         stream.write(len(header).to_bytes(8, "little") + header)

@@ -28,6 +28,10 @@ class Stored:
         """The whole tensor."""
         return self.rows(0, self.shape[0] if self.shape else 1)
 
+    def empty(self) -> torch.Tensor:
+        """A tensor of its size and dtype without memory."""
+        return torch.empty(self.shape, dtype=self.rows(0, 0).dtype, device="meta")
+
     def like(self, tensor: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
         """The part of it that a worker holds of `tensor`: its rows if that is sharded, else the whole."""
         if not is_sharded(tensor):

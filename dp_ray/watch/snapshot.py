@@ -60,7 +60,7 @@ class Watched:
                 read_incidents(run, RESULT if row.status == "done" else INCIDENTS),
                 str(read_json(run, RESULT).get("error") or "") if row.status == "failed" else "",
             )
-        except (StorageError, OSError, ValueError):
+        except Exception:  # files of any content, which may be whole at the next look
             return Snapshot(row, losses=self._losses)
 
     def _read_losses(self, is_last: bool) -> list[float]:

@@ -310,3 +310,41 @@ class EitherBlock(nn.Module):
         chosen = self.blocks[int(inputs[0, 0] > 0)]
         outputs: torch.Tensor = self.head(torch.relu(chosen(inputs)))
         return outputs
+
+
+class Expert(nn.Module):
+    """A layer with three experts, of which each row takes one; none takes the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 2)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(inputs).softmax(1)
+        chosen, mixed = scores.argmax(1), inputs
+        for number in chosen.unique().tolist():
+            taken = chosen == number
+            share = torch.zeros_like(inputs)
+            share[taken] = self.experts[number](inputs[taken]) * scores[taken, number, None]
+            mixed = mixed + share
+        return mixed
+
+
+class Experts(nn.Module):
+    """A mixture of experts; the first and the last layer share a gate, and the second one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Expert() for _ in range(4))
+        first, second, third, last = (layer for layer in self.layers if isinstance(layer, Expert))
+        last.gate = first.gate
+        second.requires_grad_(False)
+        next(third.experts[0].parameters()).requires_grad_(False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        outputs: torch.Tensor = self.head(inputs)
+        return outputs

@@ -1,0 +1,75 @@
+"""The jobs of `jobs/` that train language models with `strategy: fsdp`."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dp_ray
+from dp_ray.job_file import load_job
+from jobs.characters import LETTERS, Characters, Gpt, of_run, written
+from tests.support.cluster import ROOT
+from tests.support.group import history_of, run_group, weights_of
+from tests.support.training import plain_loop
+from tests.support.trainings import assert_close, initial, mean_loss
+
+
+def job_of_file(name: str, **keys: Any) -> Any:
+    return load_job(ROOT / "jobs" / name, keys)
+
+
+def test_the_characters_are_learned_on_two_workers_as_by_plain_torch(tmp_path: Path) -> None:
+    sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.5}}
+    small = {"model.args": {"width": 32, "depth": 2}, "dataset.args": {"windows": 128}, "batch_size": 16}
+    run_group(job_of_file("characters.yaml", **small, optimizer=sgd), tmp_path)
+    model = initial(lambda: Gpt(32, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+    def clip() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    losses = plain_loop(model, Characters(windows=128), 16, 2, mean_loss, optimizer, after_backward=clip)
+    assert_close(tmp_path, model, losses, 1e-4)
+    assert losses[0] == pytest.approx(math.log(len(LETTERS)), rel=0.1), "a guess"
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_what_a_model_writes_is_drawn_by_its_seed(tmp_path: Path) -> None:
+    keys = {"model": {"target": "jobs.characters:Gpt", "args": {"width": 32}}, "max_steps": 2, "batch_size": 8}
+    result = dp_ray.run(ROOT / "jobs" / "characters.yaml", **keys, workers=0, storage=str(tmp_path), quiet=True)
+    model = of_run(result)
+    text = "".join(written(model, count=80))
+    assert len(text) == 80 and set(text) <= set(LETTERS)
+    assert text == "".join(written(model, count=80)) != "".join(written(model, count=80, seed=1))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_model_of_hugging_face_trains_on_two_workers(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers", reason="needs the package transformers: pip install 'dp-ray[transformers]'")
+    from jobs.hugging_face import Labelled, causal_model, step
+
+    sizes = {
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0, "embd_pdrop": 0}
+        | {"attn_pdrop": 0},
+        "llama": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    }[kind]
+    target = {"target": "jobs.hugging_face:causal_model", "args": {"kind": kind, **sizes}}
+    sgd = {"target": "torch.optim:SGD", "args": {"lr": 1.0}}
+    keys = {"model": target, "max_steps": 6, "shuffle": False, "optimizer": sgd}
+    run_group(job_of_file("hugging_face.yaml", **keys), tmp_path)
+    model = initial(lambda: causal_model(kind, **sizes))
+    optimizer, data, losses = torch.optim.SGD(model.parameters(), 1.0), Labelled(), []
+    for at in range(6):
+        rows = torch.stack([data[at * 32 + row]["input_ids"] for row in range(32)])
+        total, count = step(model, {"input_ids": rows, "labels": rows})["loss"]
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((total / count).item())
+    assert [row["loss"] for row in history_of(tmp_path)] == pytest.approx(losses, rel=1e-4)
+    trained = weights_of(tmp_path)
+    for name, one in model.named_parameters():
+        assert torch.allclose(trained[name], one, rtol=1e-3, atol=1e-4), name
