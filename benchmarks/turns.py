@@ -117,7 +117,7 @@ class Turns(StepControl):
         if self._loaders is None:
             self._loaders = [child.pid for child in psutil.Process().children() if child.pid not in self._known]
             self._known.update(self._loaders)
-        before, self._loaded = self._loaded, sum(map(_cpu_seconds, self._loaders))
+        before, self._loaded = self._loaded, sum(map(cpu_seconds, self._loaders))
         return self._loaded - before
 
     def _let_other_run(self) -> None:
@@ -127,6 +127,6 @@ class Turns(StepControl):
             self._mine.may_run.acquire()
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """The CPU time of all threads of a process so far (Linux only), to the nanosecond."""
     return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
