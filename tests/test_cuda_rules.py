@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,9 +68,13 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
 
 @pytest.mark.parametrize("begins", ["", "Caught RuntimeError in pin memory thread for device 0.\n"])
 def test_samples_that_are_on_a_gpu_already_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch, begins: str) -> None:
-    def loaded(*_: Any) -> Iterator[Any]:
+    def batches() -> Iterator[Any]:
         raise RuntimeError(f"{begins}cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
         yield
+
+    @contextmanager
+    def loaded(*_: Any) -> Iterator[Any]:
+        yield batches()
 
     monkeypatch.setattr(data, "make_loader", loaded)
     job = job_of("mlp")
