@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -72,7 +71,7 @@ def test_samples_that_are_on_a_gpu_already_are_told_what_to_set(monkeypatch: pyt
         raise RuntimeError(f"{begins}cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
         yield
 
-    @contextmanager
+    @contextlib.contextmanager
     def loaded(*_: Any) -> Iterator[Any]:
         yield batches()
 
