@@ -31,7 +31,7 @@ demo: $(VENV)/installed
 
 # Both at the same time: tests on Ray wait much. The others are nice to them, for which time-outs count.
 test: $(VENV)/installed
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line below on-ray
+	$(MAKE) --no-print-directory --jobs=2 below on-ray
 
 below: $(VENV)/installed
 	nice $(BIN)/python -m pytest -m 'not ray' $(TWO)
