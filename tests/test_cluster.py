@@ -102,7 +102,6 @@ def test_an_address_where_nothing_listens_is_an_error_at_once() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.xdist_group("gpus")
 def test_a_cluster_tells_whether_it_wants_a_token(cluster: Cluster, made_up_gpus: str) -> None:
     assert not wants_token(made_up_gpus)
     if (Path.home() / ".ray" / "auth_token").exists():
@@ -150,7 +149,6 @@ def made_up_gpus(cluster: Cluster) -> Iterator[str]:
 
 
 @pytest.mark.ray
-@pytest.mark.xdist_group("gpus")
 def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
     keys: dict[str, Any] = {"gpus_per_worker": 1, "devices": ["cpu"], "storage": str(tmp_path)}
     result = dp_ray.run("jobs/tutorial.yaml", workers=4, address=made_up_gpus, name="four", **keys)
@@ -160,7 +158,6 @@ def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in
 
 
 @pytest.mark.ray
-@pytest.mark.xdist_group("gpus")
 def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
     keys: dict[str, Any] = {"gpus_per_worker": 2, "storage": str(tmp_path), "address": made_up_gpus, "quiet": True}
     result = dp_ray.run("jobs/model_parallel_train.yaml", workers=2, name="two", **keys)

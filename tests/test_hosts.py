@@ -16,7 +16,7 @@ from tests.support.cluster import ROOT
 from tests.support.drivers import SLOW
 from tests.support.hosts import ENVIRONMENT, PORT, Host, hosts
 
-pytestmark = [pytest.mark.ray, pytest.mark.root, pytest.mark.xdist_group("hosts")]
+pytestmark = [pytest.mark.ray, pytest.mark.root]
 ONE_EACH: dict[str, Any] = {"resources_per_worker": {"slot": 1}}
 TRAINING = {**SLOW, **ONE_EACH, "dataset": {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.03}}}
 

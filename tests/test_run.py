@@ -232,7 +232,6 @@ def another_ray(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.ray
-@pytest.mark.xdist_group("embedded")
 def test_three_ways_to_launch_give_the_same_outputs_and_keep_a_secret(
     cluster: Cluster, embedded: Embedded, another_ray: None, tmp_path: Path
 ) -> None:
@@ -374,7 +373,6 @@ def test_a_worker_that_dies_more_often_than_retries_allow_is_told(
 
 
 @pytest.mark.ray
-@pytest.mark.xdist_group("embedded")
 def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None:
     """An embedded Ray never tries the address that a dead one has left in its own temporary folder."""
     done = embedded.done
