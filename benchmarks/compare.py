@@ -5,7 +5,7 @@ A goal is reached only if the worse quartile reaches it, so that a lucky run doe
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import mean, median, quantiles
+from statistics import median, quantiles
 from typing import NamedTuple
 
 from benchmarks.table import Row, ratio_text
@@ -55,15 +55,13 @@ def at_most(limit: float, text: str = "") -> Goal:
 AHEAD = at_least(1.0, "ahead")
 
 
-def in_rounds(pairs: Pairs, size: int, of_means: bool = False) -> Pairs:
-    """Of each round of `size` pairs, an odd number, the one with the median ratio; or their means, for CPU times.
+def in_rounds(pairs: Pairs, size: int) -> Pairs:
+    """Of each round of `size` pairs, an odd number, the one with the median ratio.
 
     A turn of a few steps varies by some 6 % with what else the machine does; the median of several varies by less, on
     both sides alike. Pairs after the last whole round are left out.
     """
     rounds = [pairs[start : start + size] for start in range(0, len(pairs) - size + 1, size)]
-    if of_means:
-        return [(mean(mine for mine, _ in one), mean(other for _, other in one)) for one in rounds]
     return [sorted(one, key=lambda pair: pair[0] / pair[1])[size // 2] for one in rounds]
 
 

@@ -3,19 +3,19 @@
 What `on_error` does in a step without bad samples is done where its batch is loaded, but for looking up that no shard
 has any. So the loading is measured alone: the model would add several times the time, and its noise. What loading
 takes longer is told as a share of a step of STEP_SECONDS. Of two equal sides the first one to be made is faster by
-some 6 ms a batch, so the sides are made in both orders, each in a process of its own, and the mean counts.
+some 6 ms a batch. So they are made in both orders, in processes of their own, and the mean counts.
 """
 
 import multiprocessing
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.measure import in_processes
 from benchmarks.training import BATCH, Images, as_a_worker
-from benchmarks.turns import cpu_seconds
 from dp_ray.job import Job
 from dp_ray.job_plan import split_of
 from dp_ray.plan.work import Work
@@ -77,3 +77,8 @@ def loading(one: dict[str, Any], other: dict[str, Any], told: Any) -> None:
     ours, theirs = Side(dataset, one), Side(dataset, other)
     rounds = [(ours.round(), theirs.round()) for _ in range(WARM + ROUNDS)][WARM:]
     told.put([mine - others for mine, others in rounds])
+
+
+def cpu_seconds(pid: int) -> float:
+    """The CPU time of all threads of a process so far (Linux only), to the nanosecond."""
+    return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9

@@ -78,13 +78,13 @@ def _allocator() -> Row:
     return compared(what, _rates(seconds), rate_text, "without", AHEAD)
 
 
-def _in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int, by_cpu: bool = False) -> Pairs:
+def _in_turns(mine: WorldLoop, theirs: WorldLoop, workers: int) -> Pairs:
     """The seconds of a step of both sides, in turns in the same processes, by rounds; without the first turns."""
     port = free_port()
-    arguments = [(rank, port, workers, mine, theirs, by_cpu) for rank in range(workers)]
+    arguments = [(rank, port, workers, mine, theirs) for rank in range(workers)]
     seconds: Pairs
     (seconds,) = in_processes(multiprocessing.get_context("spawn"), worker, arguments)
-    return in_rounds(seconds[WARM:], ROUND, by_cpu)
+    return in_rounds(seconds[WARM:], ROUND)
 
 
 def _rates(seconds: Pairs) -> Pairs:

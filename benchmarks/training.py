@@ -155,9 +155,7 @@ def as_a_worker(keeps_memory: bool = True) -> None:
         keep_freed_memory()
 
 
-def worker(
-    rank: int, port: int, world_size: int, mine: WorldLoop, theirs: WorldLoop, by_cpu: bool, told: Any
-) -> None:
+def worker(rank: int, port: int, world_size: int, mine: WorldLoop, theirs: WorldLoop, told: Any) -> None:
     """One of the processes in which both sides take turns; rank 0 puts the seconds of their steps into `told`."""
     as_a_worker()
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
@@ -166,7 +164,7 @@ def worker(
         lambda control: mine(world, control), lambda control: theirs(world, control), BLOCK, dist.barrier
     )
     if rank == 0:
-        told.put([(one.cpu, other.cpu) if by_cpu else (one.wall, other.wall) for one, other in costs])
+        told.put([(one.wall, other.wall) for one, other in costs])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -9,10 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import psutil
 
 from dp_ray.task.step_control import StepControl
 
@@ -21,7 +18,7 @@ Loop = Callable[[StepControl], object]  # calls `before` of its control with eac
 
 
 class Cost(NamedTuple):
-    """What a step of a turn took: seconds of wall time, and of CPU time of all threads of the process and loaders."""
+    """What a step of a turn took: seconds of wall time, and of CPU time of all threads of the process."""
 
     wall: float
     cpu: float
@@ -40,8 +37,7 @@ def take_turns(
     for this side alone. What it waits is no wall time of a step.
     """
     mine, others = Baton.of(threading), Baton.of(threading)
-    known: set[int] = set()
-    sides = Turns(block, mine, others, settle, drain, known), Turns(block, others, mine, settle, known=known)
+    sides = Turns(block, mine, others, settle, drain), Turns(block, others, mine, settle)
     mine.may_run.release()
     with ThreadPoolExecutor(2) as threads:
         running = [threads.submit(side.run, loop) for side, loop in zip(sides, (ours, theirs), strict=True)]
@@ -64,20 +60,10 @@ class Baton:
 
 
 class Turns(StepControl):
-    """The step control of one of two loops: after each `block` steps, two or more, it lets the other one run.
-
-    Loader processes work on in the other side's turn, so their CPU time counts from a turn's end to that of the next.
-    `known` are the child processes that have a side.
-    """
+    """The step control of one of two loops: after each `block` steps, two or more, it lets the other one run."""
 
     def __init__(
-        self,
-        block: int,
-        mine: Baton,
-        others: Baton,
-        settle: Drain = lambda: None,
-        drain: Drain = lambda: None,
-        known: set[int] | None = None,
+        self, block: int, mine: Baton, others: Baton, settle: Drain = lambda: None, drain: Drain = lambda: None
     ) -> None:
         self.costs: list[Cost] = []
         self._block = block
@@ -86,9 +72,6 @@ class Turns(StepControl):
         self._settle = settle
         self._drain = drain
         self._began = Cost(0.0, 0.0)
-        self._known = set() if known is None else known
-        self._loaders: list[int] | None = None
-        self._loaded = 0.0
 
     def run(self, loop: Loop) -> None:
         """Run the loop, from this side's first turn on."""
@@ -105,28 +88,15 @@ class Turns(StepControl):
             self._settle()
             wall = time.perf_counter()
             self._drain()
-            wall, cpu = wall - self._began.wall, time.process_time() - self._began.cpu
-            self.costs.append(Cost(wall / (self._block - 1), cpu / (self._block - 1) + self._loading() / self._block))
+            spent = wall - self._began.wall, time.process_time() - self._began.cpu
+            self.costs.append(Cost(*(one / (self._block - 1) for one in spent)))
             self._let_other_run()
         if step % self._block == 1:
             self._settle()
             self._began = Cost(time.perf_counter(), time.process_time())
-
-    def _loading(self) -> float:
-        """The CPU time of this side's loader processes since the last call."""
-        if self._loaders is None:
-            self._loaders = [child.pid for child in psutil.Process().children() if child.pid not in self._known]
-            self._known.update(self._loaders)
-        before, self._loaded = self._loaded, sum(map(cpu_seconds, self._loaders))
-        return self._loaded - before
 
     def _let_other_run(self) -> None:
         """Let the other side run, unless it has ended, and wait for the next turn."""
         if not self._others.has_ended.is_set():
             self._others.may_run.release()
             self._mine.may_run.acquire()
-
-
-def cpu_seconds(pid: int) -> float:
-    """The CPU time of all threads of a process so far (Linux only), to the nanosecond."""
-    return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9

@@ -4,9 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from dp_ray.cluster.ray_internals.variables import VARIABLES
 from dp_ray.errors import JobError
 from tests.support.cluster import ROOT
+from tests.support.within import within
 
 SECONDS = 120.0  # the machine may be busy
 
@@ -54,16 +54,6 @@ def started(*arguments: str) -> Iterator[Command]:
         finally:
             running.kill()
     assert within(SECONDS, lambda: not command.processes()), command.processes()
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    """Whether something comes to hold within so many seconds."""
-    until = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @pytest.mark.ray

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from dp_ray.cluster.ray_internals.variables import AUTH_MODE, AUTH_TOKEN
 from dp_ray.system.folders import own_folder, short_folder
 from tests.support.cluster import ROOT
 from tests.support.sources import nodes_of
+from tests.support.within import within
 
 RAY = Path(ray.__file__).parent
 WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals"
@@ -480,7 +481,7 @@ def test_the_agent_of_environments_comes_when_it_is_asked_at_the_port_that_the_r
     line = [*AGENTS, "late", sys.executable, str(agent), *given, f"{OPTION}0", "--rest"]
     written = tmp_path / f"{ray._raylet.RUNTIME_ENV_AGENT_PORT_NAME}_{node}"
     with subprocess.Popen(line, env={"RAY_RAYLET_PID": str(os.getpid())}) as running:
-        assert within_seconds(lambda: written.exists())
+        assert within(30, written.exists)
         port = int(written.read_text())
         time.sleep(0.2)
         assert Path(f"/proc/{running.pid}/cmdline").read_text().split("\0")[3] == AGENTS[-1], "nobody has asked yet"
@@ -490,15 +491,6 @@ def test_the_agent_of_environments_comes_when_it_is_asked_at_the_port_that_the_r
         assert running.wait(30) == 0
     assert ast.literal_eval(answer.decode()) == [running.pid, *given, f"{OPTION}{port}", "--rest"]
     assert subprocess.run(line, env={"RAY_RAYLET_PID": "1"}, timeout=30).returncode == 0, "its raylet has ended"
-
-
-def within_seconds(holds: Callable[[], bool], seconds: float = 30) -> bool:
-    until = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def answer_at(port: int) -> bytes:

@@ -98,12 +98,17 @@ class SumScatter(Collective):
     ) -> dist.Work | None:
         """Sum the workers' inputs; each gets its slice of the sums."""
         self._round.check()
-        if self._round.is_silent:
-            input_tensor.zero_()
         with waiting("the other workers' gradients"):
-            work: dist.Work | None = _reduce_scatter(
-                output_tensor, input_tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op
-            )
+            return self._sum(output_tensor, input_tensor, group, async_op)
+
+    def _sum(
+        self, output: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        if self._round.is_silent:
+            gradients.zero_()
+        work: dist.Work | None = _reduce_scatter(
+            output, gradients, op=dist.ReduceOp.SUM, group=group, async_op=async_op
+        )
         return work
 
 
@@ -122,21 +127,12 @@ class TreeScatter(SumScatter):
         self._held: dict[Node, torch.Tensor] = {}
         self._ran = 0
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
+    def _sum(self, output: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
         """Exchange slices, and add them; the output is this worker's slice of the whole batch's gradient."""
-        self._round.check()
-        self._prepare(input_tensor.view(group.size(), -1))
-        received = torch.empty_like(input_tensor)
-        with waiting("the other workers' gradients"):
-            dist.all_to_all_single(received, input_tensor, group=group)
-        self._take(received.view(group.size(), -1), output_tensor)
+        self._prepare(gradients.view(group.size(), -1))
+        received = torch.empty_like(gradients)
+        dist.all_to_all_single(received, gradients, group=group)
+        self._take(received.view(group.size(), -1), output)
 
     def alone(self, gradient: torch.Tensor) -> None:
         """FSDP's all-reduce hook on a worker that is alone: FSDP does not call its reduce-scatter then."""

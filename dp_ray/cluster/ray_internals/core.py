@@ -5,7 +5,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import ray._raylet
 from ray._private.authentication import authentication_token_setup
 from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT
 from ray.core.generated import autoscaler_pb2
+from ray.exceptions import RpcError
 
 from dp_ray.cluster.ray_internals import forked_worker
 from dp_ray.cluster.ray_internals.variables import VARIABLES
@@ -106,7 +107,10 @@ def _node_awaited() -> Iterator[None]:
 
     def get_node(gcs_address: str, node_id: str) -> Any:
         known, until = ray._raylet.GcsClient(address=gcs_address), time.monotonic() + NODE_SECONDS
-        while all(one.hex() != node_id for one in known.get_all_node_info()) and time.monotonic() < until:
+        while time.monotonic() < until:
+            with suppress(RpcError):  # Ray's own function asks again too
+                if any(one.hex() == node_id for one in known.get_all_node_info()):
+                    break
             time.sleep(LOOK_SECONDS)
         return before(gcs_address, node_id)
 
