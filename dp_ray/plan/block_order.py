@@ -54,7 +54,10 @@ class BlockOrder:
     def indices(self, start: int, stop: int) -> Ints:
         """The sample indices at positions start .. stop - 1; raises IndexError unless 0 <= start <= stop <= n."""
         check_range(start, stop, len(self))
-        positions = np.arange(start, stop, dtype=np.int64)
+        return self.at(np.arange(start, stop, dtype=np.int64))
+
+    def at(self, positions: Ints) -> Ints:
+        """The sample indices at positions from 0 to n - 1, int64 [positions]."""
         return self._samples(self._rows(positions)) if len(positions) else positions
 
     def windows_at(self, start: int, stop: int) -> range:

@@ -43,10 +43,13 @@ class Order:
     def indices(self, start: int, stop: int) -> NDArray[np.int64]:
         """The sample indices at positions start .. stop - 1; raises IndexError unless 0 <= start <= stop <= n."""
         check_range(start, stop, self.num_samples)
-        samples = np.arange(start, stop, dtype=np.int64)
+        return self.at(np.arange(start, stop, dtype=np.int64))
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sample indices at positions from 0 to n - 1, int64 [positions], in place of them."""
         if self.shuffle:
-            self._permutation.apply(samples.view(np.uint64))
-        return samples
+            self._permutation.apply(positions.view(np.uint64))
+        return positions
 
     @cached_property
     def _permutation(self) -> Permutation:

@@ -11,7 +11,9 @@ from dp_ray.plan.block_order import BlockOrder
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
 
-ORDER_BLOCK = 4096  # positions computed at once: for one small shard numpy's overhead would dominate
+# For one small shard numpy's overhead would dominate.
+POSITIONS_AT_ONCE = 4096  # computed, or more, if one piece has more
+PIECES_AT_ONCE = 64
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -27,22 +29,6 @@ class ReadRequest(NamedTuple):
     shard: int
     indices: list[int]
     ahead: Sequence[int] = ()
-
-
-class Positions:
-    """The sample indices at consecutive positions of an order, computed a block at a time."""
-
-    def __init__(self, order: Order | BlockOrder) -> None:
-        self.order = order
-        self.start = 0
-        self.block = np.empty(0, np.int64)
-
-    def indices(self, start: int, stop: int) -> Indices:
-        """The sample indices at positions start .. stop - 1, int64 [stop - start]."""
-        if not self.start <= start <= stop <= self.start + len(self.block):
-            self.start = start
-            self.block = self.order.indices(start, min(len(self.order), max(stop, start + ORDER_BLOCK)))
-        return self.block[start - self.start : stop - self.start]
 
 
 class IndexLists:
@@ -63,10 +49,31 @@ class IndexLists:
         self.look_ahead = look_ahead
 
     def __iter__(self) -> Iterator[ReadRequest]:
-        positions = Positions(self.order)
         ahead = itertools.repeat(()) if self.look_ahead is None else self.look_ahead(self.pieces())
-        for piece, blocks in zip(self.pieces(), ahead, strict=False):
-            if piece.epoch != positions.order.epoch:
-                positions = Positions(dataclasses.replace(self.order, epoch=piece.epoch))
-            indices = positions.indices(piece.start, piece.stop).tolist()
-            yield ReadRequest(piece.epoch, piece.step, piece.shard, indices, blocks)
+        for (piece, indices), blocks in zip(self._indices(), ahead, strict=False):
+            yield ReadRequest(piece.epoch, piece.step, piece.shard, indices.tolist(), blocks)
+
+    def _indices(self) -> Iterator[tuple[Shard, Indices]]:
+        """Each piece with its sample indices, int64 [rows], computed for several pieces at once."""
+        order = self.order
+        for pieces in _at_once(self.pieces()):
+            if pieces[0].epoch != order.epoch:
+                order = dataclasses.replace(self.order, epoch=pieces[0].epoch)
+            found = order.at(np.concatenate([np.arange(one.start, one.stop) for one in pieces]))
+            yield from zip(pieces, np.split(found, np.cumsum([one.rows for one in pieces[:-1]])), strict=True)
+
+
+def _at_once(pieces: Iterator[Shard]) -> Iterator[list[Shard]]:
+    """Consecutive pieces of one epoch, as many as are computed at once."""
+    group: list[Shard] = []
+    rows = 0
+    for piece in pieces:
+        if group and (
+            piece.epoch != group[0].epoch or rows + piece.rows > POSITIONS_AT_ONCE or len(group) == PIECES_AT_ONCE
+        ):
+            yield group
+            group, rows = [], 0
+        group.append(piece)
+        rows += piece.rows
+    if group:
+        yield group
