@@ -1,16 +1,15 @@
 """The command line: run, plan, verify, submit, evaluate, predict, retry, schema, and those that show runs."""
 
 import json
-import shlex
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
+from dp_ray.cli_jobs import logs, status, stop, submit
 from dp_ray.cli_options import (
     ADDRESS,
     INJECT,
@@ -25,13 +24,15 @@ from dp_ray.cli_options import (
     STORAGE,
     VERBOSE,
     WORKERS,
+    load,
     of_a_training,
+    overrides_of,
 )
 from dp_ray.cli_runs import compare, list_runs, report, track, watch
 from dp_ray.early_start import begun, forked_early, say_import
-from dp_ray.errors import Error, JobError
+from dp_ray.errors import Error
 from dp_ray.job import Job
-from dp_ray.job_file import load_job, parse_counts, parse_setting, parse_workers
+from dp_ray.job_file import parse_counts, parse_setting
 from dp_ray.secrets import hide
 from dp_ray.system.imports import collector_paused
 from dp_ray.text import harmless
@@ -112,7 +113,7 @@ def run(
         from dp_ray.cluster.submit import take_settings
 
         settings = (*settings, *take_settings(env_from))
-    jobs = [_load(job_file, workers, settings, name=name, storage=storage, profile=profile) for job_file in job_files]
+    jobs = [load(job_file, workers, settings, name=name, storage=storage, profile=profile) for job_file in job_files]
     _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
     from dp_ray.driver import Options
     from dp_ray.several import running
@@ -158,7 +159,7 @@ def plan(
     as_json: bool,
 ) -> None:
     """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
-    job = _load(job_file, workers, settings)
+    job = load(job_file, workers, settings)
     from dp_ray.plan.table import table
     from dp_ray.planning import plan_job, plan_memory_of
 
@@ -193,7 +194,7 @@ def verify(
 ) -> None:
     """Run a job on several numbers of workers and check that the results are the same."""
     counts = parse_counts(workers)
-    job = _load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
+    job = load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
     say_import(job.run_name, quiet)
     if max(counts) > 0:
         _at_end.enter_context(forked_early(job, address))
@@ -205,42 +206,6 @@ def verify(
     verdict = run_verify(job, counts, options, tolerance)
     click.echo(verdict.to_json() if as_json else str(verdict))
     sys.exit(0 if verdict.same else 1)
-
-
-@cli.command()
-@JOB
-@WORKERS
-@SETTINGS
-@click.option("--name", help="The run's name.")
-@click.option("--storage", help="Folder or URL of the run directories, as the cluster sees it.")
-@click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
-@OVERWRITE
-@SHAPES
-@INJECT
-@PROFILE
-@RESULT_JSON
-def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
-    """Run a job on a cluster through its dashboard, and follow it."""
-    _load(job_file, workers, settings, name=options["name"], storage=options["storage"], profile=options["profile"])
-    from dp_ray.cluster.ray_version import check_ray
-
-    check_ray()
-    from dp_ray.cluster.submit import submit_and_follow
-    from dp_ray.system.environment import is_env
-
-    flags = ["--workers", workers] if workers else []
-    flags += [part for setting in settings if not is_env(setting) for part in ("--set", setting)]
-    valued = [key for key in ("name", "storage", "inject", "profile") if options[key]]
-    flags += [part for key in valued for part in (f"--{key}", options[key])]
-    flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
-    flags += ["--json"] if options["as_json"] else []
-    program = ["python", "-m", "dp_ray", "run", job_file, *flags]
-    if hide(shlex.join(program)) != shlex.join(program):
-        raise JobError(
-            f"{hide(shlex.join(program))}: a secret in a URL would stand in Ray's dashboard and logs; "
-            "write the URL into the job file, or leave the secret to the nodes' environment"
-        )
-    sys.exit(submit_and_follow(address, program, [setting for setting in settings if is_env(setting)]))
 
 
 @cli.command()
@@ -273,7 +238,7 @@ def _follow_up(
     from dp_ray.follow_up import follow_up
 
     chosen = {} if dataset is None else dict([parse_setting(f"dataset={dataset}")])
-    overrides = {**chosen, **_overrides(workers, settings, name=name)}
+    overrides = {**chosen, **overrides_of(workers, settings, name=name)}
     job, lines = follow_up(task, run_dir, weights, overrides)
     for line in () if flags["quiet"] else lines:
         click.echo(line, err=True)
@@ -296,7 +261,7 @@ def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json:
     from dp_ray.driver import Options, execute
     from dp_ray.retry import retried
 
-    result = execute(retried(run_dir, _overrides(workers, settings)), Options(**flags))
+    result = execute(retried(run_dir, overrides_of(workers, settings)), Options(**flags))
     if as_json:
         click.echo(json.dumps(result.to_json()))
 
@@ -312,18 +277,5 @@ def schema(out: TextIO) -> None:
     click.echo(json.dumps(json_schema(), indent=2), file=out)
 
 
-for command in (report, compare, list_runs, watch, track):
+for command in (submit, status, logs, stop, report, compare, list_runs, watch, track):
     cli.add_command(command)
-
-
-def _load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:
-    return load_job(Path(job_file), _overrides(workers, settings, **others))
-
-
-def _overrides(workers: str | None, settings: tuple[str, ...], **others: str | None) -> dict[str, Any]:
-    """The keys of a job that the command line sets."""
-    overrides: dict[str, Any] = dict(map(parse_setting, settings))
-    if workers is not None:
-        overrides["workers"] = parse_workers(workers)
-    overrides.update({key: value for key, value in others.items() if value is not None})
-    return overrides

@@ -1,8 +1,12 @@
 """The arguments and options that several commands take."""
 
+from pathlib import Path
 from typing import Any
 
 import click
+
+from dp_ray.job import Job
+from dp_ray.job_file import load_job, parse_setting, parse_workers
 
 JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
 WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
@@ -55,3 +59,17 @@ def of_a_training(command: Any) -> Any:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:
+    """The job in a file, with the keys that the command line sets."""
+    return load_job(Path(job_file), overrides_of(workers, settings, **others))
+
+
+def overrides_of(workers: str | None, settings: tuple[str, ...], **others: str | None) -> dict[str, Any]:
+    """The keys of a job that the command line sets."""
+    overrides: dict[str, Any] = dict(map(parse_setting, settings))
+    if workers is not None:
+        overrides["workers"] = parse_workers(workers)
+    overrides.update({key: value for key, value in others.items() if value is not None})
+    return overrides

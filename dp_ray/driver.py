@@ -30,11 +30,12 @@ from dp_ray.rundir.about import recorded_about
 from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, with_full_init_from, with_shards_of_run
 from dp_ray.rundir.history_file import HISTORY, RECENT, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
-from dp_ray.rundir.lease import held, wait_until_free
+from dp_ray.rundir.lease import RENEW_SECONDS, TELL_SECONDS, held, wait_until_free
 from dp_ray.rundir.lease_file import Lease
 from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.rundir.progress_file import PROGRESS
 from dp_ray.rundir.quarantine_files import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
+from dp_ray.rundir.stop_request import take_request
 from dp_ray.rundir.unfinished import last_end, stop_message
 from dp_ray.rundir.weights import LINKS, first_step
 from dp_ray.system.environment import environment
@@ -212,7 +213,11 @@ class Execution:
         try:
             # Within this block only: what removes unfinished files would remove the one that is being written.
             told = table(self._prepared.plan), self._job.max_workers == 0
-            with planned_stops(self._ask_to_stop), recorded_about(self._storage, *told):
+            with (
+                planned_stops(self._ask_to_stop) as stop,
+                recorded_about(self._storage, *told),
+                repeated("stop requests", self._look_seconds, lambda: self._heed_request(stop)),
+            ):
                 self._follow()
                 check_ours(self._claimed)
                 self._merge()
@@ -230,6 +235,17 @@ class Execution:
         self._console.say(f"{'resuming in' if self._claimed.is_resumed else 'run directory'} {where}")
         for line in self._prepared.plan.remarks:
             self._console.say(line)
+
+    @property
+    def _look_seconds(self) -> float:
+        """How often it is looked for a request to stop: an object store counts each look."""
+        return RENEW_SECONDS if self._storage.is_atomic else TELL_SECONDS
+
+    def _heed_request(self, stop: Callable[[], object]) -> None:
+        """Stop the run if `dp-ray stop` asks for it."""
+        if by := take_request(self._storage, self._claimed.token):
+            self._console.say(f"{by} asks to stop")
+            stop()
 
     def _ask_to_stop(self, signal_name: str) -> bool:
         return self._monitor is not None and self._monitor.ask_to_stop(signal_name)

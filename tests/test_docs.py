@@ -22,6 +22,7 @@ import yaml
 import benchmarks.__main__
 import jobs.digits  # noqa: F401  (scikit-learn's first import sets environment variables)
 from dp_ray import cli
+from dp_ray.cli_options import load
 from dp_ray.job import Job
 from tests.support.cluster import ROOT
 from tests.support.pages import PAGES, Block, anchors_of, blocks_of, inline_of, links_of, name_of, prose_of
@@ -42,6 +43,11 @@ NOT_RUN = {
     "dp-ray run sums.yaml --address 10.0.0.1:6379 --name on-the-cluster": OTHER_MACHINES,
     "dp-ray run jobs/tutorial.yaml --workers 8 --address 10.0.0.1:6379": OTHER_MACHINES,
     SUBMIT: OTHER_MACHINES,
+    "dp-ray submit jobs/digits.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs": OTHER_MACHINES,
+    "dp-ray status --address http://10.0.0.1:8265": OTHER_MACHINES,
+    "dp-ray logs digits -f --address http://10.0.0.1:8265": OTHER_MACHINES,
+    "dp-ray stop digits --address http://10.0.0.1:8265": OTHER_MACHINES,
+    "dp-ray stop s3://bucket/runs/digits": OTHER_MACHINES,
     "ray job submit --working-dir . -- python -m dp_ray run jobs/digits_predict.yaml": OTHER_MACHINES,
     ".venv/bin/python -m benchmarks.gpu": NEEDS_A_GPU,
     f"{DOWNLOAD} --platform manylinux2014_x86_64 -d wheels pydantic": NEEDS_A_GPU,
@@ -198,7 +204,7 @@ def check(command: list[str]) -> Job | None:
     workers, settings = given["workers"], given["settings"]
     counts = workers.split(",") if name == "verify" else [workers]
     files = given.get("job_files", (given.get("job_file"),))
-    return [cli._load(file, count, settings) for count in counts for file in files][-1]
+    return [load(file, count, settings) for count in counts for file in files][-1]
 
 
 @pytest.fixture

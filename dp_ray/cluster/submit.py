@@ -1,43 +1,248 @@
-"""Submits a command as a Ray job and follows it to its end."""
+"""Submits a command as a Ray job, and finds, follows and stops what was submitted."""
 
 import asyncio
 import json
 import logging
 import shlex
 import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import aiohttp
+import requests
 from ray.exceptions import RayError
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from dp_ray.cluster.connect import address_of, authenticate, code_to_ship
 from dp_ray.cluster.ray_internals.core import find_users_token, leave_on_head, take_from_head
-from dp_ray.errors import ClusterError
+from dp_ray.cluster.ray_internals.variables import JOB_STOP_WAIT
+from dp_ray.cluster.uploads import told_uploads
+from dp_ray.errors import ClusterError, JobError
+from dp_ray.text import listed
+
+NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
+# How long Ray waits for a job that it has asked to stop before it kills it: as long as a step and a checkpoint last.
+STOP_SECONDS = 600
+AWAY_SECONDS = 30.0  # so long a dashboard may not answer
+LOOK_SECONDS = 0.5
+
+INTERRUPTED = 130  # exit status
+STATUSES = {
+    JobStatus.PENDING: "waiting",
+    JobStatus.RUNNING: "running",
+    JobStatus.SUCCEEDED: "done",
+    JobStatus.FAILED: "failed",
+    JobStatus.STOPPED: "stopped",
+}
+Say = Callable[[str], None]
 
 
-def submit_and_follow(address: str, program: list[str], secrets: list[str]) -> int:
-    """Run `program` on the cluster behind a dashboard, with the working directory shipped; return its exit status.
+class Dashboard:
+    """The jobs that a cluster's dashboard knows. Its methods raise ClusterError if the dashboard does not answer."""
 
-    `secrets` are settings whose values must stay hidden. Ray logs a job's entrypoint and its runtime_env, and the
-    dashboard shows both. So the secrets wait in the memory of the head node under a random name. The program gets the
-    name as `--env-from`, takes the secrets and removes them. Raises ClusterError if no dashboard answers.
-    """
-    logging.getLogger("ray").setLevel("ERROR")
-    find_users_token()
-    try:
-        client = JobSubmissionClient(address)
-        if secrets:
-            program = [*program, "--env-from", leave_on_head(client, json.dumps(secrets).encode())]
-        submission = client.submit_job(entrypoint=shlex.join(program), runtime_env=code_to_ship())
-    except (ConnectionError, RuntimeError) as error:
-        raise ClusterError(f"no Ray dashboard takes the job at {address}: {error}") from error
-    print(f"submitted as {submission}", file=sys.stderr, flush=True)
-    asyncio.run(_follow(client, submission))
-    status = client.get_job_status(submission)
-    info = client.get_job_info(submission)
-    if status == JobStatus.SUCCEEDED:
+    def __init__(self, address: str) -> None:
+        for name in (
+            "ray",
+            *(kind.__module__ for kind in JobSubmissionClient.__mro__),
+        ):  # these have levels of their own
+            logging.getLogger(name).setLevel("ERROR")
+        find_users_token()
+        self.address = address
+        with self._answering("no Ray dashboard answers"):
+            self._client = JobSubmissionClient(address)
+
+    def submit(self, program: list[str], secrets: list[str], name: str, say: Say) -> str:
+        """Submit `program`, with the working directory shipped, as a run called `name`; return the job's id.
+
+        `secrets` are settings whose values must stay hidden. Ray logs a job's entrypoint and its runtime_env, and
+        the dashboard shows both. So the secrets wait in the memory of the head node under a random name. The program
+        gets the name as `--env-from`, takes the secrets and removes them.
+        """
+        code = code_to_ship()
+        for line in told_uploads(code):
+            say(line)
+        with self._answering("no Ray dashboard takes the job"):
+            if secrets:
+                program = [*program, "--env-from", leave_on_head(self._client, json.dumps(secrets).encode())]
+            submitted: str = self._client.submit_job(
+                entrypoint=shlex.join(program),
+                runtime_env={**code, "env_vars": {JOB_STOP_WAIT: str(STOP_SECONDS)}},
+                metadata={NAME: name},
+                submission_id=f"{name}-{uuid.uuid4().hex[:8]}",
+            )
+            return submitted
+
+    def jobs(self) -> list[JobDetails]:
+        """The submitted jobs, the newest first."""
+        with self._answering("no Ray dashboard answers"):
+            found = [one for one in self._client.list_jobs() if one.submission_id]
+        return sorted(found, key=lambda one: -(one.start_time or 0))
+
+    def find(self, name: str) -> JobDetails:
+        """The job with this id, or the newest run of this name; raises JobError if there is none."""
+        jobs = self.jobs()
+        for one in jobs:
+            if name in (one.submission_id, name_of(one)):
+                return one
+        known = listed(dict.fromkeys(name_of(one) or one.submission_id for one in jobs)) or "no submitted job"
+        raise JobError(f"{self.address} has no job {name!r}; it has {known}")
+
+    def details(self, submission: str) -> JobDetails:
+        """The job with this id."""
+        with self._answering("the dashboard no longer answers"):
+            return self._client.get_job_info(submission)
+
+    def logs(self, submission: str) -> str:
+        """All that a job has printed so far."""
+        with self._answering("no Ray dashboard answers"):
+            text: str = self._client.get_job_logs(submission)
+            return text
+
+    def ask_to_stop(self, submission: str) -> None:
+        """Have Ray ask a job to stop: dp_ray stops the run after its current step, and keeps it."""
+        with self._answering("the dashboard no longer answers"):
+            self._client.stop_job(submission)
+
+    def tail(self, submission: str) -> Any:
+        """All that a job prints, from its first word to its last, as it comes: an asynchronous iterator of texts."""
+        return self._client.tail_job_logs(submission)
+
+    @contextmanager
+    def _answering(self, otherwise: str) -> Iterator[None]:
+        try:
+            yield
+        except (ConnectionError, RuntimeError, requests.RequestException) as error:
+            raise ClusterError(f"{otherwise} at {self.address}: {error}") from error
+
+
+class Follower:
+    """Prints what a job prints, each word once, over interruptions of the connection."""
+
+    def __init__(self, dashboard: Dashboard, submission: str) -> None:
+        self._dashboard = dashboard
+        self._submission = submission
+        self._printed = 0  # characters
+
+    def follow(self) -> int:
+        """Print all that the job prints until it ends, and return its exit status.
+
+        Raises ClusterError if the dashboard is away for long, or if the job failed before it ran.
+        """
+        until = time.monotonic() + AWAY_SECONDS
+        ended: JobDetails | None = None
+        while ended is None or not ended.status.is_terminal():
+            with suppress(aiohttp.ClientError, OSError, RuntimeError):  # the connection broke
+                asyncio.run(self._tail())
+            try:
+                ended = self._dashboard.details(self._submission)
+                until = time.monotonic() + AWAY_SECONDS
+            except ClusterError as error:
+                if time.monotonic() > until:
+                    at = self._dashboard.address
+                    raise ClusterError(
+                        f"the cluster at {at} went away, and whether the job goes on is not known ({error}); "
+                        f"dp-ray logs -f {self._submission} --address {at} follows it again"
+                    ) from error
+            if ended is None or not ended.status.is_terminal():
+                time.sleep(LOOK_SECONDS)
+        self._print(self._dashboard.logs(self._submission)[self._printed :])  # what came after the last look
+        if ended.status == JobStatus.FAILED and ended.driver_exit_code is None:
+            raise ClusterError(f"the job did not run to its end: {ended.message}")
+        return exit_status_of(ended)
+
+    async def _tail(self) -> None:
+        skipped = 0
+        async for text in self._dashboard.tail(self._submission):
+            new = text[max(0, self._printed - skipped) :]
+            skipped += len(text)
+            self._print(new)
+
+    def _print(self, text: str) -> None:
+        print(text, end="", flush=True)
+        self._printed += len(text)
+
+
+def exit_status_of(job: JobDetails) -> int:
+    """The exit status of a job that has ended: its driver's; 130 of one that was stopped."""
+    if job.status == JobStatus.SUCCEEDED:
         return 0
-    return info.driver_exit_code or 1
+    return job.driver_exit_code or (INTERRUPTED if job.status == JobStatus.STOPPED else 1)
+
+
+def name_of(job: JobDetails) -> str | None:
+    """The name of the run that a job runs; None if `dp-ray submit` did not submit it."""
+    return (job.metadata or {}).get(NAME)
+
+
+def submit_and_follow(address: str, program: list[str], secrets: list[str], name: str) -> int:
+    """Run `program` on the cluster behind a dashboard as the run `name`, follow it, and return its exit status.
+
+    Ctrl-C asks whether to stop the job or to leave it running. Raises ClusterError if no dashboard answers.
+    """
+    dashboard = Dashboard(address)
+    submission = dashboard.submit(program, secrets, name, _say)
+    _say(f"submitted as {submission}")
+    return follow(dashboard, submission)
+
+
+def follow(dashboard: Dashboard, submission: str) -> int:
+    """Follow a job to its end, and return its exit status; Ctrl-C asks whether to stop the job or to detach."""
+    follower, is_stopping = Follower(dashboard, submission), False
+    while True:
+        try:
+            return follower.follow()
+        except KeyboardInterrupt:
+            choice = "d" if is_stopping else _asked()
+        if choice == "s":
+            is_stopping = True
+            dashboard.ask_to_stop(submission)
+            _say("asked the job to stop after its current step")
+        elif choice != "c":
+            at = f"{submission} --address {dashboard.address}"
+            _say(f"the job goes on; dp-ray logs -f {at} follows it, dp-ray stop {at} stops it")
+            return INTERRUPTED
+
+
+def stop_job(dashboard: Dashboard, name: str, waits: bool, say: Say) -> str:
+    """Stop the submitted run of a name or id, and wait for its end, unless not `waits`; returns what became of it.
+
+    Raises JobError if it is not running.
+    """
+    job = dashboard.find(name)
+    if job.status.is_terminal():
+        raise JobError(f"{job.submission_id} is not running: it is {STATUSES[job.status]}")
+    dashboard.ask_to_stop(job.submission_id)
+    say(f"asked {job.submission_id} to stop after its current step")
+    while waits and not job.status.is_terminal():
+        time.sleep(LOOK_SECONDS)
+        job = dashboard.details(job.submission_id)
+    if not waits:
+        return "it was asked to stop"
+    last = dashboard.logs(job.submission_id).strip().splitlines()[-1:]
+    return f"it is {STATUSES[job.status]}{''.join(f': {line}' for line in last)}"
+
+
+def _asked() -> str:
+    """What the user wants after Ctrl-C: s to stop the job, c to go on following, d to leave it running."""
+    if not sys.stdin.isatty():
+        return "d"
+    try:
+        print(
+            "\n(s)top the job after its step, (d)etach and let it run, or (c)ontinue to follow? ",
+            end="",
+            file=sys.stderr,
+        )
+        sys.stderr.flush()
+        return sys.stdin.readline().strip()[:1].lower() or "d"
+    except KeyboardInterrupt:
+        return "d"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def take_settings(place: str) -> list[str]:
@@ -53,8 +258,3 @@ def take_settings(place: str) -> list[str]:
             "the values of env are gone: Ray keeps them for ten minutes, and one job takes them; submit the job again"
         )
     return list(json.loads(left))
-
-
-async def _follow(client: Any, submission: str) -> None:
-    async for text in client.tail_job_logs(submission):
-        print(text, end="", flush=True)

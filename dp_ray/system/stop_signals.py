@@ -11,15 +11,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def planned_stops(ask: Callable[[str], bool]) -> Iterator[None]:
+def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[], object]]:
     """While the block runs, SIGINT and SIGTERM call `ask` with their name.
 
-    If `ask` returns False, the handler raises KeyboardInterrupt.
+    If `ask` returns False, the handler raises KeyboardInterrupt. Yields what another thread calls to have the same
+    happen; where no handler is, that only calls `ask`.
     `ask` runs inside a signal handler, so it must not wait for anything. Outside the main thread nothing changes,
     since Python allows no handlers there. An ignored signal stays ignored, like SIGINT in a shell's background job.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: ask("")
         return
     owner = os.getpid()
 
@@ -34,7 +35,7 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[None]:
     try:
         for number in taken:
             signal.signal(number, on_signal)
-        yield
+        yield lambda: os.kill(owner, max(taken)) if taken else ask("")
     finally:
         for number, before in taken.items():
             signal.signal(number, before)

@@ -11,6 +11,7 @@ AUTH_TOKEN = "RAY_AUTH_TOKEN"
 API_SERVER_ADDRESS = "RAY_API_SERVER_ADDRESS"  # where `ray job` finds the dashboard
 TMPDIR = "RAY_TMPDIR"  # where a Ray that is started here keeps its sessions
 USE_TLS = "RAY_USE_TLS"  # if set, an address cannot be probed in plain text
+JOB_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # how long Ray waits for a job that it has asked to stop
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in each process of a submitted job
 WARN_BLOCKING = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"  # the controller waits for our channel in its event loop
 

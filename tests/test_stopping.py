@@ -1,0 +1,146 @@
+"""`dp-ray stop RUN_DIR`: a run ends at a step's border, keeps all, and goes on as if it had never stopped."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import dp_ray
+from dp_ray.errors import JobError, RunInterrupted
+from dp_ray.rundir.claim import read_claim
+from dp_ray.rundir.lease_file import read_lease
+from dp_ray.rundir.stop_request import REQUEST, leave_request, take_request
+from dp_ray.stopping import stop_run
+from dp_ray.storage import Storage
+from tests.support.cli import status_of
+from tests.support.cluster import ROOT
+from tests.support.drivers import SLOW, told
+from tests.support.within import within
+
+if TYPE_CHECKING:  # boto3 is slow to import
+    from tests.support.s3 import Server
+
+KEYS: dict[str, Any] = {**SLOW, "workers": 0, "name": "run"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dp_ray.Result:
+    return dp_ray.run(**KEYS, storage=str(tmp_path_factory.mktemp("whole")), quiet=True)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The slow training, as a process of its own."""
+    (tmp_path / "job.yaml").write_text(json.dumps({**KEYS, "storage": str(tmp_path)}))
+    line = [sys.executable, "-m", "dp_ray", "run", str(tmp_path / "job.yaml")]
+    with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def trains(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step-*"))
+
+
+def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
+    tmp_path: Path,
+    running: subprocess.Popen[str],
+    undisturbed: dp_ray.Result,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = tmp_path / "run"
+    assert within(60, lambda: trains(run))
+    assert status_of(monkeypatch, "stop", str(run)) == 0
+    out, said = capsys.readouterr()
+    assert f"asked process {running.pid} on " in said
+    assert out.startswith("unfinished: newest checkpoint step ")
+    _, told_there = running.communicate(timeout=30)
+    assert running.returncode == 130
+    assert "asks to stop" in told_there
+    assert told_there.splitlines()[-1].startswith("interrupted after step ")
+    kept = int(out.split()[4])
+    assert 0 < kept < 20, "it stopped in the middle"
+    assert not (run / REQUEST).exists()
+    result = dp_ray.run(**KEYS, storage=str(tmp_path), quiet=True)
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    assert told(result) == told(undisturbed)
+
+
+def test_a_run_that_does_not_run_cannot_be_stopped(
+    tmp_path: Path, undisturbed: dp_ray.Result, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert status_of(monkeypatch, "stop", undisturbed.run_dir) == 2
+    assert capsys.readouterr().err == f"error: {undisturbed.run_dir} is not running: it is done\n"
+    with pytest.raises(JobError, match="is not running: there is no run"):
+        stop_run(str(tmp_path / "none"), True, print)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_whose_driver_was_killed_is_not_running(tmp_path: Path, running: subprocess.Popen[str]) -> None:
+    assert within(60, lambda: trains(tmp_path / "run"))
+    running.kill()
+    running.wait()
+    with pytest.raises(JobError, match="is not running: unfinished: newest checkpoint step"):
+        stop_run(str(tmp_path / "run"), True, print)
+
+
+def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
+    tmp_path: Path, running: subprocess.Popen[str]
+) -> None:
+    assert within(60, lambda: trains(tmp_path / "run"))
+    running.send_signal(19)  # SIGSTOP: it will not heed the request
+    said: list[str] = []
+    told_later: list[str] = []
+    waiting = threading.Thread(target=lambda: told_later.append(stop_run(str(tmp_path / "run"), True, said.append)))
+    waiting.start()
+    assert within(10, lambda: bool(said))
+    running.kill()
+    running.wait()
+    waiting.join(30)
+    assert told_later
+    assert told_later[0].startswith(f"process {running.pid} on ")
+    assert "has ended without a word, unfinished: newest checkpoint step" in told_later[0]
+
+
+def test_a_request_for_an_earlier_driver_stops_nobody(tmp_path: Path, undisturbed: dp_ray.Result) -> None:
+    storage = Storage(str(tmp_path / "run"))
+    storage.create()
+    leave_request(storage, "token of another driver")
+    assert take_request(storage, "mine") is None
+    assert not storage.exists(REQUEST)
+    leave_request(storage, "mine")
+    assert str(take_request(storage, "mine")).startswith("process ")
+    (tmp_path / "run" / REQUEST).write_text("{ damaged")
+    assert take_request(storage, "mine") is None
+
+
+@pytest.mark.usefixtures("foreground")
+def test_a_run_on_an_object_store_is_stopped_too(
+    server: "Server", monkeypatch: pytest.MonkeyPatch, undisturbed: dp_ray.Result
+) -> None:
+    monkeypatch.setattr("dp_ray.driver.RENEW_SECONDS", 0.1)
+    url = server.url("stopped")
+    run = Storage(url).child("run")
+
+    def stop() -> None:
+        assert within(60, lambda: read_lease(run) is not None and bool(server.objects("stopped/run/checkpoints")))
+        states.append(stop_run(run.location, True, said.append))
+
+    said: list[str] = []
+    states: list[str] = []
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(RunInterrupted, match="interrupted after step"):
+        dp_ray.run(**KEYS, storage=url, quiet=True)
+    stopping.join(30)
+    assert states
+    assert states[0].startswith("unfinished: newest checkpoint step ")
+    assert read_claim(run)
+    result = dp_ray.run(**KEYS, storage=url, quiet=True)
+    assert result.weights_sha256 == undisturbed.weights_sha256
