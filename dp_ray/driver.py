@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 from dp_ray.checks import check_targets
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.errors import Error, JobError, RunInterrupted
+from dp_ray.finding_shards import with_found_shards
 from dp_ray.following import monitoring
 from dp_ray.in_process import run_in_process, with_own_model
 from dp_ray.job import Job
@@ -20,6 +22,7 @@ from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outcome import result_of, save_unfinished, summary_of, time_lines
 from dp_ray.plan.plan import Plan
+from dp_ray.plan.split import Split
 from dp_ray.plan.table import table
 from dp_ray.planning import dataset_rows, make_plan, taken_over
 from dp_ray.results.proof import prove_outputs
@@ -27,7 +30,15 @@ from dp_ray.results.result import Result
 from dp_ray.results.short import relative
 from dp_ray.rundir import ledger
 from dp_ray.rundir.about import recorded_about
-from dp_ray.rundir.claim import RunDir, base_storage, check_ours, claim, with_full_init_from, with_shards_of_run
+from dp_ray.rundir.claim import (
+    RunDir,
+    base_storage,
+    check_ours,
+    claim,
+    keep_shards,
+    with_full_init_from,
+    with_shards_of_run,
+)
 from dp_ray.rundir.history_file import HISTORY, RECENT, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import RENEW_SECONDS, TELL_SECONDS, held, wait_until_free
@@ -110,6 +121,10 @@ class Prepared:
     plan: Plan
     faults: tuple[Fault, ...]
 
+    def cut_as(self, job: Job) -> "Prepared":
+        """The same, with this job's number of shards."""
+        return Prepared(job, make_plan(job, self.plan.rows), self.faults)
+
 
 OnRay = Callable[[Prepared, RunDir, Monitor, Console], None]
 
@@ -122,13 +137,18 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
     started = time.monotonic()
     console = Console(job.run_name, options.quiet)
     prepared = prepare(job, options, console)
-    job, plan, base = prepared.job, prepared.plan, base_storage(prepared.job)
+    base = base_storage(prepared.job)
     killed = wait_until_free(base.child(job.run_name), console.say)
+    if prepared.job.finds_shards and not options.overwrite:  # whoever was waited for may have found the number
+        prepared = prepared.cut_as(with_shards_of_run(prepared.job, base))
+    job, plan = prepared.job, prepared.plan
     claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume)
     for line in _resumption(prepared, claimed, killed):
         console.say(line)
-    execution = Execution(prepared, claimed, options, console, started, on_ray)
-    with held(claimed, lambda: execution.steps_done):
+    with contextlib.ExitStack() as until_end:
+        workers = on_ray or _on_own_workers(options, until_end)
+        execution = Execution(prepared, claimed, options, console, started, workers, on_ray is not None)
+        until_end.enter_context(held(claimed, lambda: execution.steps_done))
         try:
             return execution.run()
         finally:
@@ -166,12 +186,18 @@ def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> It
         yield f"the last driver was {end.what}"
 
 
-def _on_own_workers(options: Options) -> OnRay:
-    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
-        from dp_ray.cluster.workers import run_on_ray  # imports Ray, which `workers: 0` does not need
+def _on_own_workers(options: Options, until_end: contextlib.ExitStack) -> OnRay:
+    """What runs jobs on workers that the first one starts."""
 
+    @functools.cache
+    def workers() -> Any:
+        from dp_ray.cluster.workers import OwnWorkers  # imports Ray, which `workers: 0` does not need
+
+        return until_end.enter_context(OwnWorkers(options.address, options.verbose))
+
+    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
         job, rows = prepared.job, prepared.plan.rows
-        run_on_ray(job, claimed, rows, monitor, console, options.address, options.verbose, prepared.faults)
+        workers().run(job, claimed, rows, monitor, console, prepared.faults)
 
     return on_ray
 
@@ -186,20 +212,27 @@ class Execution:
         options: Options,
         console: Console,
         started: float,
-        on_ray: OnRay | None,
+        on_ray: OnRay,
+        is_in_session: bool,
     ) -> None:
         self._prepared = prepared
-        self._job = prepared.job
-        self._split = prepared.plan.split
         self._claimed = claimed
         self._storage = claimed.storage
         self._options = options
         self._console = console
         self._started = started
-        self._is_in_session = on_ray is not None
-        self._on_ray = on_ray or _on_own_workers(options)
+        self._is_in_session = is_in_session
+        self._on_ray = on_ray
         self._monitor: Monitor | None = None
-        self._trackers = RunTrackers(self._job, self._storage, console.say)
+        self._trackers: RunTrackers | None = None
+
+    @property
+    def _job(self) -> Job:
+        return self._prepared.job
+
+    @property
+    def _split(self) -> Split:
+        return self._prepared.plan.split
 
     @property
     def steps_done(self) -> int:
@@ -211,6 +244,8 @@ class Execution:
         self._say_what_runs()
         self._storage.remove_unfinished(recursive=True)
         try:
+            if self._job.finds_shards:
+                self._find_shards()
             # Within this block only: what removes unfinished files would remove the one that is being written.
             told = table(self._prepared.plan), self._job.max_workers == 0
             with (
@@ -250,9 +285,21 @@ class Execution:
     def _ask_to_stop(self, signal_name: str) -> bool:
         return self._monitor is not None and self._monitor.ask_to_stop(signal_name)
 
+    def _find_shards(self) -> None:
+        """Have the workers find the number of shards, and make it the run's."""
+        with planned_stops(self._ask_to_stop):
+            plan, claimed = self._prepared.plan, self._claimed
+            job = with_found_shards(self._job, plan, claimed, self._console, self._on_workers)
+        keep_shards(claimed, job)
+        self._prepared = self._prepared.cut_as(job)
+
+    def _on_workers(self, monitor: Monitor) -> None:
+        self._on_ray(self._prepared, self._claimed, monitor, self._console)
+
     def _follow(self) -> None:
         """Run the workers to their end, followed by a monitor."""
         job, prepared = self._job, self._prepared
+        self._trackers = RunTrackers(job, self._storage, self._console.say)
         with monitoring(
             job, self._split, self._claimed, self._console, self._options.shapes, self._trackers
         ) as monitor:
@@ -261,7 +308,7 @@ class Execution:
                 run_in_process(job, self._claimed, monitor, prepared.plan.rows)
             else:
                 with repeated("page", PAGE_SECONDS, self._import_page):
-                    self._on_ray(prepared, self._claimed, monitor, self._console)
+                    self._on_workers(monitor)
 
     def _import_page(self) -> None:
         """Once the workers run, import what the page needs: this process has little to do until they end."""
@@ -286,7 +333,7 @@ class Execution:
     def _keep_unfinished(self, status: str, error: BaseException) -> None:
         check_ours(self._claimed)
         save_unfinished(result := self._result(status, error), self._storage, self._split, self._monitor)
-        self._trackers.finish(status, result.metrics)
+        self._end_trackers(status, result)
 
     def _finish(self) -> Result:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
@@ -302,8 +349,12 @@ class Execution:
         for line in time_lines(result):
             self._console.say(line)
         self._console.say(summary_of(result, self._claimed.is_resumed))
-        self._trackers.finish("done", result.metrics)
+        self._end_trackers("done", result)
         return result
+
+    def _end_trackers(self, status: str, result: Result) -> None:
+        if self._trackers is not None:
+            self._trackers.finish(status, result.metrics)
 
     def write_page(self) -> None:
         """Write the page of the run; a page that cannot be made is told of, and fails no run."""

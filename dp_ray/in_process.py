@@ -65,6 +65,20 @@ def with_own_model(job: Job) -> Job:
         raise JobError(f"model: the object cannot be copied: {type(error).__name__}: {error}; {advice}") from error
 
 
+def with_own_objects(job: Job) -> Job:
+    """The job with copies of its objects from Python, for a task that must leave them as they are.
+
+    A dataset is only read, and may be large: it is not copied. What cannot be copied is taken itself.
+    """
+    copies: dict[str, Any] = {}
+    for key in job.TARGETED:
+        given = getattr(job, key)
+        if key != "dataset" and given is not None and not isinstance(given, Target):
+            with contextlib.suppress(Exception):  # a user's __deepcopy__ may raise anything
+                copies[key] = copy.deepcopy(given)
+    return job.model_copy(update=copies)
+
+
 class DriverStepControl(StepControl):
     """Step control in the driver's own process: it reports each step that begins to the monitor."""
 

@@ -113,6 +113,8 @@ class Job(JobKeys):
                 f"sync_batchnorm: needs a worker for each shard, since a worker runs its shards one after another; "
                 f"got {self.num_shards} shards on {self.min_workers} workers"
             )
+        if self.sync_batchnorm and self.finds_shards:
+            yield "sync_batchnorm: needs a worker for each shard, and shards: auto may find more; set shards"
         if self.sync_batchnorm and self.bitwise:
             yield "sync_batchnorm: its sums depend on the workers, so it cannot be bitwise"
         for key in ("compile", "sync_batchnorm"):
@@ -236,8 +238,13 @@ class Job(JobKeys):
 
     @property
     def num_shards(self) -> int:
-        """Shards of each global batch: `shards`, or else the largest number of workers."""
-        return self.shards or max(1, self.max_workers)
+        """Shards of each global batch: `shards`, or else the largest number of workers, where auto begins."""
+        return self.shards if isinstance(self.shards, int) else max(1, self.max_workers)
+
+    @property
+    def finds_shards(self) -> bool:
+        """Whether the number of shards is still to be found, by `shards: auto`."""
+        return self.shards == "auto"
 
     @property
     def run_name(self) -> str:
@@ -285,7 +292,7 @@ class Job(JobKeys):
         values |= {key: describe_target(getattr(self, key)) for key in self.TARGETED}
         if self.metrics:
             values["metrics"] = {name: describe_target(metric) for name, metric in self.metrics.items()}
-        described = {**values, "shards": self.num_shards}
+        described = {**values, "shards": "auto" if self.finds_shards else self.num_shards}
         return {key: hide_in(value) for key, value in described.items()}
 
     def __repr__(self) -> str:

@@ -47,10 +47,11 @@ class WorkKeys(Strict):
         "`__getitems__` is used if there is one."
     )
     batch_size: PositiveInt = Field(description="Samples in a global batch, over all workers.")
-    shards: PositiveInt | None = Field(
+    shards: PositiveInt | Literal["auto"] | None = Field(
         default=None,
-        description="Pieces into which each global batch is cut. Default: the largest number of workers. A resumed "
-        "run keeps the number with which it began.",
+        description="Pieces into which each global batch is cut. Default: the largest number of workers. auto: the "
+        "fewest that fit the workers' GPUs, which the run finds once before its first step. A resumed run keeps the "
+        "number with which it began.",
     )
 
 

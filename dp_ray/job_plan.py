@@ -6,6 +6,7 @@ from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.plan.plan import Checkpoints, Due, Evaluations, PlacedBlock, Plan, remarks
 from dp_ray.plan.profiled import profiled_of
+from dp_ray.plan.shard_counts import what_auto_does
 from dp_ray.plan.split import Split, chunk_sizes
 
 
@@ -25,8 +26,13 @@ def plan_of(
         evaluations=evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None,
         checkpoints=checkpoints_of(job) if job.task == "train" else None,
         blocks=tuple(blocks),
-        remarks=(*remarks(split, job.max_workers), *more_remarks),
+        remarks=(*remarks(split, job.max_workers), *_auto(job, split), *more_remarks),
     )
+
+
+def _auto(job: Job, split: Split) -> list[str]:
+    """A line on `shards: auto`, if the number is still to be found."""
+    return [what_auto_does(split.largest_batch, job.max_workers)] if job.finds_shards else []
 
 
 def split_of(job: Job, rows: int) -> Split:

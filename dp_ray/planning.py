@@ -91,7 +91,7 @@ def _dataset(job: Job, key: str) -> Any:
 
 def taken_over(asked: Job, job: Job) -> list[str]:
     """A line on the shards that a resumed run keeps, if the job that was `asked` for would change them."""
-    if asked.num_shards == job.num_shards:
+    if job.finds_shards or (asked.num_shards == job.num_shards and not asked.finds_shards):
         return []
     fewer = f"; so at most {job.num_shards} workers run, not {asked.max_workers}"
     return [f"shards: {job.num_shards}, as when this run began" + fewer * (asked.max_workers > job.num_shards)]

@@ -123,8 +123,10 @@ def _check(job: Job, counts: Sequence[int]) -> None:
         raise JobError(f"--workers: verify compares at least two different numbers of workers, got {list(counts)}")
     if DIGEST in job.metrics:
         raise JobError(f"metrics.{DIGEST}: is what verify compares the outputs by; rename yours")
-    if job.shards and max(counts) > job.shards:
-        raise JobError(f"--workers: {max(counts)} workers cannot share {job.shards} shards")
+    if job.finds_shards:
+        raise JobError("shards: auto: verify compares runs with one number of shards; set it, like --set shards=8")
+    if job.shards and max(counts) > job.num_shards:
+        raise JobError(f"--workers: {max(counts)} workers cannot share {job.num_shards} shards")
 
 
 def _metrics(job: Job) -> dict[str, Any]:

@@ -45,6 +45,7 @@ FLOORS = [
     "checks",
     "in_process",
     "following",
+    "finding_shards",
     "outcome",
     "driver",
     "sessions",
@@ -74,6 +75,7 @@ LAZY = {
     "dp_ray/trackers/child.py",
     "dp_ray/data/decode.py",
     "dp_ray/replica/strategy.py",
+    "dp_ray/replica/trainer.py",
 }
 
 

@@ -83,8 +83,8 @@ def test_a_training_is_told_to_cut_its_batches_into_more_shards(tmp_path: Path) 
     says = error_of_run(tmp_path, shards=1)
     assert says.startswith(f"step 0, shard 0: model raised OutOfMemoryError: {FULL.rstrip('.')}")
     assert says.endswith(
-        "; this worker's shards have 7 rows; set one of: shards: 2 instead of 1 (the same gradient, but for "
-        f"BatchNorm, in smaller pieces), a smaller batch_size, precision: bf16, {GPUS}"
+        "; this worker's shards have 7 rows; set one of: shards: 2 instead of 1 (at most 4 rows each, the same "
+        f"gradient but for BatchNorm), a smaller batch_size, precision: bf16, {GPUS}"
     )
 
 
@@ -118,11 +118,19 @@ def test_with_what_it_is_told_the_training_is_that_of_a_plain_loop(tmp_path: Pat
                 "eval": {"dataset": "tests.support.training:Pairs", "every_steps": 1, "batch_size": 8},
             },
             "evaluation step 0, shard 0: model raised",
-            "8 rows; set one of: shards: 2 instead of 1 (the same gradient, but for BatchNorm, in smaller pieces), a "
-            "smaller eval.batch_size",
+            "8 rows; set one of: shards: 2 instead of 1 (at most 4 rows each, the same gradient but for BatchNorm), "
+            "a smaller eval.batch_size",
         ),
-        ({"task": "evaluate", "optimizer": None}, "evaluation step 0, shard 0: model raised", "the same outputs in"),
-        ({"task": "predict", "optimizer": None}, "step 0, shard 0: model raised", "the same outputs in smaller"),
+        (
+            {"task": "evaluate", "optimizer": None},
+            "evaluation step 0, shard 0: model raised",
+            "(at most 4 rows each, the same outputs)",
+        ),
+        (
+            {"task": "predict", "optimizer": None},
+            "step 0, shard 0: model raised",
+            "(at most 4 rows each, the same outputs)",
+        ),
     ],
 )
 def test_each_loop_says_what_to_change(tmp_path: Path, keys: dict[str, Any], begins: str, holds: str) -> None:

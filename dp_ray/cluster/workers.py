@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -65,7 +66,9 @@ class Workers:
         """
         self._number += 1
         monitor.node_control = RayNodeControl(self._channel, self._number)
-        terms = Terms(self._number, job.max_workers, job.retries, job.task != "evaluate", is_last)
+        terms = Terms(
+            self._number, job.max_workers, job.retries, job.task != "evaluate" and not job.finds_shards, is_last
+        )
         self._trainer.when_ended(monitor.end.come)
         packed = self._packed(job, claimed, rows, faults)
         try:
@@ -150,31 +153,56 @@ class Workers:
         self._trainer.abort()
 
 
-def run_on_ray(
-    job: Job,
-    claimed: RunDir,
-    rows: Mapping[str, int],
-    monitor: Monitor,
-    console: Console,
-    address: str | None,
-    verbose: bool,
-    faults: tuple[Fault, ...],
-) -> None:
-    """Run a job on workers of its own to its end.
+class OwnWorkers:
+    """The workers of a single run: they start with its first job, and end with its last one, or with the block.
 
-    Raises StopRequested if the user stopped the run, else the error that ended it.
+    Before a run with `shards: auto` goes a job that finds its shards.
     """
-    check_can_be_shipped(job)
-    is_own = not is_connected()
-    if EarlyConnection.begun is None:  # else there is nothing to wait for
-        monitor.begin(what_begins(address))
-    with connected(job, address, verbose), TemporaryDirectory() as folder:
-        workers = start_workers(job, folder, is_own, verbose, console.say)
-        try:
+
+    def __init__(self, address: str | None, verbose: bool) -> None:
+        self._address = address
+        self._verbose = verbose
+        self._open = ExitStack()
+        self._workers: Workers | None = None
+
+    def __enter__(self) -> "OwnWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def run(
+        self,
+        job: Job,
+        claimed: RunDir,
+        rows: Mapping[str, int],
+        monitor: Monitor,
+        console: Console,
+        faults: tuple[Fault, ...],
+    ) -> None:
+        """Run a job to its end.
+
+        Raises StopRequested if the user stopped the run, else the error that ended it.
+        """
+        with ExitStack() as until_end:
+            until_end.callback(self._open.close)
+            if self._workers is None:
+                check_can_be_shipped(job)
+                self._workers = self._start(job, monitor, console)
             monitor.begin("starting Ray Train")
-            workers.run(job, claimed, rows, monitor, faults, is_last=True)
-        finally:
-            workers.close(0 if is_own else CLOSE_SECONDS)  # an own connection ends them
+            self._workers.run(job, claimed, rows, monitor, faults, is_last=not job.finds_shards)
+            if job.finds_shards:
+                until_end.pop_all()
+
+    def _start(self, job: Job, monitor: Monitor, console: Console) -> Workers:
+        is_own = not is_connected()
+        if EarlyConnection.begun is None:  # else there is nothing to wait for
+            monitor.begin(what_begins(self._address))
+        self._open.enter_context(connected(job, self._address, self._verbose))
+        folder = self._open.enter_context(TemporaryDirectory())
+        workers = start_workers(job, folder, is_own, self._verbose, console.say)
+        self._open.callback(workers.close, 0 if is_own else CLOSE_SECONDS)  # an own connection ends them
+        return workers
 
 
 def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say) -> Workers:

@@ -10,20 +10,21 @@ from dp_ray.monitor.writers import Writer
 from dp_ray.replica.flops import Flops
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_recorder import Keep
-from dp_ray.task.notices import Measured, Note, WorkerTimes
+from dp_ray.task.notices import Measured, Note, ShardsFound, WorkerTimes
 
 
 class TaskMessages:
     """Takes in what a task sends.
 
     `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank; `flops`
-    the operations of a row, if the job asks for them.
+    the operations of a row, if the job asks for them; `shards_found` the number that `shards: auto` has found.
     """
 
     def __init__(self, reports: ShapeReports, writer: Writer, progress: Progressed, console: Console) -> None:
         self.metrics: dict[str, float] = {}
         self.times: dict[int, dict[str, float]] = {}
         self.flops: Flops | None = None
+        self.shards_found: int | None = None
         self._reports = reports
         self._writer = writer
         self._progress = progress
@@ -43,6 +44,8 @@ class TaskMessages:
                 self.times[rank] = seconds
             case Flops():
                 self.flops = what
+            case ShardsFound(shards=shards):
+                self.shards_found = shards
             case Logged(rows=rows):
                 self._log(rows)
 

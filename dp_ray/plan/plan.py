@@ -167,7 +167,7 @@ def _first_steps(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple
 def remarks(split: Split, workers: int) -> list[str]:
     """Warnings about how a job is cut and assigned to workers, a line each."""
     found = []
-    largest = min(split.rows, split.batch_size)
+    largest = split.largest_batch
     if split.batch_size > split.rows:
         found.append(f"batch_size {split.batch_size} is larger than the dataset: its {split.rows} rows are one batch")
     filled = num_filled(largest, split.shards)

@@ -96,6 +96,11 @@ class Split:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
+    def largest_batch(self) -> int:
+        """Rows of the largest global batch."""
+        return min(self.rows, self.batch_size)
+
+    @property
     def total_rows(self) -> int:
         """Rows of all steps of all epochs."""
         epochs, rest = divmod(self.total_steps, max(1, self.steps))

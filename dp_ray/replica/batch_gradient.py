@@ -13,6 +13,7 @@ from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.flops import Flops, counted_flops
 from dp_ray.replica.optimizer_step import OptimizerStep
+from dp_ray.replica.out_of_memory import shapes_told
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.reducer import ShardSums
@@ -62,6 +63,7 @@ class BatchGradient:
         self._sharded = sharded
         self._stand_ins = StandIns(world)
         self.flops: Flops | None = None
+        self.running: tuple[Any, int] | None = None  # the shard that runs, or that an error has ended: batch, rows
 
     def close(self) -> None:
         """Stop the reduction's threads."""
@@ -164,7 +166,7 @@ class BatchGradient:
 
     def _try(self, shard: Shard, batch: Any) -> None:
         """Forward and backward of a shard on this worker alone."""
-        _backward(self._forward(self._loss, shard, batch), place(shard))
+        _backward(self._forward(self._loss, shard, batch), place(shard), batch)
 
     def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
         """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
@@ -189,6 +191,7 @@ class BatchGradient:
         """Forward and backward of a shard; the reduction begins in the last one's backward."""
         reduction = self._reduction
         assert reduction is not None
+        self.running = batch, shard.rows
         with reduction.shard(is_last):
             loss = self._forward(reduction.replica, shard, batch)
             assert self._loss.row is not None
@@ -199,10 +202,11 @@ class BatchGradient:
             self._clock.enter(Part.BACKWARD)
             if is_last:
                 reduction.before_last()
-                self._last_backward(reduction, loss / rows, stats, place(shard))
+                self._last_backward(reduction, loss / rows, stats, place(shard), batch)
             else:
-                _backward(self._optimizer_step.scaled(loss / rows), place(shard))
+                _backward(self._optimizer_step.scaled(loss / rows), place(shard), batch)
         reduction.after(shard.shard, is_last)
+        self.running = None
         if not is_last:
             self._clock.enter(Part.OTHER)
 
@@ -240,16 +244,18 @@ class BatchGradient:
         self._clock.enter(Part.OTHER)
         return loss
 
-    def _last_backward(self, reduction: Reduction, loss: torch.Tensor, stats: torch.Tensor, where: str) -> None:
+    def _last_backward(
+        self, reduction: Reduction, loss: torch.Tensor, stats: torch.Tensor, where: str, batch: Any = None
+    ) -> None:
         """The step's last backward; `stats` and buffers are sent at the same time."""
         work = reduction.exchange(stats)
         self._buffers.share()
         with reduction.backward():
-            _backward(self._optimizer_step.scaled(loss), where)
+            _backward(self._optimizer_step.scaled(loss), where, batch)
             if work is not None:
                 work.wait()
 
 
-def _backward(loss: torch.Tensor, where: str) -> None:
-    with raising(f"{where}: backward"):
+def _backward(loss: torch.Tensor, where: str, batch: Any = None) -> None:
+    with raising(f"{where}: backward", lambda error: "" if batch is None else shapes_told(error, batch)):
         loss.backward()  # type: ignore[no-untyped-call]

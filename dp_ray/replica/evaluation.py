@@ -15,7 +15,7 @@ from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.model import autocast, evaluating
-from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.out_of_memory import ShardSize, advised
 from dp_ray.replica.passes import Passes
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
@@ -131,12 +131,12 @@ class Evaluation:
         seeds = ForwardSeeds(self.job.seed, model, self._device)
         sums = torch.zeros(work.split.shards, 2 * len(self._names) + 1, dtype=torch.float64, device=self._device)
         kept: dict[int, dict[str, Any]] = {}
-        rows = 0
+        rows, cut = 0, (work.split.largest_batch, work.split.shards)
         for step, shards in work:
             ran, batches = 0, self._passes.before(shards, batches, real)
             for shard in shards:
                 where = f"evaluation step {shard.step}, shard {shard.shard}"
-                with advised(self.job, where, shard.rows, self._batch_size):
+                with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
                     _, batch = next(batches)
                     if not (shard := real(shard)).rows:
                         continue

@@ -1,5 +1,6 @@
 """The memory of a job's workers, by each strategy and on each number of workers."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,8 @@ from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_parts import Loader
 from dp_ray.job_plan import split_of
-from dp_ray.plan.memory import DeviceMemory, MemoryPlan, WorkerMemory, shards_of_worker, worker_counts
+from dp_ray.job_target import Target
+from dp_ray.plan.memory import USABLE, DeviceMemory, MemoryPlan, WorkerMemory, shards_of_worker, worker_counts
 from dp_ray.plan.split import Split, chunk_sizes, worker_shards
 from dp_ray.plan.work import Work
 from dp_ray.replica.data import load_shards, seeded_dataset
@@ -31,12 +33,35 @@ def plan_memory(job: Job, gpu_bytes: int | None) -> MemoryPlan:
     with preserved(CPU):
         dataset = seeded_dataset(job, job.dataset_key)
         split = split_of(job, len(dataset))
-        rows = chunk_sizes(min(split.rows, split.batch_size), split.shards)[0]
+        rows = chunk_sizes(split.largest_batch, split.shards)[0]
         shard = FakeShard(job, _batch(job, dataset, split), rows, gpu_bytes is not None)
         whole = shard.whole()
         ddp = list(_whole(job, whole, split))
         fsdp = _sharded(job, shard, whole, ddp[0], split)
         return MemoryPlan(rows, (*ddp, *fsdp), gpu_bytes, tuple(_remarks(job)))
+
+
+def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int, room: int) -> int | None:
+    """The fewest shards, more than there are, with which each of the workers holds a step in `room` bytes.
+
+    `batch` is a shard of `rows` rows, by which memory is estimated; activations are in proportion to the rows.
+    None if there is no such number, or if the model cannot be built or run without memory.
+    """
+    if not isinstance(job.model, Target):  # it is the object that is trained
+        return None
+    try:
+        with preserved(CPU):
+            held = FakeShard(job, batch, rows, True).whole()
+    except Exception:  # an estimate must not take the place of the error that counts
+        return None
+    (at,) = map(str, fake_devices(1))
+    for fewer in range(rows - 1, 0, -1):
+        shards = -(-split.largest_batch // fewer)
+        less = replace(held, activations=Counter({at: held.activations[at] * fewer // rows}))
+        copies = _copies_of_gradient(job, workers, shards)
+        if shards > split.shards and _device(less, at, at, copies, False).total <= USABLE * room:
+            return shards
+    return None
 
 
 def _batch(job: Job, dataset: Any, split: Split) -> Any:
@@ -58,7 +83,7 @@ def _remarks(job: Job) -> Iterator[str]:
 
 def _most_filled(split: Split, workers: int) -> int:
     """How many shards with rows a worker runs at most."""
-    return shards_of_worker(min(split.rows, split.batch_size), split.shards, workers)
+    return shards_of_worker(split.largest_batch, split.shards, workers)
 
 
 def _whole(job: Job, held: Held, split: Split) -> Iterator[WorkerMemory]:

@@ -88,6 +88,14 @@ class OptimizerStep:
         self._drop_gradients()
         return norm
 
+    def rehearse(self) -> None:
+        """Update the parameters by the gradients as they are, without other workers, to make the state."""
+        if self._aligned is not None:
+            self._aligned.take()
+        with raising("optimizer"), self._updating():
+            self.optimizer.step()
+        self._drop_gradients()
+
     def _norm(self, gradients: list[torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
         if self._sharded is None or not gradients:
             return total_norm(gradients)

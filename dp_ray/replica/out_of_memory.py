@@ -1,24 +1,42 @@
 """A device without memory left: an error that says what to change."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from dp_ray.errors import ModelError
 from dp_ray.job import Job
-from dp_ray.text import listed
+from dp_ray.plan.split import chunk_sizes
+from dp_ray.replica.user_code import it_got
+from dp_ray.replica.world import World
+from dp_ray.text import counted, listed
 
-# cuBLAS and CUDA itself raise plain RuntimeErrors with these texts.
-TEXTS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+# cuBLAS, CUDA itself and torch's allocator of a CPU raise plain RuntimeErrors with these texts.
+TEXTS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory")
+
+
+class ShardSize(NamedTuple):
+    """How a global batch of `batch_rows` rows is cut: into `shards`, of which this worker's largest has `rows` rows.
+
+    `key` is the job's key that sets the size of the batches.
+    """
+
+    rows: int
+    batch_rows: int
+    shards: int
+    key: str = "batch_size"
 
 
 @contextmanager
-def advised(job: Job, where: str, rows: int | None, batch_size: str = "batch_size") -> Iterator[None]:
+def advised(
+    job: Job, where: str, size: ShardSize | None, shards_that_fit: Callable[[], int | None] = lambda: None
+) -> Iterator[None]:
     """Turn an out-of-memory error of the block into a ModelError that says what to change.
 
-    `where` is the step. `rows` is the size of the worker's largest shard; None if the memory does not depend on it.
-    `batch_size` is the key that sets the size of the batches.
+    `where` is the step. `size` is None if the memory does not depend on the rows. `shards_that_fit` estimates the
+    smallest number of shards that would fit; by default, and where it gives None, it is twice as many as now.
     """
     try:
         yield
@@ -26,7 +44,20 @@ def advised(job: Job, where: str, rows: int | None, batch_size: str = "batch_siz
         if not is_out_of_memory(error):
             raise
         said = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {error}"
-        raise ModelError(f"{said.rstrip('.')}; {advice(job, rows, batch_size)}") from error
+        more = shards_that_fit() if size is not None and size.rows > 1 else None
+        raise ModelError(f"{said.rstrip('.')}; {advice(job, size, more)}") from error
+
+
+def shapes_told(error: BaseException, batch: Any) -> str:
+    """A hint for an out-of-memory error: the dtypes and sizes of the shard's batch; nothing for other errors."""
+    return it_got(batch) if is_out_of_memory(error) else ""
+
+
+def gpu_room(world: World) -> int | None:
+    """The bytes of its GPU that a worker may use; None if it computes on a CPU or on several devices."""
+    if world.device.type != "cuda" or len(world.devices) > 1:
+        return None
+    return int(torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -37,21 +68,23 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or told or is_out_of_memory(error.__cause__)
 
 
-def advice(job: Job, rows: int | None, batch_size: str = "batch_size") -> str:
-    """What to change in the job, of which any one may be enough."""
-    changes = [] if rows is None else [*_smaller(job, rows, batch_size)]
-    if rows is None and job.task == "train":
+def advice(job: Job, size: ShardSize | None, more: int | None = None) -> str:
+    """What to change in the job, of which any one may be enough; `more` is a number of shards that would fit."""
+    changes = [] if size is None else [*_smaller(job, size, more)]
+    if size is None and job.task == "train":
         changes.append("an optimizer with less state")
     changes.append("more GPUs for each worker (gpus_per_worker, device_map: auto)")
-    has = "" if rows is None else f"this worker's shards have {rows} row{'s' * (rows != 1)}; "
+    has = "" if size is None else f"this worker's shards have {counted(size.rows, 'row')}; "
     return f"{has}set one of: {listed(changes)}"
 
 
-def _smaller(job: Job, rows: int, batch_size: str) -> Iterator[str]:
+def _smaller(job: Job, size: ShardSize, more: int | None) -> Iterator[str]:
     """The changes that make a shard's tensors smaller."""
-    if rows > 1:
-        same = "the same gradient, but for BatchNorm," if job.task == "train" else "the same outputs"
-        yield f"shards: {2 * job.num_shards} instead of {job.num_shards} ({same} in smaller pieces)"
-        yield f"a smaller {batch_size}"
+    if size.rows > 1:
+        same = "the same gradient but for BatchNorm" if job.task == "train" else "the same outputs"
+        shards = more or min(2 * size.shards, size.batch_rows)
+        rows = chunk_sizes(size.batch_rows, shards)[0]
+        yield f"shards: {shards} instead of {size.shards} (at most {counted(rows, 'row')} each, {same})"
+        yield f"a smaller {size.key}"
     if job.precision == "fp32":
         yield "precision: bf16"

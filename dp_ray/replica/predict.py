@@ -16,7 +16,7 @@ from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.flops import Flops, counted_flops
 from dp_ray.replica.kept import Kept
 from dp_ray.replica.model import autocast, call_model, evaluating
-from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.out_of_memory import ShardSize, advised
 from dp_ray.replica.passes import Passes
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
@@ -52,14 +52,14 @@ def predict(
     Raises ModelError, naming step and shard, if the model raises.
     """
     kept, clock, passes = Kept(job, device, tell), clock or SilentClock(), passes or Passes()
-    seeds = ForwardSeeds(job.seed, model, device, kept.after)
+    seeds, cut = ForwardSeeds(job.seed, model, device, kept.after), (work.split.largest_batch, work.split.shards)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
         for step, shards in work:
             if not passes.agree(not shards or goes_on(step)):
                 return False
             ran, batches = 0, passes.before(shards, batches, real)
             for shard in shards:
-                with advised(job, place(shard), shard.rows):
+                with advised(job, place(shard), ShardSize(shard.rows, *cut)):
                     indices, batch = next(batches)
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)

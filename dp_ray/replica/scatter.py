@@ -21,7 +21,8 @@ class Round:
     """The round that the workers run: in each, every worker runs one shard, or a stand-in.
 
     `shards` are those of the ranks, None for one that stands in. `used` are the ids of the parameters to which this
-    worker's backward gave a gradient. While `is_silent`, this worker adds nothing to a sum.
+    worker's backward gave a gradient. While `is_silent`, this worker adds nothing to a sum. If it `is_alone`, no
+    worker waits for another: its own numbers take the place of the others', in the same memory.
     """
 
     is_silent: bool = False
@@ -30,6 +31,7 @@ class Round:
     shards: Sequence[int | None] = ()
     used: set[int] = field(default_factory=set)
     group: dist.ProcessGroup | None = None  # of the CPUs
+    is_alone: bool = False
     _path: int = 0
     _asked: tuple[Any, torch.Tensor] | None = None
 
@@ -39,6 +41,8 @@ class Round:
 
     def ask(self) -> None:
         """Start to ask whether all workers have run the same blocks; every rank calls this after a forward."""
+        if self.is_alone:
+            return
         largest = torch.tensor([self._path, -self._path])
         self._asked = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True), largest
         self._path = 0
@@ -80,6 +84,9 @@ class Gather(Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather the workers' parts of the block."""
+        if self._round.is_alone:
+            _fill(output_tensor, input_tensor, group)
+            return None
         with waiting(f"the other workers to gather {self._block}, which all must run (strategy: fsdp)"):
             work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return work
@@ -104,6 +111,9 @@ class SumScatter(Collective):
     def _sum(
         self, output: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
+        if self._round.is_alone:
+            output.copy_(gradients[: output.numel()])
+            return None
         if self._round.is_silent:
             gradients.zero_()
         work: dist.Work | None = _reduce_scatter(
@@ -131,7 +141,10 @@ class TreeScatter(SumScatter):
         """Exchange slices, and add them; the output is this worker's slice of the whole batch's gradient."""
         self._prepare(gradients.view(group.size(), -1))
         received = torch.empty_like(gradients)
-        dist.all_to_all_single(received, gradients, group=group)
+        if self._round.is_alone:
+            received.copy_(gradients)
+        else:
+            dist.all_to_all_single(received, gradients, group=group)
         self._take(received.view(group.size(), -1), output)
 
     def alone(self, gradient: torch.Tensor) -> None:
@@ -167,6 +180,13 @@ class TreeScatter(SumScatter):
         for node, one in self._held.items():
             if one.untyped_storage().data_ptr() == received:
                 self._held[node] = one.clone()
+
+
+def _fill(gathered: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Put this worker's part, which may be a part of `gathered` itself, in the place of each worker's."""
+    for rank, theirs in enumerate(gathered.view(group.size(), -1)):
+        if rank != group.rank():
+            theirs.copy_(mine.view(-1))
 
 
 def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

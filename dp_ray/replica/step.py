@@ -1,6 +1,5 @@
 """Run one shard through the model: its outputs, its loss and its metrics."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +13,7 @@ from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.loss import Compare, Weighted, build_loss, has_fixed_size, may_have_fixed_size, weighted_sum
 from dp_ray.replica.model import call_model
+from dp_ray.replica.out_of_memory import shapes_told
 from dp_ray.replica.targets import bound
 from dp_ray.replica.user_code import got, it_got, raising
 from dp_ray.replica.world import World
@@ -76,7 +76,7 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
 
     Raises ModelError if the step raises, or if its mapping has no loss or other keys.
     """
-    with raising("step", functools.partial(mixed_devices, model)):
+    with raising("step", lambda error: mixed_devices(model, error) or shapes_told(error, batch)):
         given = step(model, batch)
     if isinstance(given, StepOutput):
         return given

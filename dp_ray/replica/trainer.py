@@ -13,7 +13,7 @@ from dp_ray.replica.batch_gradient import MISSING, BatchGradient
 from dp_ray.replica.flops import Flops
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
-from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.out_of_memory import ShardSize, advised, gpu_room
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import seed_all
@@ -124,13 +124,24 @@ class Trainer:
         output. `wants_stop` asks all workers to stop. Raises ModelError, naming step and shard, for user errors.
         """
         stats = self._stats(split.shards, wants_stop)
-        with advised(self._job, f"step {step}", shards[0].rows if shards else 0):
+        size = ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
+        with advised(self._job, f"step {step}", size, lambda: self._shards_that_fit(split)):
             self._gradient.compute(split, step, shards, batches, on_shard, stats, self.real)
         self._clock.enter(Part.UPDATE)
         with advised(self._job, f"step {step}", None):
             update = self._update(split, step, stats)
         self._clock.enter(Part.OTHER)
         return update
+
+    def _shards_that_fit(self, split: Split) -> int | None:
+        """After an out-of-memory error: an estimate of the fewest shards that fit; None if there is none."""
+        room = gpu_room(self._world)
+        if self._gradient.running is None or room is None or self.sharded is not None:
+            return None
+        from dp_ray.replica.memory_of_job import shards_that_fit  # its imports take a second
+
+        batch, rows = self._gradient.running
+        return shards_that_fit(self._job, split, self._world.world_size, batch, rows, room)
 
     def _update(self, split: Split, step: int, stats: torch.Tensor) -> Update:
         """Update the parameters from their gradients."""

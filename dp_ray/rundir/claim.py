@@ -53,8 +53,7 @@ def claim(
     """
     storage = base.child(job.run_name)
     token = uuid.uuid4().hex
-    says = {"token": token, "fingerprint": job.fingerprint(), "rows": rows or {}, "job": _without_secrets(job)}
-    text = json.dumps(says, indent=2, default=str) + "\n"
+    text = _text({"token": token, "rows": rows or {}}, job)
     if overwrite:
         _check_is_run(storage)
     is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume)
@@ -73,14 +72,29 @@ def claim(
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
 
 
-def with_shards_of_run(job: Job, base: Storage) -> Job:
-    """The job with the number of shards with which the run in STORAGE/NAME began, if the job sets none.
+def keep_shards(claimed: RunDir, job: Job) -> None:
+    """Write the job into the run directory that was claimed with `shards: auto`, now that its number is found."""
+    kept = read_claim(claimed.storage)
+    claimed.storage.write_text(RUN, _text({key: kept[key] for key in ("token", "rows")}, job))
 
-    Each shard goes to one worker, so the number of workers is capped at the number of shards.
+
+def _text(says: dict[str, Any], job: Job) -> str:
+    """What a claim writes, with the job."""
+    told = {**says, "fingerprint": job.fingerprint(), "job": _without_secrets(job)}
+    return json.dumps(told, indent=2, default=str) + "\n"
+
+
+def with_shards_of_run(job: Job, base: Storage) -> Job:
+    """The job with the number of shards of the run in STORAGE/NAME, if the job sets none, or auto.
+
+    Each shard goes to one worker, so the number of workers is capped at the number of shards. A run that was stopped
+    before it had found its number has none.
     """
     storage = base.child(job.run_name)
     shards = read_claim(storage).get("job", {}).get("shards")
-    if job.shards is not None or shards in (None, job.num_shards):
+    if isinstance(job.shards, int) or not isinstance(shards, int):
+        return job
+    if not job.finds_shards and shards == job.num_shards:
         return job
     workers: Any = min(job.max_workers, shards)
     if isinstance(job.workers, Elastic):

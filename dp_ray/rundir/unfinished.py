@@ -79,7 +79,7 @@ def kept_steps(run: Storage, task: str, split: Split) -> int:
     if task == "train":
         return max(steps_of(run.child(CHECKPOINTS)), default=0)
     done = Done(ledger.done_ranges(ledger.committed(run)))
-    return done.through(range(num_filled(min(split.rows, split.batch_size), split.shards)))
+    return done.through(range(num_filled(split.largest_batch, split.shards)))
 
 
 def resumption(run: Storage, task: str, split: Split) -> str:

@@ -27,6 +27,12 @@ class Measured(NamedTuple):
     metrics: dict[str, float]
 
 
+class ShardsFound(NamedTuple):
+    """The number of shards that `shards: auto` has found: the first that fits on all workers; sent by rank 0."""
+
+    shards: int
+
+
 def telling(world: World, send: Send) -> Callable[[str], None]:
     """What sends a line for the user, on rank 0 alone: the other ranks would repeat it."""
 

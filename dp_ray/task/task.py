@@ -14,6 +14,7 @@ from dp_ray.replica.world import World, is_lost_peer
 from dp_ray.storage import Storage
 from dp_ray.system.environment import environment
 from dp_ray.task.evaluate import evaluate
+from dp_ray.task.find_shards import find_shards
 from dp_ray.task.notices import Send
 from dp_ray.task.predict import predict_outputs
 from dp_ray.task.step_control import StepControl
@@ -34,15 +35,17 @@ def run_task(
 ) -> None:
     """Run the job's task on this worker; `send` takes shape Reports, notices and rows of the history.
 
+    A job with `shards: auto` has no number of shards yet: it finds it, and does nothing else.
     `rows_on_driver` has the lengths of the datasets, by their keys, as the driver found them.
     Raises StopRequested if it stopped between two steps because `control` asked for it, and WorkerError if another
     worker was lost.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
+    task = find_shards if job.finds_shards else tasks[job.task]
     gpus = [one for one in world.devices if one.type == "cuda"]
     with preserved(*gpus), using(gpus), deterministic(job), compiling(job), group_of_one(job, world):
         try:
-            tasks[job.task](job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {})
+            task(job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {})
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise

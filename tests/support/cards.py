@@ -1,0 +1,74 @@
+"""Models on a device whose memory holds so many rows: they raise torch's own error if they get more."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support import training
+
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB."
+
+
+def rank() -> int:
+    """The rank in the process group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Card(nn.Module):
+    """It holds `most` rows, and on rank 1 `most_on_1`.
+
+    With `counts` each row weighs one, and so do two things beside it: gradients that are there when a forward
+    begins, and weights that an optimizer has changed, so that it has a state. Dropout draws random numbers.
+    """
+
+    def __init__(self, most: int, most_on_1: int | None = None, counts: bool = False) -> None:
+        super().__init__()
+        self.layers = training.mlp()
+        self.dropout = nn.Dropout(0.1)
+        self.most = most_on_1 if most_on_1 is not None and rank() == 1 else most
+        self.counts = counts
+        self.first = [one.detach().clone() for one in self.parameters()]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        size = len(inputs)
+        if self.counts and torch.is_grad_enabled():
+            size += any(one.grad is not None for one in self.parameters())
+            pairs = zip(self.parameters(), self.first, strict=True)
+            size += any(not torch.equal(one.detach(), before) for one, before in pairs)
+        if size > self.most:
+            raise torch.OutOfMemoryError(FULL)
+        outputs: torch.Tensor = self.layers(self.dropout(inputs))
+        return outputs
+
+
+class CardOfBlocks(training.Blocks):
+    """A language model of blocks. Its second one holds `most` rows, and so many on rank 1."""
+
+    def __init__(self, most: int, most_on_1: int) -> None:
+        super().__init__()
+        self.most = most_on_1 if rank() == 1 else most
+        self.layers[1].register_forward_pre_hook(self._check)
+
+    def _check(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if len(args[0]) > self.most:
+            raise torch.OutOfMemoryError(FULL)
+
+
+class Wide(nn.Module):
+    """It needs 64 MB for each row, of the system."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        room = torch.zeros(len(inputs), 2**24)
+        outputs: torch.Tensor = self.layer(inputs) + room[:, :3]
+        return outputs
+
+
+def card(kind: str = "Card", **args: Any) -> dict[str, Any]:
+    """The target of a model."""
+    return {"target": f"tests.support.cards:{kind}", "args": args}
