@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from dp_ray.errors import JobError, ModelError
+from dp_ray.job_plan import split_of
 from dp_ray.monitor.failures import error_of
 from dp_ray.monitor.messages import Failed
+from dp_ray.plan.memory import USABLE
 from dp_ray.replica import data
+from dp_ray.replica.memory_of_job import plan_memory, shards_that_fit
 from dp_ray.replica.model import build_model
 from dp_ray.replica.world import World
 from dp_ray.storage import Storage
@@ -64,6 +68,10 @@ class Heavy(torch.optim.SGD):
         raise torch.OutOfMemoryError(FULL)
 
 
+def own_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
 def small(kind: str = "Small", **args: Any) -> dict[str, Any]:
     return {"target": f"tests.test_out_of_memory:{kind}", "args": {"most": 3, **args}}
 
@@ -100,6 +108,18 @@ def test_with_what_it_is_told_the_training_is_that_of_a_plain_loop(tmp_path: Pat
     ("keys", "begins", "holds"),
     [
         ({"model": small("SmallInBackward", most=9)}, "step 0, shard 0: backward raised", "shards have 7 rows"),
+        (
+            {"model": small("SmallInBackward", most=9), "shards": 3},
+            "step 0, shard 0: backward raised",
+            "; it got (float32 [3, 6], int64 [3]); this worker's shards have 3 rows; set one of: shards: 6 instead "
+            "of 3 (at most 2 rows each,",
+        ),
+        (
+            {"step": "tests.test_out_of_memory:own_step", "loss": None, "shards": 2},
+            "step 0, shard 0: step raised OutOfMemoryError",
+            "; it got (float32 [4, 6], int64 [4]); this worker's shards have 4 rows; set one of: shards: 4 instead "
+            "of 2",
+        ),
         ({"model": small(most=0), "batch_size": 1}, "step 0, shard 0: model raised", "1 row; set one of: precision"),
         ({"precision": "bf16"}, "step 0, shard 0: model raised", f"a smaller batch_size, {GPUS}"),
         (
@@ -160,6 +180,33 @@ def test_a_model_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(nn.Module, "to", full)
     with pytest.raises(JobError, match=r"cannot be moved to cpu: CUDA out of memory.*; set one of: .*device_map"):
         build_model(job_of("mlp"), [torch.device("cpu")])
+
+
+class Wide(nn.Module):
+    """It keeps 2,000 numbers of each row for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 1000), nn.Tanh(), nn.Linear(1000, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("expected", [10, 20, 21, 100])
+def test_the_fewest_shards_that_would_fit_are_estimated(workers: int, expected: int) -> None:
+    """A batch of 1,000 rows did not fit in a shard for each worker; a device holds what so many shards need."""
+    target = {"target": "tests.test_out_of_memory:Wide"}
+    pairs = {"target": "tests.support.training:Pairs", "args": {"length": 1000}}
+    job = job_of(target, pairs, batch_size=1000, workers=workers, shards=workers)
+    plan = plan_memory(job.model_copy(update={"shards": expected}), None)
+    needs = plan.workers[workers - 1].total + 1
+    batch = next(iter(DataLoader(training.Pairs(1000), 1000 // workers)))
+    room = int(needs / USABLE) + 1
+    assert shards_that_fit(job, split_of(job, 1000), workers, batch, 1000 // workers, room) == expected
+    assert shards_that_fit(job, split_of(job, 1000), workers, batch, 1000 // workers, 1000) is None
 
 
 def test_other_errors_get_no_advice_about_memory(tmp_path: Path) -> None:

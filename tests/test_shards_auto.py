@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 import dp_ray
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
+from dp_ray.plan.plan import Plan
 from dp_ray.plan.shard_counts import shard_counts
 from dp_ray.planning import plan_job
 from dp_ray.rundir.claim import claim
@@ -26,10 +28,10 @@ from dp_ray.task.notices import ShardsFound
 from dp_ray.verify import verify
 from tests.support import training
 from tests.support.bad_data import Broken
-from tests.support.cards import Card, card
+from tests.support.cards import ROWS, Card, card
 from tests.support.cluster import ROOT, Run
 from tests.support.group import ProcessExit, run_group
-from tests.support.trainings import ADAMW, job_of, keys_of
+from tests.support.trainings import ADAMW, job_of
 
 PAIRS = "tests.support.training:Pairs"
 
@@ -37,12 +39,25 @@ PAIRS = "tests.support.training:Pairs"
 def training_of(folder: Path, **keys: Any) -> dict[str, Any]:
     """A training in this process, in batches of 7 rows; the card holds 3."""
     common = {"model": card(most=3), "task": "train", "dataset": PAIRS, "batch_size": 7, "shuffle": True}
-    rest = {"loss": "torch.nn:CrossEntropyLoss", "optimizer": ADAMW, "max_steps": 20, "workers": 0}
+    rest = {"loss": "torch.nn:CrossEntropyLoss", "optimizer": ADAMW, "max_steps": 6, "workers": 0}
     return {**common, **rest, "shards": "auto", "storage": str(folder), "name": "run", "quiet": True, **keys}
 
 
 def kept(folder: Path, name: str = "run") -> dict[str, Any]:
     return dict(json.loads((folder / name / "run.json").read_text()))
+
+
+def numpys_state() -> list[int]:
+    state: Any = np.random.get_state()
+    return list(state[1])
+
+
+def planned(keys: dict[str, Any]) -> Plan:
+    return plan_job(Job.make({key: one for key, one in keys.items() if key != "quiet"}, "run"))
+
+
+def losses(result: dp_ray.Result) -> list[float]:
+    return [float(row["loss"]) for row in result.history]
 
 
 def found(messages: list[Any]) -> int:
@@ -55,7 +70,7 @@ def test_the_numbers_tried_go_from_the_workers_to_single_rows(rows: int, workers
     counts = shard_counts(rows, workers)
     largest = [len(torch.chunk(torch.empty(rows), count)[0]) for count in counts]
     assert counts[0] == max(1, workers) and largest[-1] == 1
-    assert counts == sorted(set(counts)) and all(two <= 2 * one for one, two in zip(counts, counts[1:], strict=False))
+    assert counts == sorted(set(counts)) and all(two <= 2 * one for one, two in pairwise(counts))
 
 
 def test_a_run_that_finds_its_shards_has_the_bits_of_one_that_is_given_them(tmp_path: Path) -> None:
@@ -63,7 +78,7 @@ def test_a_run_that_finds_its_shards_has_the_bits_of_one_that_is_given_them(tmp_
     assert result.shards == 4, "7 rows are 7, 4 or 2 a shard with 1, 2 or 4 of them"
     given_them = dp_ray.run(**training_of(tmp_path, shards=4, name="given"))
     assert result.weights_sha256 == given_them.weights_sha256
-    assert [result.history.loss.tolist()] == [given_them.history.loss.tolist()]
+    assert losses(result) == losses(given_them)
     for key in ("fingerprint", "rows"):
         assert kept(tmp_path)[key] == kept(tmp_path, "given")[key]
     assert kept(tmp_path)["job"]["shards"] == 4
@@ -72,21 +87,22 @@ def test_a_run_that_finds_its_shards_has_the_bits_of_one_that_is_given_them(tmp_
 
 
 def test_the_number_is_found_once(tmp_path: Path) -> None:
-    """A later command finds the run's number, though the device would hold more now; another number is refused."""
-    dp_ray.run(**training_of(tmp_path))
-    keys = training_of(tmp_path, max_steps=30, model=card(most=3))
-    assert plan_job(Job.make({key: one for key, one in keys.items() if key != "quiet"}, "run")).split.shards == 4
-    longer = dp_ray.run(**keys)
-    assert (longer.shards, longer.total_steps) == (4, 30)
-    with pytest.raises(JobError, match="a different job .shards: 4 there, 2 here"):
-        dp_ray.run(**{**keys, "shards": 2, "max_steps": 40})
-    straight = dp_ray.run(**{**keys, "shards": 4, "name": "straight"})
+    """A later command takes the run's number, though the device holds more rows now; another number is refused."""
+    keys = training_of(tmp_path, model=card(), env={ROWS: "3"})
+    assert dp_ray.run(**keys).shards == 4
+    more = {**keys, "env": {ROWS: "7"}, "max_steps": 9}
+    assert planned(more).split.shards == 4
+    longer = dp_ray.run(**more)
+    assert (longer.shards, longer.total_steps) == (4, 9)
+    with pytest.raises(JobError, match=r"a different job \(shards: 4 there, 2 here"):
+        dp_ray.run(**{**more, "shards": 2, "max_steps": 12})
+    straight = dp_ray.run(**{**more, "shards": 4, "name": "straight"})
     assert longer.weights_sha256 == straight.weights_sha256
 
 
 def test_a_run_that_was_given_its_shards_keeps_them(tmp_path: Path) -> None:
     dp_ray.run(**training_of(tmp_path, shards=7))
-    assert dp_ray.run(**training_of(tmp_path, max_steps=30)).shards == 7
+    assert dp_ray.run(**training_of(tmp_path, max_steps=9)).shards == 7
 
 
 def test_a_new_run_of_the_name_finds_anew(tmp_path: Path) -> None:
@@ -99,13 +115,13 @@ def test_objects_and_random_numbers_are_left_as_they_were(tmp_path: Path) -> Non
     model, loss = Card(3), nn.CrossEntropyLoss()
     given_keys = training_of(tmp_path, model=model, loss=loss, dataset=training.Pairs())
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    states = torch.get_rng_state(), random.getstate(), numpys_state()
     result = dp_ray.run(**given_keys)
     assert result.shards == 4
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert all(one.grad is None for one in model.parameters())
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+    assert (random.getstate(), numpys_state()) == states[1:]
     by_hand = dp_ray.run(**{**given_keys, "shards": 4, "name": "given"})
     assert result.weights_sha256 == by_hand.weights_sha256
 
@@ -119,7 +135,8 @@ def plain_fit(most: int, shards: int) -> bool:
         for _ in range(2):
             pieces = zip(torch.stack(inputs).chunk(shards), torch.stack(targets).chunk(shards), strict=True)
             for some, theirs in pieces:
-                (nn.functional.cross_entropy(model(some), theirs) * len(some) / 14).backward()
+                loss = nn.functional.cross_entropy(model(some), theirs) * len(some) / 14
+                loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
     except torch.OutOfMemoryError:
@@ -199,7 +216,7 @@ def test_a_row_that_does_not_fit_is_told(tmp_path: Path) -> None:
         dp_ray.run(**training_of(tmp_path, model=card(most=0)))
     assert kept(tmp_path)["job"]["shards"] == "auto"
     told = unfinished(str(tmp_path / "run"))
-    assert told is not None and (told.step, told.steps) == (0, 20)
+    assert told is not None and (told.step, told.steps) == (0, 6)
 
 
 def test_other_errors_end_the_run_as_ever(tmp_path: Path) -> None:
@@ -225,7 +242,7 @@ def test_a_run_that_was_stopped_before_it_found_its_number_finds_it(tmp_path: Pa
 
 def test_the_plan_says_what_will_be_tried(tmp_path: Path) -> None:
     keys = training_of(tmp_path, workers={"min": 1, "max": 2}, batch_size=30)
-    plan = plan_job(Job.make({key: one for key, one in keys.items() if key != "quiet"}, "run"))
+    plan = planned(keys)
     assert plan.to_json()["shards"] == 2
     (remark,) = plan.remarks
     tried = "2 (15), 4 (8), 8 (4), 16 (2), 30 (1)"
@@ -243,10 +260,7 @@ def test_what_auto_cannot_be_with_is_refused(tmp_path: Path) -> None:
 
 def test_a_given_number_has_the_fingerprint_that_it_had() -> None:
     """So has none; auto is a job of its own until its number is found."""
-    given_keys = keys_of(job_of("mlp", workers=2))
-    prints = {
-        shards: Job.make({**given_keys, "shards": shards}, "job").fingerprint() for shards in (None, 2, 4, "auto")
-    }
+    prints = {one: job_of("mlp", workers=2, shards=one).fingerprint() for one in (None, 2, 4, "auto")}
     assert prints[None] == prints[2] and len(set(prints.values())) == 3
 
 
@@ -257,7 +271,7 @@ from tests.support.cards import card
 from pathlib import Path
 here = Path({folder!r})
 dp_ray.run(**training_of(here, model=card("Wide"), shards=7, name="warm", max_steps=1))
-limit = psutil.Process().memory_info().vms + 5 * 2**26
+limit = psutil.Process().memory_info().vms + int(6.5 * 2**28)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 print(dp_ray.run(**training_of(here, model=card("Wide"), batch_size=14, max_steps=2)).shards)
 """
@@ -265,11 +279,11 @@ print(dp_ray.run(**training_of(here, model=card("Wide"), batch_size=14, max_step
 
 @pytest.mark.slow
 def test_memory_that_the_system_refuses_counts(tmp_path: Path) -> None:
-    """A process that may take five rows more: two copies of two rows' room do not fit, nor 14 rows or 7 or 4."""
+    """A process that may take the room of six rows and a half: 14 rows and 7 do not fit, and 4 do."""
     code = LIMITED.format(folder=str(tmp_path))
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() in ("4", "8"), "shards of 4 or 2 rows; 7 rows need 448 MB"
+    assert ran.stdout.strip() == "4"
 
 
 @pytest.mark.ray

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dp_ray.errors import JobError
@@ -23,6 +24,7 @@ from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.rng import preserved
 from dp_ray.replica.strategy import shards_over
 from dp_ray.replica.world import CPU, World
+from dp_ray.tensors.nested import map_leaves
 
 
 def plan_memory(job: Job, gpu_bytes: int | None) -> MemoryPlan:
@@ -51,7 +53,8 @@ def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int,
         return None
     try:
         with preserved(CPU):
-            held = FakeShard(job, batch, rows, True).whole()
+            here = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, batch)
+            held = FakeShard(job, here, rows, True).whole()
     except Exception:  # an estimate must not take the place of the error that counts
         return None
     (at,) = map(str, fake_devices(1))

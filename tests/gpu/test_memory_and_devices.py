@@ -1,6 +1,7 @@
 """A model over a GPU and the CPU, predictions, a GPU without memory left, and jobs one after the other."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from dp_ray.errors import ModelError
 from dp_ray.results.merged import Merged
 from dp_ray.results.proof import prove_outputs
 from dp_ray.storage import Storage
+from dp_ray.task.notices import ShardsFound
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support import training
 from tests.support.cluster import ROOT
@@ -147,6 +149,53 @@ def test_a_gpu_without_memory_left_is_told_and_the_next_job_runs(tmp_path: Path,
         run_here(job_on(cuda, **keys), tmp_path / "full")
     assert torch.cuda.memory_allocated(cuda) - before < 2**20, "the failed job's memory is still held"
     run_here(job_on(cuda, **keys, shards=4), tmp_path / "cut")
+
+
+class Filling(nn.Module):
+    """A model that takes a tenth of the GPU for each row of a shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = training.mlp()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        size = torch.cuda.get_device_properties(inputs.device).total_memory // 10
+        torch.empty(len(inputs), size, dtype=torch.uint8, device=inputs.device)
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs
+
+
+def test_a_run_finds_how_many_rows_of_a_shard_fit(tmp_path: Path, cuda: torch.device) -> None:
+    """A tenth of the GPU stays free, and its context takes some: ten rows do not fit, and five do."""
+    keys = {"model": {"target": "tests.gpu.test_memory_and_devices:Filling"}, "batch_size": 80, "max_steps": 2}
+    before = torch.cuda.memory_allocated(cuda)
+    told = run_here(job_on(cuda, **keys, shards="auto"), tmp_path / "found")
+    assert [one.shards for one in told if isinstance(one, ShardsFound)] == [16]
+    assert torch.cuda.memory_allocated(cuda) - before < 2**20, "what was tried is still held"
+    run_here(job_on(cuda, **keys, shards=16), tmp_path / "run")
+
+
+def test_the_number_of_shards_that_an_error_names_is_enough(tmp_path: Path, cuda: torch.device) -> None:
+    keys = {"model": {"target": "tests.gpu.test_memory_and_devices:Keeping"}, "batch_size": 40, "max_steps": 2}
+    with pytest.raises(ModelError, match=r"shards: \d+ instead of 1 ") as raised:
+        run_here(job_on(cuda, **keys), tmp_path / "full")
+    found = re.search(r"shards: (\d+) instead of 1 ", str(raised.value))
+    assert found is not None and int(found[1]) <= 10
+    run_here(job_on(cuda, **keys, shards=int(found[1])), tmp_path / "cut")
+
+
+class Keeping(nn.Module):
+    """A model that takes a twentieth of the GPU for each row in its forward, and as much again in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = training.mlp()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.width = torch.cuda.get_device_properties(0).total_memory // 80
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs + (outputs[:, :1].expand(-1, self.width) * self.scale).mean(1, keepdim=True)
 
 
 def test_samples_that_are_on_the_gpu_already_are_taken_as_they_are(tmp_path: Path, device: torch.device) -> None:

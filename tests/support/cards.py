@@ -1,5 +1,6 @@
 """Models on a device whose memory holds so many rows: they raise torch's own error if they get more."""
 
+import os
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from tests.support import training
 
+ROWS = "ROWS_OF_THE_CARD"
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB."
 
 
@@ -17,16 +19,17 @@ def rank() -> int:
 
 
 class Card(nn.Module):
-    """It holds `most` rows, and on rank 1 `most_on_1`.
+    """It holds `most` rows, by default what the environment says, and on rank 1 `most_on_1`.
 
     With `counts` each row weighs one, and so do two things beside it: gradients that are there when a forward
     begins, and weights that an optimizer has changed, so that it has a state. Dropout draws random numbers.
     """
 
-    def __init__(self, most: int, most_on_1: int | None = None, counts: bool = False) -> None:
+    def __init__(self, most: int | None = None, most_on_1: int | None = None, counts: bool = False) -> None:
         super().__init__()
         self.layers = training.mlp()
         self.dropout = nn.Dropout(0.1)
+        most = int(os.environ[ROWS]) if most is None else most
         self.most = most_on_1 if most_on_1 is not None and rank() == 1 else most
         self.counts = counts
         self.first = [one.detach().clone() for one in self.parameters()]
@@ -57,15 +60,15 @@ class CardOfBlocks(training.Blocks):
 
 
 class Wide(nn.Module):
-    """It needs 64 MB for each row, of the system."""
+    """It takes 256 MB of the system for each row, and leaves nearly all of it alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        room = torch.zeros(len(inputs), 2**24)
-        outputs: torch.Tensor = self.layer(inputs) + room[:, :3]
+        room = torch.empty(len(inputs), 2**26)[:, :3].zero_()
+        outputs: torch.Tensor = self.layer(inputs) + room
         return outputs
 
 
