@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dp_ray
-from dp_ray.errors import JobError, ModelError
+from dp_ray.errors import JobError, ModelError, RunInterrupted
 from dp_ray.job import Job
 from dp_ray.plan.plan import Plan
 from dp_ray.plan.shard_counts import shard_counts
@@ -238,6 +239,18 @@ def test_a_run_that_was_stopped_before_it_found_its_number_finds_it(tmp_path: Pa
     claim(job, Storage(str(tmp_path)), rows={"dataset": 101})
     assert "shards: auto: before the first step" in "; ".join(plan_job(job).remarks)
     assert dp_ray.run(**keys).shards == 4
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_it_may_be_interrupted_meanwhile(tmp_path: Path, which: signal.Signals) -> None:
+    keys = training_of(tmp_path, model=card("Stopped", file=str(tmp_path / "was"), signal=int(which)))
+    with pytest.raises(RunInterrupted, match="interrupted before a step was kept"):
+        dp_ray.run(**keys)
+    assert kept(tmp_path)["job"]["shards"] == "auto" and (tmp_path / "was").exists()
+    resumed = dp_ray.run(**keys)
+    assert resumed.shards == 4
+    by_hand = dp_ray.run(**{**keys, "shards": 4, "name": "given"})
+    assert resumed.weights_sha256 == by_hand.weights_sha256
 
 
 def test_the_plan_says_what_will_be_tried(tmp_path: Path) -> None:

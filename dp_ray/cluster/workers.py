@@ -189,7 +189,8 @@ class OwnWorkers:
             if self._workers is None:
                 check_can_be_shipped(job)
                 self._workers = self._start(job, monitor, console)
-            monitor.begin("starting Ray Train")
+            else:
+                monitor.begin("waiting for the workers")
             self._workers.run(job, claimed, rows, monitor, faults, is_last=not job.finds_shards)
             if job.finds_shards:
                 until_end.pop_all()
@@ -202,6 +203,7 @@ class OwnWorkers:
         folder = self._open.enter_context(TemporaryDirectory())
         workers = start_workers(job, folder, is_own, self._verbose, console.say)
         self._open.callback(workers.close, 0 if is_own else CLOSE_SECONDS)  # an own connection ends them
+        monitor.begin("starting Ray Train")
         return workers
 
 
