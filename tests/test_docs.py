@@ -121,7 +121,8 @@ def test_every_key_within_a_sentence_is_one_of_a_job(page: Path) -> None:
         if re.match(r"[a-z_]+: \S", code):
             (given,) = [yaml.safe_load(code.replace("...", "'module:attribute'"))]
             one_device = {"devices": None, "device_map": None} if "strategy" in given else {}
-            job = Job.make({**ANY_JOB, "workers": given.get("shards", 16), **one_device, **given}, "job")
+            workers = given["shards"] if isinstance(given.get("shards"), int) else 16
+            job = Job.make({**ANY_JOB, "workers": workers, **one_device, **given}, "job")
             assert job.model_fields_set >= given.keys()
 
 
