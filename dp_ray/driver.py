@@ -4,27 +4,22 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from dp_ray.checks import check_targets
-from dp_ray.cluster.ray_version import check_ray
-from dp_ray.errors import Error, JobError, RunInterrupted
+from dp_ray.errors import Error, RunInterrupted
 from dp_ray.finding_shards import with_found_shards
 from dp_ray.following import monitoring
-from dp_ray.in_process import run_in_process, with_own_model
+from dp_ray.in_process import run_in_process
 from dp_ray.job import Job
 from dp_ray.job_file import job_from
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.faults import Fault, parse_faults
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outcome import result_of, save_unfinished, summary_of, time_lines
-from dp_ray.plan.plan import Plan
 from dp_ray.plan.split import Split
 from dp_ray.plan.table import table
-from dp_ray.planning import dataset_rows, make_plan, taken_over
+from dp_ray.preparing import Prepared, prepare, resumption_lines
 from dp_ray.results.proof import prove_outputs
 from dp_ray.results.result import Result
 from dp_ray.results.short import relative
@@ -36,25 +31,21 @@ from dp_ray.rundir.claim import (
     check_ours,
     claim,
     keep_shards,
-    with_full_init_from,
     with_shards_of_run,
 )
 from dp_ray.rundir.history_file import HISTORY, RECENT, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import RENEW_SECONDS, TELL_SECONDS, held, wait_until_free
-from dp_ray.rundir.lease_file import Lease
 from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.rundir.progress_file import PROGRESS
 from dp_ray.rundir.quarantine_files import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.stop_request import take_request
-from dp_ray.rundir.unfinished import last_end, stop_message
+from dp_ray.rundir.unfinished import stop_message
 from dp_ray.rundir.weights import LINKS, first_step
-from dp_ray.system.environment import environment
 from dp_ray.system.repeating import repeated
 from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StopRequested
 from dp_ray.tracebacks import shorten
-from dp_ray.trackers.process import check_installed
 from dp_ray.trackers.run_trackers import RunTrackers
 
 PAGE_SECONDS = 1.0  # how often it is asked whether to import what the page needs
@@ -113,19 +104,6 @@ class ShortErrors:
             error.__cause__, error.__suppress_context__, error.__traceback__ = None, True, None
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A job as it will run, with the shards of the run that it resumes; its plan, and the faults to inject."""
-
-    job: Job
-    plan: Plan
-    faults: tuple[Fault, ...]
-
-    def cut_as(self, job: Job) -> "Prepared":
-        """The same, with this job's number of shards."""
-        return Prepared(job, make_plan(job, self.plan.rows), self.faults)
-
-
 OnRay = Callable[[Prepared, RunDir, Monitor, Console], None]
 
 
@@ -136,14 +114,14 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
     """
     started = time.monotonic()
     console = Console(job.run_name, options.quiet)
-    prepared = prepare(job, options, console)
+    prepared = prepare(job, console, options.overwrite, options.inject)
     base = base_storage(prepared.job)
     killed = wait_until_free(base.child(job.run_name), console.say)
     if prepared.job.finds_shards and not options.overwrite:  # whoever was waited for may have found the number
         prepared = prepared.cut_as(with_shards_of_run(prepared.job, base))
     job, plan = prepared.job, prepared.plan
     claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume)
-    for line in _resumption(prepared, claimed, killed):
+    for line in resumption_lines(prepared, claimed, killed):
         console.say(line)
     with contextlib.ExitStack() as until_end:
         workers = on_ray or _on_own_workers(options, until_end)
@@ -153,37 +131,6 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
             return execution.run()
         finally:
             execution.write_page()
-
-
-def prepare(job: Job, options: Options, console: Console) -> Prepared:
-    """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
-    job = job.for_task()
-    check_installed(job.trackers or ())
-    faults = parse_faults(options.inject)
-    if faults and job.max_workers == 0:
-        raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
-    if job.max_workers > 0:
-        check_ray()
-    asked = with_full_init_from(job)
-    job = asked if options.overwrite else with_shards_of_run(asked, base_storage(asked))
-    building = console.if_slow("building the dataset")
-    with contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
-        check_targets(job)  # stdout is kept free of what user code prints
-        plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
-    if job.max_workers == 0:
-        job = with_own_model(job)
-    return Prepared(job, plan, faults)
-
-
-def _resumption(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> Iterator[str]:
-    """Lines for the user of a resumed run; `killed` is the lease of its last driver, if that was killed."""
-    if not claimed.is_resumed:
-        return
-    split = prepared.plan.split
-    if claimed.lengths:
-        yield f"continues to step {split.total_steps} ({claimed.lengths})"
-    if end := last_end(prepared.job, split, claimed.storage, killed):
-        yield f"the last driver was {end.what}"
 
 
 def _on_own_workers(options: Options, until_end: contextlib.ExitStack) -> OnRay:

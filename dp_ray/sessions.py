@@ -14,7 +14,7 @@ from dp_ray.cluster.connect import address_of, connected, is_connected, ships_ca
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
-from dp_ray.driver import Options, Prepared, ShortErrors, execute, options_of
+from dp_ray.driver import Options, ShortErrors, execute, options_of
 from dp_ray.errors import ClusterError, JobError, RunInterrupted
 from dp_ray.job import Job
 from dp_ray.job_errors import explain
@@ -22,6 +22,7 @@ from dp_ray.job_file import job_from
 from dp_ray.job_keys import WorkerKeys
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
+from dp_ray.preparing import Prepared
 from dp_ray.results.result import Result
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.edited import Sources

@@ -22,6 +22,7 @@ from dp_ray.in_process import run_in_process
 from dp_ray.job_file import job_from
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
+from dp_ray.preparing import Prepared
 from dp_ray.results import outputs
 from dp_ray.results.output_files import FileMerge
 from dp_ray.results.proof import prove_outputs
@@ -312,7 +313,7 @@ def test_what_the_page_needs_is_imported_while_the_workers_run(
     monkeypatch.delitem(sys.modules, page, raising=False)
     there: list[bool] = []
 
-    def on_ray(prepared: driver.Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+    def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
         time.sleep(0.1)
         there.append(page in sys.modules)
         run_in_process(prepared.job, claimed, monitor, prepared.plan.rows)

@@ -47,6 +47,7 @@ FLOORS = [
     "following",
     "finding_shards",
     "outcome",
+    "preparing",
     "driver",
     "sessions",
     "several",

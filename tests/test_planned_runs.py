@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import dp_ray
-from dp_ray.driver import Options, prepare
 from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.plan.table import table
 from dp_ray.planning import plan_job
+from dp_ray.preparing import prepare
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
 from tests.support.cluster import ROOT
@@ -53,7 +53,7 @@ def planned(**keys: Any) -> Plans:
     """The plan's JSON; what a run prepares is the same plan."""
     job = Job.make(keys, "job")
     plan = plan_job(job)
-    assert prepare(job, Options(), Console("job", quiet=True)).plan == plan
+    assert prepare(job, Console("job", quiet=True)).plan == plan
     values: Plans = json.loads(json.dumps(plan.to_json()))
     return values
 
@@ -256,7 +256,7 @@ def test_a_run_is_planned_with_the_shards_with_which_it_began(tmp_path: Path) ->
     assert (plan.to_json()["shards"], plan.to_json()["min_workers"], plan.to_json()["workers"]) == (3, 1, 3)
     keys = trainings(tmp_path, batch_size=6)
     job = Job.make(keys, "run")
-    assert prepare(job, Options(), Console("run", quiet=True)).plan.split == plan_job(job).split
+    assert prepare(job, Console("run", quiet=True)).plan.split == plan_job(job).split
     assert dp_ray.run(**keys, quiet=True).shards == 3
 
 

@@ -13,12 +13,13 @@ from torch import nn
 
 import dp_ray
 from dp_ray import driver
-from dp_ray.driver import Options, Prepared
+from dp_ray.driver import Options
 from dp_ray.errors import StorageError
 from dp_ray.in_process import run_in_process
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
+from dp_ray.preparing import Prepared
 from dp_ray.replica.step_clock import PARTS, DeviceClock, Part, SilentClock, StepClock
 from dp_ray.replica.world import World
 from dp_ray.results import step_time_files
