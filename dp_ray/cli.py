@@ -1,14 +1,14 @@
-"""The command line: run, plan, verify, submit, evaluate, predict, retry, schema, and those that show runs."""
+"""The command line: run, plan, verify, submit, evaluate, predict, retry, schema; sweeps and what shows runs."""
 
 import json
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TextIO
 
 import click
 
+from dp_ray.cli_errors import show_error
 from dp_ray.cli_jobs import logs, status, stop, submit
 from dp_ray.cli_options import (
     ADDRESS,
@@ -29,14 +29,13 @@ from dp_ray.cli_options import (
     overrides_of,
 )
 from dp_ray.cli_runs import compare, list_runs, report, track, watch
+from dp_ray.cli_sweep import sweep
 from dp_ray.early_start import begun, forked_early, say_import
 from dp_ray.errors import Error
 from dp_ray.job import Job
 from dp_ray.job_file import parse_counts, parse_setting
 from dp_ray.secrets import hide
 from dp_ray.system.imports import collector_paused
-from dp_ray.text import harmless
-from dp_ray.tracebacks import frames_of, notes_of
 
 _at_end = ExitStack()  # closed when the outcome has been said
 
@@ -60,18 +59,8 @@ def _run_program() -> None:
         click.echo(str(says or "") or "interrupted", err=True)
         sys.exit(130)
     except Error as error:
-        _show(error, is_verbose="--verbose" in sys.argv)
+        show_error(error, is_verbose="--verbose" in sys.argv)
         sys.exit(error.exit_status)
-
-
-def _show(error: Error, is_verbose: bool) -> None:
-    """Print the error below its traceback, here or on a worker: the frames of user code, or all frames if verbose."""
-    shown = frames_of(error)
-    if is_verbose and not notes_of(error) and error.__cause__ is not None:
-        shown = "".join(traceback.format_exception(error.__cause__))
-    if shown:
-        click.echo(harmless(hide(shown.rstrip("\n"))), err=True)
-    click.echo(f"error: {harmless(str(error))}", err=True)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -131,7 +120,7 @@ def _run_one(execute: Callable[[Job], Any], job: Job, as_json: bool, keep_going:
     except Error as error:
         if not keep_going:
             raise
-        _show(error, verbose)
+        show_error(error, verbose)
         return error.exit_status
     if as_json:
         click.echo(json.dumps(result.to_json()))
@@ -277,5 +266,5 @@ def schema(out: TextIO) -> None:
     click.echo(json.dumps(json_schema(), indent=2), file=out)
 
 
-for command in (submit, status, logs, stop, report, compare, list_runs, watch, track):
+for command in (sweep, submit, status, logs, stop, report, compare, list_runs, watch, track):
     cli.add_command(command)

@@ -1,4 +1,4 @@
-"""The arguments and options that several commands take."""
+"""The arguments and options that several commands take, and the keys of a job that they set."""
 
 from pathlib import Path
 from typing import Any

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,23 @@ def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Jo
 
     Raises JobError if the file cannot be read, is not YAML or is not a valid job.
     """
+    return job_maker(path)(overrides or {})
+
+
+def job_maker(path: str | Path) -> Callable[[Mapping[str, Any]], Job]:
+    """A function that makes the job in a YAML file with any dotted keys set in it; the file is read once.
+
+    Both raise JobError, as `load_job`.
+    """
     values = _read_yaml(Path(path))
-    try:
-        return job_of(values, overrides or {}, default_name=Path(path).stem)
-    except JobError as error:
-        raise JobError(f"{path}: {error}") from None
+
+    def make(overrides: Mapping[str, Any]) -> Job:
+        try:
+            return job_of(dict(values), overrides, default_name=Path(path).stem)
+        except JobError as error:
+            raise JobError(f"{path}: {error}") from None
+
+    return make
 
 
 def job_of(values: dict[str, Any], overrides: Mapping[str, Any], default_name: str) -> Job:
@@ -52,7 +64,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise JobError(f"--set {text!r}: must be KEY=VALUE, like --set model.args.width=64")
     try:
-        return key, _from_yaml(value)
+        return key, from_yaml(value)
     except yaml.YAMLError as error:
         raise JobError(f"--set {text!r}: the value is not YAML: {error}") from None
 
@@ -89,13 +101,14 @@ _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
-def _from_yaml(text: str) -> Any:
+def from_yaml(text: str) -> Any:
+    """The value that a text of YAML holds; raises yaml.YAMLError if it is none."""
     return yaml.load(text, _Loader)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = _from_yaml(path.read_text())
+        values = from_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except (yaml.YAMLError, RecursionError) as error:
@@ -112,7 +125,7 @@ def _lay_over(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
         if inner is None or isinstance(inner, str):
             inner = {} if inner is None else {"target": inner}
         if not isinstance(inner, dict):
-            raise JobError(f"--set {'.'.join(keys)}: {key} is {inner!r}, which has no keys of its own")
+            raise JobError(f"{'.'.join(keys)}: {key} is {inner!r}, which has no keys of its own")
         values[key] = dict(inner)
         values = values[key]
     values[keys[-1]] = value

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+import threading
 from collections.abc import Iterator
 
 from dp_ray.checks import check_targets
@@ -19,6 +20,8 @@ from dp_ray.rundir.lease_file import Lease
 from dp_ray.rundir.unfinished import last_end
 from dp_ray.system.environment import environment
 from dp_ray.trackers.process import check_installed
+
+_PREPARING = threading.RLock()  # what a block changes of the process: its environment, its stdout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
     asked = with_full_init_from(job)
     job = asked if overwrite else with_shards_of_run(asked, base_storage(asked))
     building = console.if_slow("building the dataset")
-    with contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
+    with _PREPARING, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
         check_targets(job)  # stdout is kept free of what user code prints
         plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
     if job.max_workers == 0:

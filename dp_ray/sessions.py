@@ -10,7 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dp_ray.cluster.connect import address_of, connected, is_connected, ships_callers_code, what_begins
+from dp_ray.cluster.connect import (
+    address_of,
+    connected,
+    is_connected,
+    sessions_that_fit,
+    ships_callers_code,
+    what_begins,
+)
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.cluster.resources import Resources, text_of
 from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
@@ -56,6 +63,7 @@ class Session:
         idle_seconds: float | None = None,
         quiet: bool = False,
         verbose: bool = False,
+        at_a_time: int | None = 1,
     ) -> None:
         check_ray()
         self._keys = keys
@@ -70,6 +78,7 @@ class Session:
         self._ended = ""  # why, once it has ended
         self._open = ExitStack()
         self._is_own = not is_connected()
+        self.at_a_time = at_a_time  # how many such sessions shall run at a time; None: as many as fit
         self._connect()
         self._wait_idle()
 
@@ -147,6 +156,10 @@ class Session:
         finally:
             self._sources.note_imported(self._workers.imported)
 
+    def abort(self) -> None:
+        """End the workers at once, and so the job that another thread runs on them."""
+        self._workers.close(0)
+
     def _connect(self) -> None:
         """Connect to Ray and start the workers."""
         say = Console("session", self._quiet).say
@@ -154,18 +167,28 @@ class Session:
         if address_of(self._address) if self._is_own else ships_callers_code():
             self._sources.note_sent()
         with ExitStack() as opening:
-            opening.enter_context(connected(self._keys, self._address, self._verbose))
+            all_workers = self._keys.max_workers * (self.at_a_time or 1)
+            of_all = self._keys.model_copy(update={"workers": all_workers})
+            opening.enter_context(connected(of_all, self._address, self._verbose))
+            self._share()
             self._folder = opening.enter_context(TemporaryDirectory())
             self._start_workers(say)
             opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()
+
+    def _share(self) -> None:
+        """Find how many sessions run at a time: if several, the others use this connection, which then stays."""
+        if self.at_a_time != 1:
+            self.at_a_time = sessions_that_fit(self._keys, self.at_a_time)
+            self._is_own = self._is_own and self.at_a_time == 1
 
     def _start_workers(self, say: Any) -> None:
         self._workers = start_workers(self._keys, self._folder, self._is_own, self._verbose, say)
 
     def _renew(self, console: Console) -> None:
         """Start the workers anew if the next job would find there what it must not; a line says why."""
-        edited = self._sources.edited()
+        is_fixed = self.at_a_time != 1 and ships_callers_code()  # what was sent is what all sessions run
+        edited = [] if is_fixed else self._sources.edited()
         why = next(self._why_renewed(edited), None)
         if why is None:
             return

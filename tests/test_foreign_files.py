@@ -18,7 +18,8 @@ from click.testing import CliRunner
 from torch import nn
 
 import dp_ray
-from dp_ray.cli import _show, cli
+from dp_ray.cli import cli
+from dp_ray.cli_errors import show_error
 from dp_ray.errors import DataError, Error
 from dp_ray.monitor.console import Console
 from dp_ray.report.page import page_of
@@ -61,7 +62,7 @@ def answered(*command: str) -> tuple[int, str]:
         return 0, done.output
     if isinstance(done.exception, Error):
         with redirect_stderr(shown := io.StringIO()):
-            _show(done.exception, is_verbose=False)
+            show_error(done.exception, is_verbose=False)
         return done.exception.exit_status, done.output + shown.getvalue()
     if isinstance(done.exception, click.ClickException):
         return 2, done.output

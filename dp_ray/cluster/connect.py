@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -39,6 +40,8 @@ from dp_ray.job_keys import WorkerKeys
 from dp_ray.system.environment import environment, is_env, without_values
 from dp_ray.system.folders import own_folder, short_folder
 from dp_ray.system.stop_signals import handlers_kept
+
+_ENVIRONMENT = threading.Lock()  # several sessions may start workers at the same time
 
 
 @contextmanager
@@ -165,7 +168,7 @@ def _environment_kept() -> Iterator[None]:
 @contextmanager
 def train_environment() -> Iterator[None]:
     """Set Ray Train's variables in os.environ while the block runs; those that the user has set stay."""
-    with environment({key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}):
+    with _ENVIRONMENT, environment({key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}):
         yield
 
 
@@ -201,6 +204,21 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
             f"free are {text_of({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
         )
     return None
+
+
+def sessions_that_fit(keys: WorkerKeys, wanted: int | None) -> int:
+    """How many sessions with these keys shall run at a time: `wanted`, or as many as there are free resources for.
+
+    Without an autoscaler at most as many as fit, and always one.
+    """
+    each = worker_resources(keys)
+    if wanted is not None and (wanted == 1 or autoscales()):
+        return wanted
+    nodes, free = [node["Resources"] for node in ray.nodes() if node["Alive"]], ray.available_resources()
+    of_nodes = capacity_for(each, nodes, keys.placement, keys.accelerator_type)
+    workers = min([of_nodes, *(int(free.get(name, 0) / amount + 1e-9) for name, amount in each.items())])
+    fits = max(1, workers // keys.max_workers) if each else wanted or 1
+    return fits if wanted is None else min(wanted, fits)
 
 
 def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:

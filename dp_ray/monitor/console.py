@@ -73,9 +73,12 @@ class Console:
 
     @contextmanager
     def live(self, seen: "Progressed") -> Iterator[None]:
-        """Show the progress live while the block runs: on a terminal with the workers, in a notebook as one line."""
+        """Show the progress live while the block runs: on a terminal with the workers, in a notebook as one line.
+
+        Other threads than the main one print lines: several runs may share the terminal.
+        """
         self._told = time.monotonic()
-        self._is_shown = not self._quiet and (self._rich.is_terminal or self._is_notebook)
+        self._is_shown = not self._quiet and (self._rich.is_terminal or self._is_notebook) and _is_main_thread()
         if not self._is_shown:
             yield
         elif self._is_notebook:
@@ -100,6 +103,10 @@ class Console:
             self._rich.print(line, markup=False, soft_wrap=True)
         else:
             print(line, file=sys.stderr, flush=True)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class Progressed:

@@ -4,7 +4,7 @@ import hashlib
 import struct
 from typing import Literal
 
-Purpose = Literal["dataset", "sample", "collate", "forward", "after", "update", "generator"]
+Purpose = Literal["dataset", "sample", "collate", "forward", "after", "update", "generator", "sweep"]
 
 
 def derive_seed(seed: int, purpose: Purpose, *parts: int) -> int:

@@ -14,6 +14,7 @@ from dp_ray.storage import Storage
 RUN = "run.json"  # the job, and which driver runs it
 RESULT = "result.json"
 SHAPES = "shapes.parquet"
+SWEEP = "sweep.json"  # in the directory of a sweep: its definition and its trials
 
 
 def read_json(run: Storage, name: str) -> dict[str, Any]:

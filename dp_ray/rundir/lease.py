@@ -46,9 +46,18 @@ def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator
 
     It records how many steps are done, for the next driver in case this one is killed.
     """
-    lease, due = Lease(this_process(), claimed.token), time.monotonic() + RENEW_SECONDS
-    write_lease(claimed.storage, lease)
-    looks = RENEW_SECONDS if claimed.storage.is_atomic else min(TELL_SECONDS, RENEW_SECONDS)
+    with kept(claimed.storage, claimed.token, lambda: is_ours(claimed), steps_done):
+        yield
+
+
+@contextmanager
+def kept(
+    folder: Storage, token: str, is_still_ours: Callable[[], bool], steps_done: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    """Hold the lease of a folder while the block runs, as long as the folder is this driver's."""
+    lease, due = Lease(this_process(), token), time.monotonic() + RENEW_SECONDS
+    write_lease(folder, lease)
+    looks = RENEW_SECONDS if folder.is_atomic else min(TELL_SECONDS, RENEW_SECONDS)
 
     def renew() -> None:
         nonlocal lease, due
@@ -58,16 +67,16 @@ def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator
         due = time.monotonic() + RENEW_SECONDS
         lease = replace(lease, renewals=lease.renewals + 1, step=step)
         with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-            if is_ours(claimed):
-                write_lease(claimed.storage, lease)
+            if is_still_ours():
+                write_lease(folder, lease)
 
     try:
         with repeated("lease", looks, renew):
             yield
     finally:
         with suppress(StorageError):
-            if is_ours(claimed):
-                claimed.storage.delete(LEASE)
+            if is_still_ours():
+                folder.delete(LEASE)
 
 
 def _alive(run: Storage, lease: Lease) -> JobError:

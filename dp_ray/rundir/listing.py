@@ -12,7 +12,7 @@ from typing import Any
 from pyarrow import fs as pafs
 
 from dp_ray.errors import JobError, StorageError
-from dp_ray.rundir.files import RESULT, RUN, read_json
+from dp_ray.rundir.files import RESULT, RUN, SWEEP, read_json
 from dp_ray.rundir.history_file import is_inner
 from dp_ray.rundir.lease_file import LEASE, is_alive, read_lease
 from dp_ray.rundir.lengths import split_of
@@ -21,7 +21,7 @@ from dp_ray.storage import Storage
 from dp_ray.text import did_you_mean
 
 THREADS = 32  # for object stores, where each file is a request
-NO_RUN, DAMAGED = "no run", "damaged"
+NO_RUN, DAMAGED, OF_RUNS = "no run", "damaged", "sweep"
 SORTABLE = ("name", "task", "status", "age", "step", "steps", "seconds")
 
 
@@ -29,8 +29,8 @@ SORTABLE = ("name", "task", "status", "age", "step", "steps", "seconds")
 class ListedRun:
     """A folder in a storage, as a row of the list.
 
-    `status` is that of `result.json`, or running, unfinished (its driver was killed), damaged, or no run. `age` is
-    the seconds since the run's end or last sign of life. `note` says what is damaged, or the error's first line.
+    `status` is that of `result.json`, or running, unfinished (its driver was killed), damaged, sweep, or no run.
+    `age` is the seconds since the run's end or last sign of life. `note` says what is damaged, or the error's first line.
     """
 
     name: str
@@ -93,6 +93,8 @@ def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRu
     """A folder as a row of the list."""
     try:
         written = _written(run)
+        if RUN not in written and SWEEP in written:
+            return _sweep(run, name, written[SWEEP], now or datetime.now(UTC))
         if RUN not in written:
             return ListedRun(name, NO_RUN, note=f"has no {RUN}")
         return _run(run, name, written, now or datetime.now(UTC))
@@ -100,6 +102,13 @@ def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRu
         return ListedRun(name, DAMAGED, note=str(error).removeprefix(f"{run}/"))
     except Exception as error:  # files of any content
         return ListedRun(name, DAMAGED, note=f"{type(error).__name__}: {error}")
+
+
+def _sweep(folder: Storage, name: str, heard: datetime | None, now: datetime) -> ListedRun:
+    """The directory of a sweep; its trials are runs of their own, with rows of their own."""
+    states = [trial["state"] for trial in read_json(folder, SWEEP)["trials"]]
+    age = None if heard is None else max(0.0, round((now - heard).total_seconds(), 1))
+    return ListedRun(name, OF_RUNS, age=age, note=f"{states.count('done')} of {len(states)} trials are done")
 
 
 def _written(run: Storage) -> dict[str, datetime | None]:

@@ -16,11 +16,12 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[], object]]:
 
     If `ask` returns False, the handler raises KeyboardInterrupt. Yields what another thread calls to have the same
     happen; where no handler is, that only calls `ask`.
-    `ask` runs inside a signal handler, so it must not wait for anything. Outside the main thread nothing changes,
-    since Python allows no handlers there. An ignored signal stays ignored, like SIGINT in a shell's background job.
+    `ask` runs inside a signal handler, so it must not wait for anything. Outside the main thread Python allows no
+    handlers: there, `ask_others` calls it. An ignored signal stays ignored, like SIGINT in a shell's background job.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: ask("")
+        with _listed(ask):
+            yield lambda: ask("")
         return
     owner = os.getpid()
 
@@ -39,6 +40,24 @@ def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[], object]]:
     finally:
         for number, before in taken.items():
             signal.signal(number, before)
+
+
+_others: list[Callable[[str], bool]] = []  # what blocks of other threads than the main one want to be asked
+
+
+@contextmanager
+def _listed(ask: Callable[[str], bool]) -> Iterator[None]:
+    _others.append(ask)
+    try:
+        yield
+    finally:
+        _others.remove(ask)
+
+
+def ask_others(signal_name: str) -> None:
+    """Ask what other threads run to stop, as a signal asks what the main thread runs; it may be asked again."""
+    for ask in list(_others):
+        ask(signal_name)
 
 
 @contextmanager

@@ -1,0 +1,107 @@
+"""Runs trials: on the workers of sessions, as many side by side as there is room for, or in this process."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from dp_ray.driver import Options, execute
+from dp_ray.errors import JobError
+from dp_ray.job import Job
+from dp_ray.results.result import Result
+from dp_ray.system.stop_signals import ask_others, planned_stops
+
+Say = Callable[[str], None]
+LOOK_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Runs one job at a time: `execute` runs it to its end, `abort` ends the workers on which it runs."""
+
+    execute: Callable[[Job], Result]
+    abort: Callable[[], None]
+
+
+@contextmanager
+def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | None, say: Say) -> Iterator[list[Lane]]:
+    """Lanes for `count` jobs such as these: `parallel` of them, or as many as there are free resources for.
+
+    Raises JobError if the jobs cannot share workers, or run in this process and shall run side by side.
+    """
+    on_ray = [job for job in jobs if job.max_workers > 0]
+    is_here = len(on_ray) < len(jobs)
+    if is_here and parallel not in (None, 1):
+        raise JobError(f"--parallel {parallel}: with workers: 0 the trials run in this process, one after another")
+    if not on_ray:
+        yield [Lane(lambda job: execute(job, options), lambda: None)]
+        return
+    from dp_ray.sessions import Session, keys_for  # imports Ray, which `workers: 0` does not need
+
+    keys, wanted = keys_for(on_ray), 1 if is_here or count == 1 else parallel and min(parallel, count)
+    how = options.address, None, options.quiet, options.verbose
+    with ExitStack() as closing:
+        sessions = [closing.enter_context(Session(keys, *how, at_a_time=wanted))]
+        fits = sessions[0].at_a_time or 1
+        if wanted is not None and fits < wanted:
+            say(f"there is room for {fits} of {wanted} trials at a time")
+        sessions += [closing.enter_context(Session(keys, *how)) for _ in range(min(fits, count) - 1)]
+        yield [Lane(lambda job, on=one: on.execute(job, options), one.abort) for one in sessions]  # type: ignore[misc]
+
+
+class Stop:
+    """Whether the trials that run shall stop after their step, and no other begin; or whether all end at once."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.is_at_once = False
+        self._by = "SIGTERM"
+
+    def ask(self, signal_name: str) -> bool:
+        """Ask for it, as a signal does; False if it was asked for before."""
+        if self.is_asked:
+            return False
+        self.is_asked, self._by = True, signal_name
+        return True
+
+    def pass_on(self) -> None:
+        """Ask the jobs of other threads, if it is asked for; to be called again, until each runs a step."""
+        if self.is_asked:
+            ask_others(self._by)
+
+
+def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: Stop) -> None:
+    """Call `work` for each lane: for one in this thread, for several in threads of their own.
+
+    Ctrl-C and SIGTERM ask the trials to stop after their step; a second one ends their workers at once.
+    Raises the first error of the threads after all have ended.
+    """
+    if len(lanes) == 1:
+        work(lanes[0])
+        return
+    errors: list[BaseException] = []
+
+    def in_thread(lane: Lane) -> None:
+        try:
+            work(lane)
+        except BaseException as error:  # raised below
+            errors.append(error)
+            stop.is_asked = True
+
+    threads = [threading.Thread(target=in_thread, args=(lane,), name="trials", daemon=True) for lane in lanes]
+    try:
+        with planned_stops(stop.ask):
+            for thread in threads:
+                thread.start()
+            while alive := [thread for thread in threads if thread.is_alive()]:
+                alive[0].join(LOOK_SECONDS)
+                stop.pass_on()
+    except KeyboardInterrupt:
+        stop.is_asked = stop.is_at_once = True
+        for lane in lanes:
+            lane.abort()
+        for thread in threads:
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]

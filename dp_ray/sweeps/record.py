@@ -1,0 +1,176 @@
+"""A sweep's directory, STORAGE/NAME: `sweep.json` keeps what the sweep is, and what has become of its trials."""
+
+import json
+import math
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dp_ray.errors import JobError, StorageError
+from dp_ray.rundir.differences import differences
+from dp_ray.rundir.files import RUN, SWEEP, damage_told, read_json, write_json
+from dp_ray.rundir.lease import kept, wait_until_free
+from dp_ray.rundir.lease_file import LEASE
+from dp_ray.secrets import hide, hide_in
+from dp_ray.storage import Storage
+from dp_ray.sweeps.definition import Definition, Picked
+
+State = Literal["waiting", "running", "done", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial: its number from 1 up, what it picked of each axis, its state, and what its run measured."""
+
+    number: int
+    picked: Picked
+    state: State = "waiting"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its run has ended by itself."""
+        return self.state in ("done", "failed")
+
+    def value(self, metric: str | None) -> float | None:
+        """What its run measured, if that is a number."""
+        found = self.metrics.get(metric) if metric and self.state == "done" else None
+        return None if found is None or math.isnan(found) else found
+
+
+class Record:
+    """What `sweep.json` holds; `claim` makes this driver the one that may write it."""
+
+    def __init__(self, folder: Storage, definition: Definition, trials: Sequence[Trial]) -> None:
+        self.folder = folder
+        self.definition = definition
+        self._trials = {trial.number: trial for trial in trials}
+        self._described = definition.describe()
+        self._token = uuid.uuid4().hex
+        self._writes = threading.Lock()
+
+    @property
+    def trials(self) -> list[Trial]:
+        """All trials, by their numbers."""
+        return sorted(self._trials.values(), key=lambda trial: trial.number)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all trials are done, so that there is nothing to run."""
+        done = sum(trial.state == "done" for trial in self.trials)
+        return done == len(self._trials) and done >= self.definition.count
+
+    def put(self, trial: Trial) -> None:
+        """Keep a trial in place of what is known of it.
+
+        Raises StorageError if another driver has taken the sweep over.
+        """
+        with self._writes:
+            self._trials[trial.number] = trial
+            self._check_ours()
+            self._write()
+
+    @contextmanager
+    def held(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Claim the sweep while the block runs; raises JobError if another driver is active in it."""
+        wait_until_free(self.folder, say)
+        self.folder.create()
+        self.folder.remove_unfinished()
+        self._write()
+        with kept(self.folder, self._token, self._is_ours):
+            yield
+
+    def _is_ours(self) -> bool:
+        return self.folder.exists(SWEEP) and read_json(self.folder, SWEEP).get("token") == self._token
+
+    def _check_ours(self) -> None:
+        if not self._is_ours():
+            raise StorageError(f"{self.folder} was taken over by another driver, which was started after this one")
+
+    def _write(self) -> None:
+        trials = [self._row(trial) for trial in self.trials]
+        told = {"token": self._token, "definition": self._described, "trials": trials}
+        write_json(self.folder, SWEEP, told)
+
+    def _row(self, trial: Trial) -> dict[str, Any]:
+        values = json.loads(json.dumps(self.definition.values(trial.picked), default=str))
+        return {
+            "number": trial.number,
+            "values": hide_in(values),
+            "run": self.definition.run_name(trial.number),
+            "state": trial.state,
+            "metric": trial.value(self.definition.metric),
+            "metrics": dict(trial.metrics),
+            "error": hide(trial.error),
+            "picked": dict(trial.picked),
+        }
+
+
+def open_record(definition: Definition, base: Storage, is_new: bool = False) -> Record:
+    """The record of a sweep in STORAGE/NAME: as an earlier driver left it, or with the trials of a new sweep.
+
+    `is_new` says that an earlier sweep will be removed. Nothing is written.
+    Raises JobError if the directory holds another sweep, or something else.
+    """
+    folder = base.child(definition.name)
+    if folder.exists(SWEEP) and is_new:
+        return Record(folder, definition, _new_trials(definition))
+    if not folder.exists(SWEEP):
+        if folder.exists(RUN):
+            raise JobError(f"{folder} holds a run; give the sweep another name (--name)")
+        if set(folder.names()) - {LEASE}:
+            raise JobError(f"{folder} holds files that are no sweep; choose another --name or --storage")
+        return Record(folder, definition, _new_trials(definition))
+    with damage_told(f"{folder}/{SWEEP}"):
+        told = read_json(folder, SWEEP)
+        definition = definition.in_order_of(list(told["definition"]["over"]))
+        changes = "; ".join(_changes(told["definition"], definition.describe()))
+        trials = [_trial(one, definition) for one in told["trials"]] if not changes else []
+    if changes:
+        raise JobError(
+            f"{folder} holds a different sweep ({changes}); give this one another name (--name), or replace that "
+            "one, with the runs of its trials (--overwrite)"
+        )
+    return Record(folder, definition, trials)
+
+
+def _new_trials(definition: Definition) -> list[Trial]:
+    """All trials of a grid; a search draws each when it begins."""
+    picks = definition.grid() if definition.search is None else ()
+    return [Trial(number, picked) for number, picked in enumerate(picks, start=1)]
+
+
+def _trial(told: Mapping[str, Any], definition: Definition) -> Trial:
+    definition.values(told["picked"])  # raises if the file is damaged
+    return Trial(int(told["number"]), dict(told["picked"]), told["state"], dict(told["metrics"]), str(told["error"]))
+
+
+def _changes(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """What differs between two sweeps; the metric only if it guided a search."""
+    compared = ("over", "search", *["metric", "mode"] * (there["search"] is not None))
+    found = list(differences({key: there[key] for key in compared}, {key: here[key] for key in compared}))
+    if there["fingerprint"] != here["fingerprint"]:
+        jobs = list(differences({key: there["job"].get(key) for key in here["job"]}, here["job"]))
+        found += jobs or ["made by another version of dp_ray"] * (not found)
+    return found
+
+
+def remove_sweep(folder: Storage, base: Storage, say: Callable[[str], None]) -> None:
+    """Remove the sweep in a directory, whatever it is, with the runs of its trials; nothing if there is none.
+
+    Raises JobError if the driver of the sweep, or of a run, is active.
+    """
+    if not folder.exists(SWEEP):
+        return
+    wait_until_free(folder, say)
+    with damage_told(f"{folder}/{SWEEP}"):
+        names = [str(one["run"]) for one in read_json(folder, SWEEP)["trials"]]
+    for run in map(base.child, names):
+        if run.exists(RUN):
+            wait_until_free(run, say)
+            run.remove()
+    folder.remove()
