@@ -86,6 +86,11 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
     assert parse_setting("optimizer.args.lr=3e-4") == ("optimizer.args.lr", 0.0003)
 
 
+@pytest.mark.parametrize("text", ["1e5abc", "3e-run", "1e-2)", "1e3-4", "1e3.5"])
+def test_text_that_begins_like_a_number_is_text(text: str) -> None:
+    assert parse_setting(f"model.args.tag={text}") == ("model.args.tag", text)
+
+
 def test_a_key_given_twice_is_told(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("model: a:b\ndataset: a:b\nbatch_size: 2\nmodel: c:d")

@@ -102,7 +102,7 @@ class Console:
         if self._live:
             self._rich.print(line, markup=False, soft_wrap=True)
         else:
-            print(line, file=sys.stderr, flush=True)
+            print(f"{line}\n", end="", file=sys.stderr, flush=True)  # one write: other threads print lines too
 
 
 def _is_main_thread() -> bool:

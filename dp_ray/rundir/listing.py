@@ -30,7 +30,8 @@ class ListedRun:
     """A folder in a storage, as a row of the list.
 
     `status` is that of `result.json`, or running, unfinished (its driver was killed), damaged, sweep, or no run.
-    `age` is the seconds since the run's end or last sign of life. `note` says what is damaged, or the error's first line.
+    `age` is the seconds since the run's end or last sign of life. `note` says what is damaged, or the error's first
+    line.
     """
 
     name: str

@@ -142,11 +142,10 @@ def _listed(text: str) -> list[Any]:
         raise ValueError(f"the values are not YAML with commas between them: {problem}") from None
     if not isinstance(found, list) or not found:
         raise ValueError("names no value; give some with commas between them, like 32,64")
-    for value in found:
-        if isinstance(value, str) and LIKE_A_RANGE.fullmatch(value):
+    for node in yaml.compose(f"[{text}\n]", yaml.SafeLoader).value:
+        if isinstance(node, yaml.ScalarNode) and node.style is None and LIKE_A_RANGE.fullmatch(node.value):
             raise ValueError(
-                f"{value!r} is no range; a range stands alone: 1..10, 0.0..0.5:0.1 or log(1e-5..1e-2); "
-                "text is quoted twice: '\"1..10\"'"
+                f"{node.value} is no range; one stands alone: 1..10, 0.0..0.5:0.1 or log(1e-5..1e-2); text has quotes"
             )
     if twice := _first_twice([json.dumps(value, default=str) for value in found]):
         raise ValueError(f"{twice} is given twice")

@@ -4,12 +4,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from dp_ray.driver import Options, execute
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.results.result import Result
 from dp_ray.system.stop_signals import ask_others, planned_stops
+
+if TYPE_CHECKING:
+    from dp_ray.sessions import Session
 
 Say = Callable[[str], None]
 LOOK_SECONDS = 0.3
@@ -46,7 +51,15 @@ def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | No
         if wanted is not None and fits < wanted:
             say(f"there is room for {fits} of {wanted} trials at a time")
         sessions += [closing.enter_context(Session(keys, *how)) for _ in range(min(fits, count) - 1)]
-        yield [Lane(lambda job, on=one: on.execute(job, options), one.abort) for one in sessions]  # type: ignore[misc]
+        try:
+            yield [Lane(partial(_execute_on, one, options), one.abort) for one in sessions]
+        finally:
+            for one in sessions:
+                one.abort()  # no job runs now, and the end of the connection frees what they hold
+
+
+def _execute_on(session: "Session", options: Options, job: Job) -> Result:
+    return session.execute(job, options)
 
 
 class Stop:
@@ -54,6 +67,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.is_asked = False
+        self.is_by_signal = False
         self.is_at_once = False
         self._by = "SIGTERM"
 
@@ -61,7 +75,7 @@ class Stop:
         """Ask for it, as a signal does; False if it was asked for before."""
         if self.is_asked:
             return False
-        self.is_asked, self._by = True, signal_name
+        self.is_asked, self.is_by_signal, self._by = True, True, signal_name
         return True
 
     def pass_on(self) -> None:
@@ -74,7 +88,7 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
     """Call `work` for each lane: for one in this thread, for several in threads of their own.
 
     Ctrl-C and SIGTERM ask the trials to stop after their step; a second one ends their workers at once.
-    Raises the first error of the threads after all have ended.
+    Raises KeyboardInterrupt if one came, and the first error of the threads, both after all have ended.
     """
     if len(lanes) == 1:
         work(lanes[0])
@@ -84,6 +98,8 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
     def in_thread(lane: Lane) -> None:
         try:
             work(lane)
+        except KeyboardInterrupt:
+            assert stop.is_asked  # which is why its job was
         except BaseException as error:  # raised below
             errors.append(error)
             stop.is_asked = True
@@ -98,6 +114,7 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
                 stop.pass_on()
     except KeyboardInterrupt:
         stop.is_asked = stop.is_at_once = True
+        stop.pass_on()
         for lane in lanes:
             lane.abort()
         for thread in threads:
@@ -105,3 +122,5 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
         raise
     if errors:
         raise errors[0]
+    if stop.is_by_signal:
+        raise KeyboardInterrupt

@@ -127,6 +127,8 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
         return Record(folder, definition, _new_trials(definition))
     with damage_told(f"{folder}/{SWEEP}"):
         told = read_json(folder, SWEEP)
+        if all(one["state"] == "waiting" for one in told["trials"]):  # nothing has run that could be lost
+            return Record(folder, definition, _new_trials(definition))
         definition = definition.in_order_of(list(told["definition"]["over"]))
         changes = "; ".join(_changes(told["definition"], definition.describe()))
         trials = [_trial(one, definition) for one in told["trials"]] if not changes else []

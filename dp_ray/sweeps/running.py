@@ -141,7 +141,7 @@ class Sweep:
             self._record.put(replace(trial, state="interrupted"))
             return
         self._record.put(replace(trial, state="failed", error=f"{type(error).__name__}: {error}"))
-        self._say(f"trial {trial.number} failed:")
+        Console(self._definition.name).say(f"trial {trial.number} failed:")
         show_error(error, bool(self._how.flags.get("verbose")))
         if self._how.fail_fast:
             self.stop.is_asked = True
@@ -164,7 +164,8 @@ def run_sweep(record: Record, base: Storage, how: How) -> None:
             with opened(jobs, sweep.num_left, Options(**how.flags), how.parallel, say) as lanes:
                 run_side_by_side(lanes, sweep.work, sweep.stop)
         except KeyboardInterrupt as stopped:
-            raise RunInterrupted(_stop_message(record, how.overwrite)) from stopped
+            if not record.is_over:
+                raise RunInterrupted(_stop_message(record, how.overwrite)) from stopped
         _write_page(record, base, say)
 
 
