@@ -293,7 +293,7 @@ def was_run(line: str) -> bool:
 def here(command: list[str]) -> list[str]:
     """Options with which a command runs in this process, on the same shards."""
     job = check(command)
-    if command[1] == "run":
+    if command[1] in ("run", "sweep"):
         assert job is not None
         return ["--workers", "0", "--set", f"shards={job.num_shards}"]
     return ["--workers", "0"] if command[1] in ("evaluate", "predict") else []

@@ -142,7 +142,9 @@ def _listed(text: str) -> list[Any]:
         raise ValueError(f"the values are not YAML with commas between them: {problem}") from None
     if not isinstance(found, list) or not found:
         raise ValueError("names no value; give some with commas between them, like 32,64")
-    for node in yaml.compose(f"[{text}\n]", yaml.SafeLoader).value:
+    written = yaml.compose(f"[{text}\n]", yaml.SafeLoader)
+    assert isinstance(written, yaml.SequenceNode)
+    for node in written.value:
         if isinstance(node, yaml.ScalarNode) and node.style is None and LIKE_A_RANGE.fullmatch(node.value):
             raise ValueError(
                 f"{node.value} is no range; one stands alone: 1..10, 0.0..0.5:0.1 or log(1e-5..1e-2); text has quotes"

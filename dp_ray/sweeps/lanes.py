@@ -93,34 +93,56 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
     if len(lanes) == 1:
         work(lanes[0])
         return
-    errors: list[BaseException] = []
-
-    def in_thread(lane: Lane) -> None:
-        try:
-            work(lane)
-        except KeyboardInterrupt:
-            assert stop.is_asked  # which is why its job was
-        except BaseException as error:  # raised below
-            errors.append(error)
-            stop.is_asked = True
-
-    threads = [threading.Thread(target=in_thread, args=(lane,), name="trials", daemon=True) for lane in lanes]
+    threads = _Threads(lanes, work, stop)
     try:
         with planned_stops(stop.ask):
-            for thread in threads:
-                thread.start()
-            while alive := [thread for thread in threads if thread.is_alive()]:
-                alive[0].join(LOOK_SECONDS)
+            threads.start()
+            while threads.run(LOOK_SECONDS):
                 stop.pass_on()
     except KeyboardInterrupt:
         stop.is_asked = stop.is_at_once = True
         stop.pass_on()
         for lane in lanes:
             lane.abort()
-        for thread in threads:
-            thread.join()
+        while threads.run(LOOK_SECONDS):
+            pass
         raise
-    if errors:
-        raise errors[0]
+    if threads.errors:
+        raise threads.errors[0]
     if stop.is_by_signal:
         raise KeyboardInterrupt
+
+
+class _Threads:
+    """A thread for each lane. They are not joined: Python 3.11 takes a thread for ended whose join is interrupted."""
+
+    def __init__(self, lanes: Sequence[Lane], work: Callable[[Lane], None], stop: Stop) -> None:
+        self.errors: list[BaseException] = []
+        self._work = work
+        self._stop = stop
+        self._left = list(lanes)
+        self._one_ended = threading.Event()
+
+    def start(self) -> None:
+        """Start them all."""
+        for lane in list(self._left):
+            threading.Thread(target=self._run, args=(lane,), name="trials", daemon=True).start()
+
+    def run(self, seconds: float) -> bool:
+        """Whether any still runs, after a wait of some seconds or until one has ended."""
+        if self._left:
+            self._one_ended.wait(seconds)
+            self._one_ended.clear()
+        return bool(self._left)
+
+    def _run(self, lane: Lane) -> None:
+        try:
+            self._work(lane)
+        except KeyboardInterrupt:
+            assert self._stop.is_asked, "only what is asked to stop is interrupted"
+        except BaseException as error:  # raised when all have ended
+            self.errors.append(error)
+            self._stop.is_asked = True
+        finally:
+            self._left.remove(lane)
+            self._one_ended.set()
