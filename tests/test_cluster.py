@@ -23,7 +23,7 @@ from dp_ray.cluster.network import interface_of
 from dp_ray.cluster.ray_internals import forked_worker
 from dp_ray.cluster.ray_internals.core import wants_token
 from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
-from dp_ray.cluster.resources import capacity_for
+from dp_ray.cluster.resources import capacity_for, free_for
 from dp_ray.cluster.workers import backend_of
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
@@ -77,6 +77,21 @@ def test_only_nodes_of_the_accelerator_type_count() -> None:
     nodes = [{"GPU": 4.0, "accelerator_type:H100": 1.0}, {"GPU": 4.0, "accelerator_type:A100": 1.0}]
     assert capacity_for({"GPU": 1}, nodes, "PACK", "H100") == 4
     assert capacity_for({"GPU": 1}, nodes, "PACK", "V100") == 0
+
+
+@pytest.mark.parametrize(
+    ("each", "free", "fit"),
+    [
+        ({"CPU": 1}, {"CPU": 10.0}, 10),
+        ({"CPU": 1}, {"CPU": 3.0}, 3),
+        ({"CPU": 2}, {"CPU": 10.0}, 4),  # each node has one CPU left
+        ({"CPU": 1, "GPU": 1}, {"CPU": 10.0}, 0),
+        ({"CPU": 0.1}, {"CPU": 0.3}, 3),
+    ],
+)
+def test_what_others_use_is_not_free(each: dict[str, float], free: dict[str, float], fit: int) -> None:
+    nodes = [{"CPU": 5.0, "GPU": 2.0}, {"CPU": 5.0, "GPU": 2.0}]
+    assert free_for(each, nodes, free, "PACK", None) == fit
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))

@@ -115,6 +115,24 @@ def test_a_terminal_shows_what_goes_on_though_nobody_tells_of_news(monkeypatch: 
     assert "building the dataset and the model" in shown
 
 
+def test_threads_that_share_a_terminal_print_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown_by(name: str) -> None:
+        console, progress = Console(name), progressed()
+        with console.live(progress):
+            console.progress(progress, at_once=True)
+
+    with terminal(monkeypatch) as looked_at:
+        threads = [threading.Thread(target=shown_by, args=(name,)) for name in ("one", "two")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sys.stderr.flush()
+        shown = os.read(looked_at, 100_000).decode()
+    assert "\x1b" not in shown
+    assert sorted(line.partition(",")[0] for line in shown.splitlines()) == ["one: step 95/540", "two: step 95/540"]
+
+
 @pytest.mark.parametrize("columns", [24, 40, 80, 200])
 def test_a_narrow_terminal_shows_the_progress_whole(columns: int) -> None:
     progress = progressed()

@@ -1,6 +1,7 @@
 """Sweeps: each trial an ordinary run, carried on after a kill, a Ctrl-C or a failure; searched by optuna; shown."""
 
 import json
+import math
 import signal
 import threading
 import time
@@ -13,10 +14,15 @@ import pytest
 
 import dp_ray
 from dp_ray.errors import RunInterrupted
+from dp_ray.job_file import job_maker
 from dp_ray.rundir.lease import kept as lease_kept
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
+from dp_ray.sweeps.axes import parse_axis
+from dp_ray.sweeps.definition import Definition
 from dp_ray.sweeps.lanes import Lane, Stop, run_side_by_side
+from dp_ray.sweeps.record import Trial
+from dp_ray.sweeps.search import suggested
 from dp_ray.system.stop_signals import planned_stops
 from tests.support import sweeps
 from tests.support.cli import status_of
@@ -280,6 +286,28 @@ def test_a_killed_search_runs_its_half_run_trial_with_the_same_values(
     assert status_of(monkeypatch, *line) == 0
     assert picked(base, "job-sweep") == whole
     assert states(base) == ["done"] * 4
+
+
+def test_a_search_takes_what_is_no_result_for_none(tmp_path: Path) -> None:
+    """Trials that run, that failed, and whose loss is no number or is infinite."""
+    axes = (parse_axis("model.args.x=0.0..8.0"), parse_axis("model.args.y=0,1"))
+    sweep = Definition("s", job_maker(evaluation_job(tmp_path)), axes, 99, "optuna", "loss")
+    good = [
+        Trial(number, {"model.args.x": number / 2, "model.args.y": 0}, "done", {"loss": 1.0})
+        for number in range(1, 13)
+    ]
+    ends: list[dict[str, Any]] = [
+        {"state": "running"},
+        {"state": "failed"},
+        {"state": "done", "metrics": {"loss": math.nan}},
+    ]
+    others = [Trial(at, {"model.args.x": 2.0, "model.args.y": 1}, **how) for at, how in enumerate(ends, start=13)]
+    infinite = Trial(16, {"model.args.x": 2.0, "model.args.y": 1}, "done", {"loss": math.inf})
+    found = suggested(sweep, 0, 17, [*good, *others, infinite])
+    assert 0 <= found["model.args.x"] <= 8 and found["model.args.y"] in (0, 1)
+    assert found == suggested(sweep, 0, 17, [*good, *others, infinite])
+    assert found != suggested(sweep, 1, 17, [*good, *others, infinite])
+    assert found != suggested(sweep, 0, 18, [*good, *others, infinite])
 
 
 def test_a_search_leaves_optunas_own_settings_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

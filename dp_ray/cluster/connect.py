@@ -34,7 +34,7 @@ from dp_ray.cluster.ray_internals.variables import (
     TRAIN_ENVIRONMENT,
     USE_TLS,
 )
-from dp_ray.cluster.resources import Resources, capacity_for, text_of, times
+from dp_ray.cluster.resources import Resources, capacity_for, free_for, text_of, times
 from dp_ray.errors import ClusterError
 from dp_ray.job_keys import WorkerKeys
 from dp_ray.system.environment import environment, is_env, without_values
@@ -214,10 +214,11 @@ def sessions_that_fit(keys: WorkerKeys, wanted: int | None) -> int:
     each = worker_resources(keys)
     if wanted is not None and (wanted == 1 or autoscales()):
         return wanted
-    nodes, free = [node["Resources"] for node in ray.nodes() if node["Alive"]], ray.available_resources()
-    of_nodes = capacity_for(each, nodes, keys.placement, keys.accelerator_type)
-    workers = min([of_nodes, *(int(free.get(name, 0) / amount + 1e-9) for name, amount in each.items())])
-    fits = max(1, workers // keys.max_workers) if each else wanted or 1
+    if not each:  # a worker takes nothing, so there is room for any number
+        return wanted or 1
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    workers = free_for(each, nodes, ray.available_resources(), keys.placement, keys.accelerator_type)
+    fits = max(1, workers // keys.max_workers)
     return fits if wanted is None else min(wanted, fits)
 
 

@@ -19,6 +19,18 @@ def capacity_for(
     return sum(min(count, 1) for count in counts) if placement == "STRICT_SPREAD" else sum(counts)
 
 
+def free_for(
+    each: Resources, nodes: list[dict[str, float]], free: Resources, placement: str, accelerator_type: str | None
+) -> int:
+    """How many such workers fit on the nodes at most, if only `free` of all their resources together is unused.
+
+    >>> free_for({"CPU": 2}, [{"CPU": 5}, {"CPU": 5}], {"CPU": 7}, "PACK", None)
+    3
+    """
+    unused = [int(free.get(name, 0) / amount + 1e-9) for name, amount in each.items() if amount]
+    return min([capacity_for(each, nodes, placement, accelerator_type), *unused])
+
+
 def _fit(name: str, there: float, amount: float) -> int:
     """How many times `amount` fits; a fraction of a GPU must be on one GPU."""
     if name == "GPU" and amount < 1:

@@ -33,7 +33,7 @@ class Definition:
 
     def run_name(self, number: int) -> str:
         """The name of a trial's run; trials are numbered from 1."""
-        return f"{self.name}-{number}"
+        return run_name(self.name, number)
 
     def values(self, picked: Picked) -> dict[str, Any]:
         """The values of a trial, by their keys."""
@@ -87,6 +87,15 @@ class Definition:
         if by_key.keys() != set(keys):
             return self
         return replace(self, axes=tuple(by_key[key] for key in keys))
+
+
+def run_name(sweep: str, number: int) -> str:
+    """The name of the run of a sweep's trial.
+
+    >>> run_name("digits-sweep", 3)
+    'digits-sweep-3'
+    """
+    return f"{sweep}-{number}"
 
 
 def _picks(axis: Axis) -> list[Number]:

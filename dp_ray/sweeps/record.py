@@ -16,7 +16,7 @@ from dp_ray.rundir.lease import kept, wait_until_free
 from dp_ray.rundir.lease_file import LEASE
 from dp_ray.secrets import hide, hide_in
 from dp_ray.storage import Storage
-from dp_ray.sweeps.definition import Definition, Picked
+from dp_ray.sweeps.definition import Definition, Picked, run_name
 
 State = Literal["waiting", "running", "done", "failed", "interrupted"]
 
@@ -170,8 +170,9 @@ def remove_sweep(folder: Storage, base: Storage, say: Callable[[str], None]) -> 
         return
     wait_until_free(folder, say)
     with damage_told(f"{folder}/{SWEEP}"):
-        names = [str(one["run"]) for one in read_json(folder, SWEEP)["trials"]]
-    for run in map(base.child, names):
+        numbers = [int(one["number"]) for one in read_json(folder, SWEEP)["trials"]]
+    name = folder.path.rpartition("/")[2]
+    for run in (base.child(run_name(name, number)) for number in numbers):
         if run.exists(RUN):
             wait_until_free(run, say)
             run.remove()
