@@ -34,7 +34,6 @@ from dp_ray.early_start import begun, forked_early, say_import
 from dp_ray.errors import Error
 from dp_ray.job import Job
 from dp_ray.job_file import parse_counts, parse_setting
-from dp_ray.secrets import hide
 from dp_ray.system.imports import collector_paused
 
 _at_end = ExitStack()  # closed when the outcome has been said

@@ -139,7 +139,7 @@ class _Threads:
         try:
             self._work(lane)
         except KeyboardInterrupt:
-            assert self._stop.is_asked, "only what is asked to stop is interrupted"
+            self._stop.ask("SIGTERM")  # it was asked before, but where `dp-ray stop` has stopped this run alone
         except BaseException as error:  # raised when all have ended
             self.errors.append(error)
             self._stop.is_asked = True
