@@ -40,7 +40,7 @@ class Job(JobKeys):
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
             *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
             *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
-            "activation_checkpointing",
+            *("activation_checkpointing", "stop_on_nan"),
         )
     )
 
@@ -83,7 +83,9 @@ class Job(JobKeys):
             yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
 
     def _of_errors(self) -> Iterator[str]:
-        """What setting samples aside contradicts."""
+        """What leaving samples out contradicts."""
+        if self.skipped and self.sync_batchnorm:
+            yield "skip: sync_batchnorm would wait for a shard without samples; leave one of them out"
         if self.on_error is None:
             return
         if self.sync_batchnorm:
@@ -227,7 +229,7 @@ class Job(JobKeys):
         assert self.eval is not None
         size = self.eval.batch_size or self.batch_size
         changed = {"dataset": self.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
-        return self.model_copy(update={**changed, "order": "dataset"})
+        return self.model_copy(update={**changed, "order": "dataset", "skip": None})
 
     @property
     def num_devices(self) -> int:
@@ -309,6 +311,8 @@ class Job(JobKeys):
         del kept["order"]  # which is_shuffled tells
         kept = {key: value for key, value in kept.items() if (key, value) not in _AS_BEFORE}
         del kept["on_error"]  # a run may be resumed with another limit, or with the first one
+        if not self.skipped:
+            del kept["skip"]
         if self.on_error is not None and self.on_error.finite:
             kept["finite"] = True
         if self.is_sharded and self.fsdp.mixed_precision is not None:

@@ -5,7 +5,15 @@ The job file's reference and its JSON schema are made from these descriptions.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from dp_ray.job_outputs import Outputs
 from dp_ray.job_parts import (
@@ -23,6 +31,10 @@ from dp_ray.job_parts import (
     location,
 )
 from dp_ray.job_target import Strict, Targeted, target_parser
+
+
+def _in_order(samples: list[int]) -> list[int]:
+    return sorted(set(samples))
 
 
 class WorkKeys(Strict):
@@ -172,6 +184,17 @@ class JobKeys(WorkerKeys, WorkKeys):
         "without them. null: such a sample ends the job.",
     )
 
+    skip: Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_in_order)] | None = Field(
+        default=None,
+        description="train only: samples of `dataset` to leave out, by their indices, like `[812, 1007]`. They are "
+        "not read, and count with weight 0.",
+    )
+    stop_on_nan: bool = Field(
+        default=False,
+        description="train only: end the run with an error at the first step whose loss is NaN or infinite. No "
+        "checkpoint of that step or a later one is kept.",
+    )
+
     loss: Targeted | None = Field(
         default=None,
         description="A function of (outputs, target) that returns a number for each row or element, or (sum, "
@@ -280,3 +303,13 @@ class JobKeys(WorkerKeys, WorkKeys):
         default="runs",
         description="Folder or URL (`s3://...`, `gs://...`) of the run directories. All workers must share it.",
     )
+
+    @property
+    def skipped(self) -> list[int]:
+        """The samples that the job's task leaves out, by their indices, in order; none unless it is a training."""
+        return (self.skip or []) if self.task == "train" else []
+
+    @property
+    def may_lose_rows(self) -> bool:
+        """Whether shards may have fewer rows than the split says."""
+        return bool(self.skipped) or self.on_error is not None

@@ -1,6 +1,6 @@
 """Makes the plan of a job: what a run will do, from the job's keys and the lengths of its datasets."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
@@ -8,6 +8,7 @@ from dp_ray.plan.plan import Checkpoints, Due, Evaluations, PlacedBlock, Plan, r
 from dp_ray.plan.profiled import profiled_of
 from dp_ray.plan.shard_counts import what_auto_does
 from dp_ray.plan.split import Split, chunk_sizes
+from dp_ray.text import counted
 
 
 def plan_of(
@@ -26,7 +27,7 @@ def plan_of(
         evaluations=evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None,
         checkpoints=checkpoints_of(job) if job.task == "train" else None,
         blocks=tuple(blocks),
-        remarks=(*remarks(split, job.max_workers), *_auto(job, split), *more_remarks),
+        remarks=(*remarks(split, job.max_workers), *_auto(job, split), *_skipped(job), *more_remarks),
     )
 
 
@@ -62,8 +63,15 @@ def checkpoints_of(job: Job) -> Checkpoints:
     return Checkpoints(due, when.keep, when.every_seconds, when.best.metric if when.best else None)
 
 
+def _skipped(job: Job) -> Iterator[str]:
+    """A line on the samples that the job skips."""
+    if job.skipped:
+        yield f"skip: {counted(len(job.skipped), 'sample')} of the dataset left out, in each epoch"
+
+
 def _check(job: Job, split: Split) -> None:
     _check_profile(job, split)
+    _check_skip(job, split)
     if split.steps == 0:
         raise DataError(
             f"drop_last: drops all {split.rows} rows, because batch_size is {split.batch_size}; "
@@ -74,6 +82,16 @@ def _check(job: Job, split: Split) -> None:
             "sync_batchnorm: the last batch leaves workers empty, and empty workers would deadlock SyncBatchNorm; "
             "set drop_last"
         )
+
+
+def _check_skip(job: Job, split: Split) -> None:
+    """Raise JobError if the job skips a sample that the dataset does not have, or all of them."""
+    if not job.skipped:
+        return
+    if (last := job.skipped[-1]) >= split.rows:
+        raise JobError(f"skip: there is no sample {last}: the dataset has {split.rows}, counted from 0")
+    if len(job.skipped) == split.rows:
+        raise JobError(f"skip: leaves out all {split.rows} samples of the dataset; leave some of them in")
 
 
 def _check_profile(job: Job, split: Split) -> None:

@@ -139,7 +139,7 @@ class BatchGradient:
             given = self._loss, self._sharded, self._job.find_unused_parameters
             if not self._job.bitwise:
                 return ShardedReduction(*given)
-            return TreeShardedReduction(*given, self._job.num_shards, self._job.on_error is not None)
+            return TreeShardedReduction(*given, self._job.num_shards, self._job.may_lose_rows)
         parameters = list(self._parameters.values())
         sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
         if self._world.world_size == 1:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,10 +23,11 @@ from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
 from dp_ray.replica.look_ahead import look_ahead
 from dp_ray.replica.read_limit import arm_loader
-from dp_ray.replica.read_requests import IndexLists, ReadRequest
+from dp_ray.replica.read_requests import IndexLists, Indices, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.sample_order import hold_blocks, order_of
 from dp_ray.replica.screening import Screen
+from dp_ray.replica.skipping import Skipping, pieces_of
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads
 from dp_ray.replica.targets import build_dataset, dataset_seed, resolve
@@ -37,6 +39,7 @@ from dp_ray.tensors.scatter import num_rows, scatter
 from dp_ray.text import listed
 
 CPU = torch.device("cpu")
+NO_INDICES: Indices = np.empty(0, np.int64)
 
 Pick: TypeAlias = Callable[[Any], Any]
 
@@ -190,8 +193,8 @@ def load_shards(
 ) -> Generator[Batch, None, None]:
     """Yield the sample indices and the batch, on `device`, of each shard of `work`, in its order.
 
-    The batch is the collated one, or what `pick` returns for it. `times` measures the wait for batches, and the
-    loader's work. Close the generator, also after an error: then nothing more is read in the background.
+    The batch is the collated one, or what `pick` returns for it; None for a shard of which all samples are skipped.
+    `times` measures the wait for batches, and the loader's work. Close the generator, also after an error: then nothing more is read in the background.
 
     Raises DataError if reading a sample raises; the message names the sample and the dataset by `name`.
     Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.
@@ -206,25 +209,39 @@ def load_shards(
 
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
     """Read and collate each shard by itself: only the worker's own rows are read."""
-    with make_loader(job, samples, lambda: (shard for _, shards in work for shard in shards), device) as loaded:
-        for _, shards in work:
-            for shard in shards:
-                indices, batch = next_batch(loaded)
-                picked = checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
-                yield indices, picked
+    skipping = Skipping(job, samples.dataset)
+
+    def pieces() -> Iterator[Shard]:
+        return (one for _, shards in work for one in map(skipping, shards) if one.rows)
+
+    with make_loader(job, samples, pieces, device) as loaded:
+        for shard in (skipping(one) for _, shards in work for one in shards):
+            if not shard.rows:
+                yield NO_INDICES, None
+                continue
+            indices, batch = next_batch(loaded)
+            yield indices, checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
 
 
 def _whole_batches(
     job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
     """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
-    with make_loader(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device) as loaded:
+    skipping = Skipping(job, samples.dataset)
+
+    def wholes() -> Iterator[Shard]:
+        return (one for step, mine in work if mine and (one := skipping(work.split.whole(step))).rows)
+
+    with make_loader(job, samples, wholes, device) as loaded:
         for step, shards in work:
             if not shards:
                 continue
-            indices, batch = next_batch(loaded)
-            whole = work.split.whole(step)
-            picked = checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
+            whole = skipping(work.split.whole(step))
+            indices, batch = next_batch(loaded) if whole.rows else (NO_INDICES, None)
+            picked = checked(job, batch, pick, whole.rows, f"the global batch of step {step}") if whole.rows else None
+            if whole.missing:
+                yield from pieces_of(whole, [skipping(one) for one in shards], indices, picked, job.batch_dim)
+                continue
             pieces = scatter(picked, job.num_shards, job.batch_dim)
             for shard in shards:
                 yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]

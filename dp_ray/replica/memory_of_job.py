@@ -69,7 +69,7 @@ def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int,
 
 def _batch(job: Job, dataset: Any, split: Split) -> Any:
     """The first shard of the first batch, as a worker gets it; there is no larger one."""
-    alone = job.model_copy(update={"loader": Loader(pin_memory=False), "on_error": None})
+    alone = job.model_copy(update={"loader": Loader(pin_memory=False), "on_error": None, "skip": None})
     pick = None
     if job.task == "predict":
         model = fake_model(job, fake_devices(job.num_devices), FakeTensorMode())

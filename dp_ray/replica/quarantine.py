@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from dp_ray.errors import DataError
@@ -17,6 +16,7 @@ from dp_ray.replica.carry import carried_keys
 from dp_ray.replica.collating import Batch, collate_of
 from dp_ray.replica.data import (
     CPU,
+    NO_INDICES,
     Pick,
     Samples,
     check_rows,
@@ -32,20 +32,25 @@ from dp_ray.replica.read_limit import HungRead, ReadLimit, end_process
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.sample_order import hold_blocks
 from dp_ray.replica.screening import BadSample, Reference, Screen, Screened, bad_sample, choose_reference
+from dp_ray.replica.skipping import Skipping, pieces_of
 from dp_ray.replica.step_times import StepTimes
-from dp_ray.tensors.scatter import cut
 
 Real: TypeAlias = Callable[[Shard], Shard]  # a shard without the samples that were set aside
 Keep: TypeAlias = Callable[[Shard, Mapping[int, BadSample]], None]  # keeps a shard's bad samples, by position
 Pieces: TypeAlias = Callable[[], Iterator[Shard]]
 
+NOTHING: tuple[Indices, Screened] = (NO_INDICES, Screened(None, {}))
 CANDIDATES = 5  # good samples of which one becomes the reference
 
 
 class Quarantine:
-    """What this worker has set aside of a dataset; `keep` gets each shard's bad samples before the shard runs."""
+    """What this worker has set aside of a dataset; `keep` gets each shard's bad samples before the shard runs.
 
-    def __init__(self, job: Job, reference: Reference, keep: Keep) -> None:
+    `skipping` gives a shard without what the job skips, which is not read.
+    """
+
+    def __init__(self, job: Job, reference: Reference, keep: Keep, skipping: Real | None = None) -> None:
+        self.skipping = skipping or as_planned
         self._job = job
         self._reference = reference
         self._keep = keep
@@ -66,9 +71,11 @@ class Quarantine:
         return self.real(shard)
 
     def real(self, shard: Shard) -> Shard:
-        """The shard without what was set aside; known of all shards of a step once its first one is loaded."""
-        missing = self._missing.get((shard.step, shard.shard), ())
-        return dataclasses.replace(shard, missing=missing) if missing else shard
+        """The shard without what is skipped, and what was set aside.
+
+        The latter is known of all shards of a step once its first one is loaded.
+        """
+        return _without(self.skipping(shard), self._missing.get((shard.step, shard.shard), ()))
 
 
 def as_planned(shard: Shard) -> Shard:
@@ -109,42 +116,60 @@ def _shards(
     job: Job, samples: Samples, quarantine: Quarantine, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
     """Each shard, collated by itself. All shards of a step are read before its first one is given."""
-    loaded = _loaded(job, samples, lambda: (shard for _, shards in work for shard in shards), device)
+    skipping = quarantine.skipping
+
+    def pieces() -> Iterator[Shard]:
+        return (one for _, shards in work for one in map(skipping, shards) if one.rows)
+
+    loaded = _loaded(job, samples, pieces, device)
     for _, shards in work:
-        read = [(shard, *next_batch(loaded)) for shard in shards]
-        taken = [(quarantine.take(shard, _by_position(shard, got)), all_, got.batch) for shard, all_, got in read]
-        for shard, indices, batch in taken:
-            yield _of(indices, shard), _inputs(job, batch, pick, shard, f"shard {shard.shard} of step {shard.step}")
+        read = [(one, *(next_batch(loaded) if one.rows else NOTHING)) for one in map(skipping, shards)]
+        taken = [(one, quarantine.take(one, _by_position(one, got)), found, got.batch) for one, found, got in read]
+        for asked, shard, indices, batch in taken:
+            inputs = _inputs(job, batch, pick, shard, f"shard {shard.shard} of step {shard.step}")
+            yield _of(indices, asked, shard), inputs
 
 
 def _whole_batches(
     job: Job, samples: Samples, quarantine: Quarantine, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
     """The good samples of each global batch, collated together and cut at the borders that the full batch has."""
-    loaded = _loaded(job, samples, lambda: (work.split.whole(step) for step, mine in work if mine), device)
+
+    def wholes() -> Iterator[Shard]:
+        asked = (quarantine.skipping(work.split.whole(step)) for step, mine in work if mine)
+        return (one for one in asked if one.rows)
+
+    loaded = _loaded(job, samples, wholes, device)
     for step, shards in work:
         if not shards:
             continue
-        indices, got = next_batch(loaded)
-        bad = _by_position(work.split.whole(step), got)
-        whole = dataclasses.replace(work.split.whole(step), missing=tuple(sorted(bad)))
+        asked = quarantine.skipping(work.split.whole(step))
+        indices, got = next_batch(loaded) if asked.rows else NOTHING
+        bad = _by_position(asked, got)
+        whole = _without(asked, tuple(bad))
         picked = _inputs(job, got.batch, pick, whole, f"the global batch of step {step}")
         if picked is not None:
             check_rows(job, picked, whole.rows, f"the global batch of step {step}")
         taken = [quarantine.take(one, {at: bad[at] for at in bad if one.start <= at < one.stop}) for one in shards]
-        for shard in taken:
-            first = sum(at < shard.start for at in whole.positions)
-            piece = cut(picked, first, first + shard.rows, job.batch_dim) if shard.rows else None
-            yield _of(indices[shard.start - whole.start : shard.stop - whole.start], shard), piece
+        yield from pieces_of(whole, taken, _of(indices, asked, whole), picked, job.batch_dim)
 
 
 def _by_position(piece: Shard, screened: Screened) -> dict[int, BadSample]:
-    return {piece.start + place: bad for place, bad in screened.bad.items()}
+    positions = piece.positions if screened.bad else []
+    return {positions[place]: bad for place, bad in screened.bad.items()}
 
 
-def _of(indices: Indices, shard: Shard) -> Indices:
-    """The sample indices of the shard's rows, of those of all its positions."""
-    return np.delete(indices, [at - shard.start for at in shard.missing]) if shard.missing else indices
+def _without(shard: Shard, more: tuple[int, ...]) -> Shard:
+    """The shard with more of its positions missing."""
+    return dataclasses.replace(shard, missing=tuple(sorted({*shard.missing, *more}))) if more else shard
+
+
+def _of(indices: Indices, asked: Shard, shard: Shard) -> Indices:
+    """The sample indices of the shard's rows, of those that were asked for."""
+    if asked.missing == shard.missing:
+        return indices
+    missing = set(shard.missing)
+    return indices[[at not in missing for at in asked.positions]]
 
 
 def _inputs(job: Job, batch: Any, pick: Pick | None, piece: Shard, what: str) -> Any:
@@ -202,9 +227,10 @@ def find_reference(job: Job, dataset: Any, name: str) -> Reference:
     assert job.on_error is not None
     samples = Samples(dataset, job.seed, name, item_keys(job), screen=new_screen(job))
     tried = min(len(samples), CANDIDATES + job.on_error.quarantine)
+    singly = functools.partial(_singly, tried, len(samples), Skipping(job, dataset))
     good: list[tuple[int, Any]] = []
     why = ""
-    for indices, screened in _loaded(job, samples, functools.partial(_singly, tried), CPU, _as_they_are):
+    for indices, screened in _loaded(job, samples, singly, CPU, _as_they_are):
         bad = screened.bad.get(0) or _cannot_be_collated(job, int(indices[0]), screened.batch[0])
         why = f"sample {bad.sample}: {bad.kind}: {bad.message}" if bad else why
         good += [] if bad else [(int(indices[0]), screened.batch[0])]
@@ -216,9 +242,9 @@ def find_reference(job: Job, dataset: Any, name: str) -> Reference:
     return found
 
 
-def _singly(count: int) -> Iterator[Shard]:
-    """The first samples of the order, each by itself."""
-    return (Shard(-1, -1, at, at + 1) for at in range(count))
+def _singly(count: int, of: int, skipping: Skipping) -> Iterator[Shard]:
+    """The first samples of the order that are not skipped, each by itself."""
+    return islice((one for at in range(of) if (one := skipping(Shard(-1, -1, at, at + 1))).rows), count)
 
 
 def _as_they_are(items: list[Any]) -> list[Any]:

@@ -34,7 +34,8 @@ class ReadRequest(NamedTuple):
 class IndexLists:
     """The batch sampler of a worker's DataLoader: one ReadRequest for each piece that it collates.
 
-    `pieces` gives the shards or the global batches. It is a function because the loader may start more than once.
+    `pieces` gives the shards or the global batches; what is missing from one is not read. It is a function because
+    the loader may start more than once.
     `look_ahead`, if there is one, gives for the pieces the blocks to read ahead with each.
     """
 
@@ -59,8 +60,14 @@ class IndexLists:
         for pieces in _at_once(self.pieces()):
             if pieces[0].epoch != order.epoch:
                 order = dataclasses.replace(self.order, epoch=pieces[0].epoch)
-            found = order.at(np.concatenate([np.arange(one.start, one.stop) for one in pieces]))
+            found = order.at(np.concatenate([_positions(one) for one in pieces]))
             yield from zip(pieces, np.split(found, np.cumsum([one.rows for one in pieces[:-1]])), strict=True)
+
+
+def _positions(piece: Shard) -> Indices:
+    """The positions of a piece's rows, without those that are missing."""
+    every = np.arange(piece.start, piece.stop)
+    return np.delete(every, [at - piece.start for at in piece.missing]) if piece.missing else every
 
 
 def _at_once(pieces: Iterator[Shard]) -> Iterator[list[Shard]]:

@@ -149,15 +149,18 @@ class Trainer:
         # An optimizer may draw random numbers: they must be the same on all workers.
         seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
         totals, rate, missing = stats[:-1].sum(0), self._optimizer_step.learning_rate, stats[-1, MISSING]
-        if self._may_lose(stop - start) and int(missing) == stop - start:
+        if self._has_no_rows(split.whole(step), missing):
             norm = self._optimizer_step.skip()
         else:
             norm = self._optimizer_step.apply(totals[1], stop - start, step)
         return Update(totals, rate, norm, self._stop_vote.stops(stats[-1, 0]), missing)
 
-    def _may_lose(self, rows: int) -> bool:
-        """Whether all rows of a batch may be set aside; only then a step waits for the device to know it."""
-        return self._job.on_error is not None and rows <= self._job.on_error.quarantine
+    def _has_no_rows(self, batch: Shard, missing: torch.Tensor) -> bool:
+        """Whether a batch has lost all its rows; a step waits for the device only if that many may be set aside."""
+        if not self._job.may_lose_rows or not (left := self.real(batch).rows):
+            return self._job.may_lose_rows
+        on_error = self._job.on_error
+        return on_error is not None and left <= on_error.quarantine and int(missing) == batch.rows
 
     def _stats(self, shards: int, wants_stop: bool) -> torch.Tensor:
         """A row of sums and weights for each shard, still zero; the last row counts votes to stop and more."""

@@ -7,6 +7,7 @@ from typing import Any
 from dp_ray.job import Job
 from dp_ray.replica.quarantine import Quarantine, find_reference
 from dp_ray.replica.screening import Reference
+from dp_ray.replica.skipping import Skipping
 from dp_ray.replica.world import broadcast, is_rank_0
 from dp_ray.rundir.files import read_json, write_json
 from dp_ray.rundir.quarantine_files import QuarantineFiles, forget
@@ -20,11 +21,11 @@ class SetAside:
     """What a task sets aside of a dataset: the quarantine, and the files that keep it."""
 
     def __init__(
-        self, job: Job, key: str, reference: Reference, run: Storage, send: Send, attempt: str | None
+        self, job: Job, key: str, dataset: Any, reference: Reference, run: Storage, send: Send, attempt: str | None
     ) -> None:
         assert job.on_error is not None
         self._files = QuarantineFiles(run, key, job.on_error.quarantine, attempt, lambda text: send(Note(text)))
-        self.quarantine = Quarantine(job, reference, self._files.keep)
+        self.quarantine = Quarantine(job, reference, self._files.keep, Skipping(job, dataset))
 
     def begin_evaluation(self, after: int) -> None:
         """The dataset is evaluated after step `after` of a training."""
@@ -37,7 +38,7 @@ def set_aside(
     """Begin to set bad samples of the dataset of `key` aside; None if the job does not. Every rank calls this."""
     if job.on_error is None:
         return None
-    return SetAside(job, key, _reference(job, key, dataset, run), run, send, attempt)
+    return SetAside(job, key, dataset, _reference(job, key, dataset, run), run, send, attempt)
 
 
 def quarantine_of(found: SetAside | None) -> Quarantine | None:

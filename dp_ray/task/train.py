@@ -17,6 +17,7 @@ from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.passes import passes_of
 from dp_ray.replica.quarantine import load_good
+from dp_ray.replica.skipping import Skipping
 from dp_ray.replica.step import build_step
 from dp_ray.replica.step_clock import clock_on
 from dp_ray.replica.step_times import StepTimes
@@ -71,8 +72,7 @@ def train(
         evaluation = Evaluation(job, step, measures, states, world.device, passes=passes_of(sharded, world))
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, attempt))
-        if quarantine is not None:
-            trainer.real = quarantine.real
+        trainer.real = Skipping(job, dataset) if quarantine is None else quarantine.real
         evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver, send, attempt)
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
         checkpointer = checkpointer_of(keep, job, trainer, train_state, run, world)
