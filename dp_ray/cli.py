@@ -28,7 +28,7 @@ from dp_ray.cli_options import (
     of_a_training,
     overrides_of,
 )
-from dp_ray.cli_runs import compare, list_runs, report, track, watch
+from dp_ray.cli_runs import compare, list_runs, replay, report, track, watch
 from dp_ray.cli_sweep import sweep
 from dp_ray.early_start import begun, forked_early, say_import
 from dp_ray.errors import Error
@@ -265,5 +265,5 @@ def schema(out: TextIO) -> None:
     click.echo(json.dumps(json_schema(), indent=2), file=out)
 
 
-for command in (sweep, submit, status, logs, stop, report, compare, list_runs, watch, track):
+for command in (sweep, submit, status, logs, stop, report, compare, list_runs, watch, track, replay):
     cli.add_command(command)

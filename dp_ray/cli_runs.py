@@ -1,4 +1,4 @@
-"""The commands that show runs: report, compare, list, watch, track."""
+"""The commands that show runs: report, compare, list, watch, track, replay."""
 
 import json
 import sys
@@ -131,6 +131,27 @@ def track(run_dir: str) -> None:
     with damage_told(run_dir):
         for line in send_late(run_dir):
             click.echo(harmless(line), err=True)
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@click.option("--step", type=click.IntRange(0), required=True, help="The step, counted from 0 over all epochs.")
+@click.option("--shard", type=click.IntRange(0), help="Look at this shard of the step alone.")
+@click.option("--pdb", "debugs", is_flag=True, help="Then debug the first module that is not finite, or what raised.")
+@JSON
+def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bool) -> None:
+    """Run a step of a training again in this process: its loss, its rows, what is not finite; writes nothing."""
+    from dp_ray.replay import replay as run_replay
+    from dp_ray.results.replayed import Replayed
+    from dp_ray.task.replay import Wanted
+
+    stdout = sys.stdout
+
+    def show(found: Replayed) -> None:
+        text = json.dumps(found.to_json()) if as_json else harmless("\n".join(found.lines()))
+        click.echo(text, file=stdout)
+
+    run_replay(run_dir, Wanted(step, shard), show, lambda line: click.echo(harmless(line), err=True), debugs)
 
 
 @click.command("list")

@@ -20,6 +20,7 @@ from dp_ray.results.shape_journal import REPORTS, Journal, read_journal
 from dp_ray.results.shape_recorder import ShardSpan
 from dp_ray.results.shape_reports import ReportFile, read_spans
 from dp_ray.results.shapes import Seen
+from dp_ray.results.short import relative
 from dp_ray.results.step_time_files import TIMES, StepTimeWriter
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
@@ -57,6 +58,7 @@ def monitoring(
             save_incidents=save_incidents,
             journal=journal,
             times=StepTimeWriter(claimed.storage.child(TIMES)),
+            run_dir=relative(str(claimed.storage)),
         )
         monitor.restore(reported)
         try:

@@ -26,7 +26,7 @@ from dp_ray.task.task import run_task
 
 def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
     """Run the task in this process, as one worker; `rows` are the lengths of the datasets, by their keys."""
-    devices = _devices_here(job)
+    devices = devices_here(job)
     world = World(device=devices[0], all_devices=devices)
     monitor.take(WorkerReady("here", world, os.getpid(), ()))
 
@@ -90,7 +90,7 @@ class DriverStepControl(StepControl):
         self._started(step)
 
 
-def _devices_here(job: Job) -> tuple[torch.device, ...]:
+def devices_here(job: Job) -> tuple[torch.device, ...]:
     """The devices that the job names, else as many GPUs as a worker takes, else the CPU.
 
     Raises JobError if this machine has too few GPUs.

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable
 
 SHOWN = 8
@@ -42,6 +43,11 @@ def counted(number: int, noun: str) -> str:
 def percent(share: float) -> str:
     """A share as `62 %`."""
     return f"{100 * share:.0f} %"
+
+
+def replay_command(run_dir: str, step: int) -> str:
+    """The command that runs a step of a training again and shows its rows."""
+    return f"dp-ray replay {shlex.quote(run_dir)} --step {step}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -54,6 +54,7 @@ FLOORS = [
     "follow_up",
     "retry",
     "stopping",
+    "replay",
     "verify",
     "early_start",
     "cli_errors",

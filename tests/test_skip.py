@@ -32,7 +32,9 @@ def test_it_is_in_the_fingerprint_of_a_training_alone() -> None:
     without = job(skip=None)
     assert without.fingerprint() == FINGERPRINT
     assert job().fingerprint() != without.fingerprint()
-    assert job(skip=[*SKIP[::-1], SKIP[0]]).fingerprint() == job().fingerprint(), "the order of the samples is nothing"
+    assert job(skip=[*SKIP[::-1], SKIP[0]]).fingerprint() == job().fingerprint(), (
+        "the order of the samples is nothing"
+    )
     assert job(task="predict").fingerprint() == job(task="predict", skip=None).fingerprint()
     assert without.model_copy(update={"stop_on_nan": True}).fingerprint() == FINGERPRINT
 
@@ -94,7 +96,8 @@ def test_its_bits_do_not_depend_on_workers_loaders_or_bad_samples(tmp_path: Path
     }
     found = {}
     for name, keys in ways.items():
-        run_group(job("conv", image=True, optimizer=decays, **keys), tmp_path / name)
+        given: dict[str, Any] = {"image": True, "optimizer": decays, **keys}
+        run_group(job("conv", **given), tmp_path / name)
         weights = {key: one.numpy().tobytes() for key, one in weights_of(tmp_path / name).items()}
         found[name] = weights, repr(history_of(tmp_path / name))
     assert all(one == found["1"] for one in found.values()), [one == found["1"] for one in found.values()]

@@ -24,6 +24,7 @@ from dp_ray.monitor.failures import kind_of
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.message_of import message_of
 from dp_ray.monitor.messages import Ending, Failed, Finished, WorkerExit, WorkerReady
+from dp_ray.replica.loss_watch import NotFinite
 from dp_ray.replica.world import CPU, World
 from dp_ray.rundir.claim import check_shared
 from dp_ray.rundir.quarantine_files import QuarantineFull
@@ -180,5 +181,5 @@ def reported_errors(
 def _ending_of(error: BaseException) -> Ending:
     if isinstance(error, WorkerError):
         return Ending.LOST_PEER
-    passes = isinstance(error, Exception) and not isinstance(error, JobError | QuarantineFull)
+    passes = isinstance(error, Exception) and not isinstance(error, JobError | QuarantineFull | NotFinite)
     return Ending.RAISED if passes else Ending.MISTAKEN

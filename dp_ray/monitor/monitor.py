@@ -56,6 +56,7 @@ class Monitor:
         incidents: IncidentLog | None = None,
         journal: Journal | None = None,
         times: StepTimeWriter | None = None,
+        run_dir: str = "RUN_DIR",
     ) -> None:
         self.node_control = NodeControl()
         self.failed: Failed | None = None
@@ -67,7 +68,7 @@ class Monitor:
         self._console = console
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
         self._reports = ShapeReports(file, journal, times, console, shapes, job.batch_dim, self._on_steps)
-        self.task_messages = TaskMessages(self._reports, writer, self.progress, console)
+        self.task_messages = TaskMessages(self._reports, writer, self.progress, console, run_dir)
 
     @property
     def attempts(self) -> list[Attempt]:

@@ -20,7 +20,9 @@ class TaskMessages:
     the operations of a row, if the job asks for them; `shards_found` the number that `shards: auto` has found.
     """
 
-    def __init__(self, reports: ShapeReports, writer: Writer, progress: Progressed, console: Console) -> None:
+    def __init__(
+        self, reports: ShapeReports, writer: Writer, progress: Progressed, console: Console, run_dir: str
+    ) -> None:
         self.metrics: dict[str, float] = {}
         self.times: dict[int, dict[str, float]] = {}
         self.flops: Flops | None = None
@@ -29,7 +31,7 @@ class TaskMessages:
         self._writer = writer
         self._progress = progress
         self._console = console
-        self._losses = Losses(console)
+        self._losses = Losses(console, run_dir)
 
     def take(self, what: Any) -> None:
         """Process what a task sent."""
@@ -58,4 +60,5 @@ class TaskMessages:
 
     def close(self) -> None:
         """Write what is left of the history, when no more rows come."""
+        self._losses.end()
         self._writer.close()

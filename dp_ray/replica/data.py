@@ -194,7 +194,8 @@ def load_shards(
     """Yield the sample indices and the batch, on `device`, of each shard of `work`, in its order.
 
     The batch is the collated one, or what `pick` returns for it; None for a shard of which all samples are skipped.
-    `times` measures the wait for batches, and the loader's work. Close the generator, also after an error: then nothing more is read in the background.
+    `times` measures the wait for batches, and the loader's work. Close the generator, also after an error: then
+    nothing more is read in the background.
 
     Raises DataError if reading a sample raises; the message names the sample and the dataset by `name`.
     Raises DataError if a leaf of the model's inputs does not have one row for each sample of the shard.

@@ -7,6 +7,36 @@ import torch
 from dp_ray.system.waiting import waiting
 
 
+class Lagged:
+    """Reads a number of each step from the device; on a GPU only `lag` steps later, so that no step waits for it."""
+
+    def __init__(self, device: torch.device, lag: int) -> None:
+        self._lag = lag if device.type == "cuda" else 0
+        self._numbers: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def take(self, number: torch.Tensor) -> float | None:
+        """Add this step's number, a scalar; returns that of `lag` steps before, None if there is none."""
+        if self._lag:
+            here = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(number.device))
+            self._numbers.append((here, copied))
+        else:
+            self._numbers.append((number, None))
+        return _read(*self._numbers.popleft()) if len(self._numbers) > self._lag else None
+
+    def ahead(self) -> list[float]:
+        """The numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
+        return [_read(*one) for one in self._numbers]
+
+
+def _read(number: torch.Tensor, ready: "torch.cuda.Event | None") -> float:
+    with waiting("the GPU, which may be in a collective"):
+        if ready is not None:
+            ready.synchronize()
+        return float(number.item())
+
+
 class StopVote:
     """Stop requests ride on each step's all-reduce, so all workers stop after the same step.
 
@@ -16,22 +46,8 @@ class StopVote:
     LAG = 16
 
     def __init__(self, device: torch.device) -> None:
-        self._lag = self.LAG if device.type == "cuda" else 0
-        self._votes: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._votes = Lagged(device, self.LAG)
 
     def stops(self, votes: torch.Tensor) -> bool:
         """Add this step's votes, the number of workers that ask to stop; returns whether to stop now."""
-        if self._lag:
-            here = torch.empty((), dtype=votes.dtype, pin_memory=True).copy_(votes, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(torch.cuda.current_stream(votes.device))
-            self._votes.append((here, copied))
-        else:
-            self._votes.append((votes, None))
-        if len(self._votes) <= self._lag:
-            return False
-        oldest, ready = self._votes.popleft()
-        with waiting("the GPU, which may be in a collective"):
-            if ready is not None:
-                ready.synchronize()
-            return bool(oldest.item())
+        return bool(self._votes.take(votes))

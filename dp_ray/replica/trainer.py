@@ -11,6 +11,7 @@ from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard, Split
 from dp_ray.replica.batch_gradient import MISSING, BatchGradient
 from dp_ray.replica.flops import Flops
+from dp_ray.replica.loss_watch import LossWatch
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
 from dp_ray.replica.out_of_memory import ShardSize, advised, gpu_room
@@ -71,6 +72,7 @@ class Trainer:
         self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world, self._clock, sharded)
         self.measure_names = list(measures.functions)
         self._stop_vote = StopVote(world.device)
+        self.watch: LossWatch | None = None
 
     @property
     def flops(self) -> Flops | None:
@@ -143,12 +145,24 @@ class Trainer:
         batch, rows = self._gradient.running
         return shards_that_fit(self._job, split, self._world.world_size, batch, rows, room)
 
+    def sums_of(
+        self, split: Split, step: int, shards: Sequence[Shard], batches: Iterator[tuple[Indices, Any]]
+    ) -> list[float]:
+        """The sum and weight of a step's loss, and then of each metric: the step without its update."""
+        stats = self._stats(split.shards, False)
+        with advised(self._job, f"step {step}", shards[0].rows if shards else 0):
+            self._gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.real)
+        self._optimizer_step.skip()
+        return stats[:-1].sum(0).tolist()
+
     def _update(self, split: Split, step: int, stats: torch.Tensor) -> Update:
         """Update the parameters from their gradients."""
         start, stop = split.batch(step)
         # An optimizer may draw random numbers: they must be the same on all workers.
         seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
         totals, rate, missing = stats[:-1].sum(0), self._optimizer_step.learning_rate, stats[-1, MISSING]
+        if self.watch is not None:
+            self.watch.take(step, totals[0])
         if self._has_no_rows(split.whole(step), missing):
             norm = self._optimizer_step.skip()
         else:

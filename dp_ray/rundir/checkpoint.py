@@ -225,13 +225,19 @@ class CheckpointWriter:
 
 
 def newest(
-    checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], note: Callable[[str], None]
+    checkpoints: Storage,
+    fits: Callable[[dict[str, Any]], str | None],
+    note: Callable[[str], None],
+    until: int | None = None,
 ) -> tuple[str, dict[str, Any], Any] | None:
     """The newest undamaged checkpoint that fits the job: its name, its description and its state; None if none does.
 
-    `fits` returns None, or why a checkpoint does not fit. `note` reports each checkpoint that is ignored.
+    `fits` returns None, or why a checkpoint does not fit. `note` reports each checkpoint that is ignored. `until` is
+    the last step of interest.
     """
     for step in reversed(steps_of(checkpoints)):
+        if until is not None and step > until:
+            continue
         name = name_of(step)
         try:
             about, state = load_checkpoint(checkpoints, name)

@@ -88,6 +88,24 @@ def history_so_far(run: Storage) -> pa.Table | None:
     return table.take((len(steps) - 1 - last).tolist())
 
 
+class StepRows:
+    """The rows of a history by their steps, each read when it is asked for; none of a run without a history."""
+
+    def __init__(self, table: pa.Table | None) -> None:
+        self._table = table
+        self._steps = np.empty(0, np.int64) if table is None else table.column("step").to_numpy()
+
+    def __contains__(self, step: int) -> bool:
+        return bool(self.row(step))
+
+    def row(self, step: int) -> dict[str, Any]:
+        """The row of a step; empty if there is none."""
+        at = int(np.searchsorted(self._steps, step))
+        if self._table is None or at == len(self._steps) or self._steps[at] != step:
+            return {}
+        return dict(self._table.slice(at, 1).to_pylist()[0])
+
+
 def end_of_pieces(folder: Storage) -> int:
     """The step after the last that a piece holds; 0 if there is none."""
     return max((end for _, _, end in _segments(folder)), default=0)

@@ -92,8 +92,13 @@ class Checkpointer(Keeper):
             self._history.resume_clock()
         by_step = self._due.recurs(self._split, step)
         by_clock = self._pace.is_due(self._writer.seconds, self._writer.is_writing)
-        if self._writer.agree(must_save or is_best or by_clock or by_step):
+        if self._writer.agree((must_save or is_best or by_clock or by_step) and self._is_sound()):
             self.save()
+
+    def _is_sound(self) -> bool:
+        """Whether the state may be kept; with `stop_on_nan` not after a loss that is not finite."""
+        watch = self._trainer.watch
+        return watch is None or watch.is_finite()
 
     def save(self) -> None:
         """Save a checkpoint of the current state."""

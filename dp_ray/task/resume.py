@@ -23,9 +23,12 @@ from dp_ray.task.cut import Cut, check_cut
 from dp_ray.task.notices import Note, Send, telling
 
 
-def restore(job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, send: Send) -> TrainState:
+def restore(
+    job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, send: Send, until: int | None = None
+) -> TrainState:
     """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
 
+    With `until`, of the newest checkpoint of so many steps or fewer; only a model that is not sharded takes it.
     Raises JobError if a checkpoint's steps hold other samples than this job's.
     """
     checkpoints = run.child(CHECKPOINTS)
@@ -36,13 +39,13 @@ def restore(job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, se
     if trainer.sharded is not None:
         found = newest_rows(checkpoints, fits, send, trainer.sharded.world)
     elif is_rank_0():
-        found = newest(checkpoints, fits, lambda text: send(Note(text)))
+        found = newest(checkpoints, fits, lambda text: send(Note(text)), until)
         name = broadcast(found[0] if found else "")
     else:
         name = broadcast("")
         found = (name, *load_checkpoint(checkpoints, name)) if name else None
     if found:
-        advice = f"start anew {replacing(run)}"
+        advice = f"start anew {replacing(run)}" if until is None else "the dataset or its blocks have changed since"
         check_cut(f"the steps of {checkpoints}/{found[0]}", found[1], cut, advice)
         return resume(trainer, found[1], found[2], split, send)
     if job.init_from is None:

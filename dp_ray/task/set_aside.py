@@ -41,6 +41,13 @@ def set_aside(
     return SetAside(job, key, dataset, _reference(job, key, dataset, run), run, send, attempt)
 
 
+def unkept_quarantine(job: Job, key: str, dataset: Any, run: Storage) -> Quarantine | None:
+    """The quarantine for steps that are run again to be looked at: nothing of what it sets aside is kept."""
+    if job.on_error is None:
+        return None
+    return Quarantine(job, _reference(job, key, dataset, run), lambda *_: None, Skipping(job, dataset))
+
+
 def quarantine_of(found: SetAside | None) -> Quarantine | None:
     """Its quarantine, if there is one."""
     return None if found is None else found.quarantine

@@ -42,14 +42,21 @@ def run_task(
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     task = find_shards if job.finds_shards else tasks[job.task]
-    gpus = [one for one in world.devices if one.type == "cuda"]
-    with preserved(*gpus), using(gpus), deterministic(job), compiling(job), group_of_one(job, world):
+    with settings_of(job, world):
         try:
             task(job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {})
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
             raise WorkerError(f"another worker was lost: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def settings_of(job: Job, world: World) -> Iterator[None]:
+    """While a job runs in this process: its generators, its GPUs, and what makes torch deterministic."""
+    gpus = [one for one in world.devices if one.type == "cuda"]
+    with preserved(*gpus), using(gpus), deterministic(job), compiling(job), group_of_one(job, world):
+        yield
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.activation_checkpointing import recompute_blocks
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
+from dp_ray.replica.loss_watch import LossWatch
 from dp_ray.replica.model import build_model, compiled, synchronise
 from dp_ray.replica.passes import passes_of
 from dp_ray.replica.quarantine import load_good
@@ -72,6 +73,7 @@ def train(
         evaluation = Evaluation(job, step, measures, states, world.device, passes=passes_of(sharded, world))
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, attempt))
+        trainer.watch = LossWatch(world.device, str(run)) if job.stop_on_nan else None
         trainer.real = Skipping(job, dataset) if quarantine is None else quarantine.real
         evaluator = Evaluator(job, called, evaluation, world, run, control, rows_on_driver, send, attempt)
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)

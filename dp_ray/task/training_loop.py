@@ -1,7 +1,7 @@
 """The loop of a training: its steps, and what follows each."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
@@ -15,9 +15,15 @@ from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.task.checkpointer import Checkpointer, PieceKeeper
-from dp_ray.task.evaluator import Evaluator
 from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.step_control import StepControl
+
+
+class Evaluates(Protocol):
+    """What evaluates during a training."""
+
+    def after_step(self, split: Split, step: int) -> dict[str, float]:
+        """The metrics after a step, by their names in the history; nothing where no evaluation is due."""
 
 
 class TrainingLoop:
@@ -28,7 +34,7 @@ class TrainingLoop:
         trainer: Trainer,
         split: Split,
         train_state: TrainState,
-        evaluator: Evaluator,
+        evaluator: Evaluates,
         checkpointer: Checkpointer | PieceKeeper | None,
         control: StepControl,
         times: StepTimes,
@@ -63,6 +69,8 @@ class TrainingLoop:
             recorder.on_times(timed)
             if stops:
                 break
+        if self._trainer.watch is not None:
+            self._trainer.watch.check_all()
         self._profiler.close()
         recorder.on_times(self._clock.rest())
         self._control.through()
@@ -80,6 +88,8 @@ class TrainingLoop:
         if self._checkpointer:
             must_save = stops or self._control.take_save()
             self._checkpointer.after_step(step, update, measured, must_save)
+        if self._trainer.watch is not None:
+            self._trainer.watch.check()
         return stops
 
     def _measure(self, step: int, update: Update) -> dict[str, float]:
