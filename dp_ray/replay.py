@@ -94,7 +94,7 @@ def _check_can_run(kept: dict[str, Any]) -> None:
         )
     if kept.get("strategy") == "fsdp" and (kept.get("fsdp") or {}).get("mixed_precision"):
         raise JobError(
-            "replay: fsdp.mixed_precision gathers parameters in other dtypes, which only FSDP on its workers does; its "
+            "replay: fsdp.mixed_precision gathers parameters in other dtypes, as only FSDP on its workers does; its "
             "steps cannot be replayed"
         )
 
@@ -117,7 +117,7 @@ def _debug(again: Again, say: Callable[[str], None]) -> None:
     name = found.module if found is not None else ""
     module = look.model.get_submodule(name)
     say(f"in the forward of {name or 'the model'} ({type(module).__name__}), shard {shards[0].shard.shard}:")
-    module.forward = functools.partial(pdb.Pdb().runcall, module.forward)
+    module.forward = functools.partial(_stepped, pdb.Pdb(), module.forward)
     try:
         with look.unchanged():
             look.forward(shards[0])
@@ -126,3 +126,11 @@ def _debug(again: Again, say: Callable[[str], None]) -> None:
             raise
     finally:
         del module.forward
+
+
+def _stepped(debugger: pdb.Pdb, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in the debugger, which stops in its first line; raises BdbQuit if the user quits there."""
+    result = debugger.runcall(function, *args, **kwargs)
+    if debugger.quitting:
+        raise bdb.BdbQuit
+    return result

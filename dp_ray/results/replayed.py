@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from dp_ray.results.short import aligned
+from dp_ray.results.short import aligned, relative
 from dp_ray.text import counted
 
 ROUNDING = 3e-7  # relative: a few units in the last place of fp32
@@ -68,14 +68,11 @@ class Replayed:
 
     def lines(self) -> Iterator[str]:
         """The same for people."""
-        yield f"step {self.step} (epoch {self.epoch}) of {self.run_dir}, {self._began} on {self.device}"
+        yield f"step {self.step} (epoch {self.epoch}) of {relative(self.run_dir)}, {self._began} on {self.device}"
         yield self._loss_line()
         if self.bitwise and self.loss is not None and self.history_loss is not None and self.compared != EQUAL:
             yield "the run is bitwise: code, data, versions or hardware are not those of the run"
-        for what, where in (("weights before the step", self.weights), ("batch", self.batch)):
-            yield f"first {what} that is not finite: {where or 'none'}"
-        for what, found in (("output", self.output), ("gradient", self.gradient)):
-            yield f"first {what} that is not finite: {found['text'] if found else 'none'}"
+        yield from self._not_finite_lines()
         yield from self._row_lines()
 
     @property
@@ -91,6 +88,16 @@ class Replayed:
         )
         apart = "" if not self.relative_difference else f" ({self.relative_difference:.2g} relative)"
         return f"loss {self.loss!r} here, {there}: {self.compared}{apart}"
+
+    def _not_finite_lines(self) -> Iterator[str]:
+        """The first of each kind that is not finite; one line if there is none."""
+        output, gradient = (one and one["text"] for one in (self.output, self.gradient))
+        found = {"weights before the step": self.weights, "batch": self.batch, "output": output, "gradient": gradient}
+        told = {what: where for what, where in found.items() if where is not None}
+        for what, where in told.items():
+            yield f"not finite, first {what}: {where}"
+        if not told:
+            yield "finite: the weights before the step, its batch, all outputs and gradients"
 
     def _row_lines(self) -> Iterator[str]:
         yield f"{counted(len(self.rows), 'row')}, the largest loss first: {self.row_losses}"
@@ -113,7 +120,7 @@ def compared(here: float | None, there: float | None) -> str:
         return "not compared"
     if here == there or (math.isnan(here) and math.isnan(there)):
         return EQUAL
-    if math.isfinite(here) and abs(here - there) <= ROUNDING * abs(there):
+    if math.isfinite(there) and abs(here - there) <= ROUNDING * abs(there):
         return f"within rounding, {ROUNDING:g} relative"
     return "differs"
 
