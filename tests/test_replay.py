@@ -83,7 +83,7 @@ def test_each_step_of_a_bitwise_run_has_its_bits_after_a_kill_and_a_resize(tmp_p
     for epoch in range(3):
         samples = [row.sample for one in found[4 * epoch : 4 * epoch + 4] for row in one.rows]
         assert sorted(samples) == list(range(70)), "each sample of an epoch once"
-    assert all(one.weights is one.batch is one.output is one.gradient is None for one in found)
+    assert not any(one.weights or one.batch or one.output or one.gradient for one in found)
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_a_poisoned_row_in_10000_is_named_first(tmp_path: Path, kind: str, sampl
         item = Outliers(10_000)[sample]
         expected = nn.functional.cross_entropy(training.mlp()(item[0][None]), item[1][None]).item()
         assert found.rows[0].loss == pytest.approx(expected, rel=1e-5)
-        assert found.output is found.gradient is found.weights is found.batch is None
+        assert not (found.output or found.gradient or found.weights or found.batch)
 
 
 def test_only_a_shard(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ ORDER = Order(101, 0, 0, shuffle=True)
 SKIP = [ORDER[at] for at in (7, 8, 9, 13, *range(21, 28), 100)]
 
 
-def job(model: str = "mlp", workers: int = 1, image: bool = False, **keys: Any) -> Job:
+def job(model: str = "mlp", **keys: Any) -> Job:
     """The samples that it skips cannot be read."""
-    data = {"target": "tests.support.bad_data:Broken", "args": {"raises": SKIP, "image": image}}
-    return job_of(model, data, **{"workers": workers, "shards": 5, "bitwise": True, "skip": SKIP, **keys})
+    data = {"target": "tests.support.bad_data:Broken", "args": {"raises": SKIP, "image": model == "conv"}}
+    return job_of(model, data, **{"workers": 1, "shards": 5, "bitwise": True, "skip": SKIP, **keys})
 
 
 def test_it_is_in_the_fingerprint_of_a_training_alone() -> None:
@@ -85,7 +85,7 @@ def test_training_is_that_of_one_process_without_them(tmp_path: Path, workers: i
 def test_its_bits_do_not_depend_on_workers_loaders_or_bad_samples(tmp_path: Path) -> None:
     """With BatchNorm, whose statistics are shard 0's, and a decay, which a step without rows must not do."""
     decays: dict[str, Any] = {"target": "torch.optim:SGD", "args": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}}
-    ways: dict[str, dict[str, Any]] = {
+    ways: dict[str, Any] = {
         "1": {},
         "2": {"workers": 2, "scatter": "batch"},
         "3": {"workers": 3, "loader": {"processes": 2, "context": "fork"}},
@@ -96,8 +96,7 @@ def test_its_bits_do_not_depend_on_workers_loaders_or_bad_samples(tmp_path: Path
     }
     found = {}
     for name, keys in ways.items():
-        given: dict[str, Any] = {"image": True, "optimizer": decays, **keys}
-        run_group(job("conv", **given), tmp_path / name)
+        run_group(job("conv", optimizer=decays, **keys), tmp_path / name)
         weights = {key: one.numpy().tobytes() for key, one in weights_of(tmp_path / name).items()}
         found[name] = weights, repr(history_of(tmp_path / name))
     assert all(one == found["1"] for one in found.values()), [one == found["1"] for one in found.values()]
@@ -110,7 +109,7 @@ def test_its_bits_do_not_depend_on_workers_loaders_or_bad_samples(tmp_path: Path
 
 @pytest.mark.slow
 def test_an_evaluation_during_the_training_reads_all_of_its_own_dataset(tmp_path: Path) -> None:
-    evaluates = {"eval": {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 101}}}}
+    evaluates: Any = {"eval": {"dataset": {"target": "tests.support.training:Pairs", "args": {"length": 101}}}}
     run_group(job(skip=SKIP, epochs=1, metrics={"right": "tests.support.training:right"}, **evaluates), tmp_path)
     model, data = training.mlp().eval(), training.Pairs(101)
     model.load_state_dict(weights_of(tmp_path))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,23 +22,21 @@ from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
 from dp_ray.replica.look_ahead import look_ahead
 from dp_ray.replica.read_limit import arm_loader
-from dp_ray.replica.read_requests import IndexLists, Indices, ReadRequest
+from dp_ray.replica.read_requests import IndexLists, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.sample_order import hold_blocks, order_of
 from dp_ray.replica.screening import Screen
-from dp_ray.replica.skipping import Skipping, pieces_of
+from dp_ray.replica.skipping import NOTHING, Skipping, filled_batches, filled_shards, pieces_of
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads
 from dp_ray.replica.targets import build_dataset, dataset_seed, resolve
-from dp_ray.replica.user_code import raising, said
+from dp_ray.replica.user_code import read_many, said
 from dp_ray.replica.whole_columns import WholeColumns, whole_columns
 from dp_ray.tensors.nested import flatten, map_leaves, sizes
 from dp_ray.tensors.raw import moved
 from dp_ray.tensors.scatter import num_rows, scatter
-from dp_ray.text import listed
 
 CPU = torch.device("cpu")
-NO_INDICES: Indices = np.empty(0, np.int64)
 
 Pick: TypeAlias = Callable[[Any], Any]
 
@@ -158,7 +155,7 @@ class Samples(Dataset[Any]):
     def _whole(self, indices: list[int]) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None:
-            return _read_many(many, indices, self.name)
+            return read_many(many, indices, self.name)
         items, get, index = [], self.dataset.__getitem__, -1
         try:
             for index in indices:
@@ -211,16 +208,9 @@ def load_shards(
 def _shards(job: Job, samples: Samples, work: Work, device: torch.device, pick: Pick | None) -> Iterator[Batch]:
     """Read and collate each shard by itself: only the worker's own rows are read."""
     skipping = Skipping(job, samples.dataset)
-
-    def pieces() -> Iterator[Shard]:
-        return (one for _, shards in work for one in map(skipping, shards) if one.rows)
-
-    with make_loader(job, samples, pieces, device) as loaded:
+    with make_loader(job, samples, functools.partial(filled_shards, work, skipping), device) as loaded:
         for shard in (skipping(one) for _, shards in work for one in shards):
-            if not shard.rows:
-                yield NO_INDICES, None
-                continue
-            indices, batch = next_batch(loaded)
+            indices, batch = next_batch(loaded) if shard.rows else NOTHING
             yield indices, checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
 
 
@@ -229,19 +219,15 @@ def _whole_batches(
 ) -> Iterator[Batch]:
     """Collate the whole global batch, then cut it: for collates that pad to the batch's longest."""
     skipping = Skipping(job, samples.dataset)
-
-    def wholes() -> Iterator[Shard]:
-        return (one for step, mine in work if mine and (one := skipping(work.split.whole(step))).rows)
-
-    with make_loader(job, samples, wholes, device) as loaded:
+    with make_loader(job, samples, functools.partial(filled_batches, work, skipping), device) as loaded:
         for step, shards in work:
             if not shards:
                 continue
             whole = skipping(work.split.whole(step))
-            indices, batch = next_batch(loaded) if whole.rows else (NO_INDICES, None)
-            picked = checked(job, batch, pick, whole.rows, f"the global batch of step {step}") if whole.rows else None
+            indices, batch = next_batch(loaded) if whole.rows else NOTHING
+            picked = checked(job, batch, pick, whole.rows, f"the global batch of step {step}")
             if whole.missing:
-                yield from pieces_of(whole, [skipping(one) for one in shards], indices, picked, job.batch_dim)
+                yield from pieces_of(whole, map(skipping, shards), indices, picked, job.batch_dim)
                 continue
             pieces = scatter(picked, job.num_shards, job.batch_dim)
             for shard in shards:
@@ -300,7 +286,12 @@ def _begin_process(process: int) -> None:
 
 
 def checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:
-    """The batch, or what `pick` returns for it, after a check that the inputs have one row for each sample."""
+    """The batch, or what `pick` returns for it, after a check that the inputs have one row for each sample.
+
+    None for a batch of no rows.
+    """
+    if not rows:
+        return None
     if isinstance(batch, CarryingBatch):
         return batch._replace(batch=checked(job, batch.batch, pick, rows, what))
     picked = batch if pick is None else pick(batch)
@@ -353,13 +344,3 @@ def _wait_for(batch: Batch, copied: "torch.cuda.Event", device: torch.device) ->
         if isinstance(leaf, torch.Tensor):
             leaf.record_stream(computing)
     return batch
-
-
-def _read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:
-    what = f"samples {listed(indices)}"
-    with raising(f"{what} of {name}", kind=DataError):
-        items = many(list(indices))
-    if isinstance(items, list | tuple) and len(items) == len(indices):
-        return items
-    got = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
-    raise DataError(f"{name}'s __getitems__ gave {got} for {what}: it must give a list of one item for each")

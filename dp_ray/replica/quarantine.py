@@ -16,7 +16,6 @@ from dp_ray.replica.carry import carried_keys
 from dp_ray.replica.collating import Batch, collate_of
 from dp_ray.replica.data import (
     CPU,
-    NO_INDICES,
     Pick,
     Samples,
     check_rows,
@@ -32,14 +31,14 @@ from dp_ray.replica.read_limit import HungRead, ReadLimit, end_process
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.sample_order import hold_blocks
 from dp_ray.replica.screening import BadSample, Reference, Screen, Screened, bad_sample, choose_reference
-from dp_ray.replica.skipping import Skipping, pieces_of
+from dp_ray.replica.skipping import NOTHING, Skipping, filled_batches, filled_shards, pieces_of
 from dp_ray.replica.step_times import StepTimes
 
 Real: TypeAlias = Callable[[Shard], Shard]  # a shard without the samples that were set aside
 Keep: TypeAlias = Callable[[Shard, Mapping[int, BadSample]], None]  # keeps a shard's bad samples, by position
 Pieces: TypeAlias = Callable[[], Iterator[Shard]]
 
-NOTHING: tuple[Indices, Screened] = (NO_INDICES, Screened(None, {}))
+UNREAD: tuple[Indices, Screened] = (NOTHING[0], Screened(None, {}))
 CANDIDATES = 5  # good samples of which one becomes the reference
 
 
@@ -117,16 +116,12 @@ def _shards(
 ) -> Iterator[Batch]:
     """Each shard, collated by itself. All shards of a step are read before its first one is given."""
     skipping = quarantine.skipping
-
-    def pieces() -> Iterator[Shard]:
-        return (one for _, shards in work for one in map(skipping, shards) if one.rows)
-
-    loaded = _loaded(job, samples, pieces, device)
+    loaded = _loaded(job, samples, functools.partial(filled_shards, work, skipping), device)
     for _, shards in work:
-        read = [(one, *(next_batch(loaded) if one.rows else NOTHING)) for one in map(skipping, shards)]
+        read = [(one, *(next_batch(loaded) if one.rows else UNREAD)) for one in map(skipping, shards)]
         taken = [(one, quarantine.take(one, _by_position(one, got)), found, got.batch) for one, found, got in read]
         for asked, shard, indices, batch in taken:
-            inputs = _inputs(job, batch, pick, shard, f"shard {shard.shard} of step {shard.step}")
+            inputs = checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
             yield _of(indices, asked, shard), inputs
 
 
@@ -134,20 +129,15 @@ def _whole_batches(
     job: Job, samples: Samples, quarantine: Quarantine, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
     """The good samples of each global batch, collated together and cut at the borders that the full batch has."""
-
-    def wholes() -> Iterator[Shard]:
-        asked = (quarantine.skipping(work.split.whole(step)) for step, mine in work if mine)
-        return (one for one in asked if one.rows)
-
-    loaded = _loaded(job, samples, wholes, device)
+    loaded = _loaded(job, samples, functools.partial(filled_batches, work, quarantine.skipping), device)
     for step, shards in work:
         if not shards:
             continue
         asked = quarantine.skipping(work.split.whole(step))
-        indices, got = next_batch(loaded) if asked.rows else NOTHING
+        indices, got = next_batch(loaded) if asked.rows else UNREAD
         bad = _by_position(asked, got)
         whole = _without(asked, tuple(bad))
-        picked = _inputs(job, got.batch, pick, whole, f"the global batch of step {step}")
+        picked = checked(job, got.batch, pick, whole.rows, f"the global batch of step {step}")
         if picked is not None:
             check_rows(job, picked, whole.rows, f"the global batch of step {step}")
         taken = [quarantine.take(one, {at: bad[at] for at in bad if one.start <= at < one.stop}) for one in shards]
@@ -170,10 +160,6 @@ def _of(indices: Indices, asked: Shard, shard: Shard) -> Indices:
         return indices
     missing = set(shard.missing)
     return indices[[at not in missing for at in asked.positions]]
-
-
-def _inputs(job: Job, batch: Any, pick: Pick | None, piece: Shard, what: str) -> Any:
-    return checked(job, batch, pick, piece.rows, what) if piece.rows else None
 
 
 def _loaded(job: Job, samples: Samples, pieces: Pieces, device: torch.device, collate: Any = None) -> Iterator[Batch]:

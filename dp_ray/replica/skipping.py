@@ -2,17 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard
+from dp_ray.plan.work import Work
 from dp_ray.replica.read_requests import Indices, Positions
 from dp_ray.replica.sample_order import order_of
 from dp_ray.tensors.scatter import cut
 
+NOTHING: tuple[Indices, None] = (np.empty(0, np.int64), None)  # a batch without rows
 REMEMBERED = 4096  # shards: a loader asks for one long before the step does
 
 
@@ -36,8 +38,18 @@ class Skipping:
         return dataclasses.replace(shard, missing=tuple((np.flatnonzero(found) + shard.start).tolist()))
 
 
+def filled_shards(work: Work, real: Callable[[Shard], Shard]) -> Iterator[Shard]:
+    """A worker's shards that have rows, in order; `real` gives a shard without what is skipped."""
+    return (one for _, shards in work for one in map(real, shards) if one.rows)
+
+
+def filled_batches(work: Work, real: Callable[[Shard], Shard]) -> Iterator[Shard]:
+    """The whole global batches that have rows, of which the worker has shards."""
+    return (one for step, shards in work if shards and (one := real(work.split.whole(step))).rows)
+
+
 def pieces_of(
-    whole: Shard, shards: Sequence[Shard], indices: Indices, picked: Any, batch_dim: int
+    whole: Shard, shards: Iterable[Shard], indices: Indices, picked: Any, batch_dim: int
 ) -> Iterator[tuple[Indices, Any]]:
     """Each shard's sample indices and rows, of those of the whole global batch; None for a shard without rows.
 

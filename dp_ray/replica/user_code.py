@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dp_ray.errors import Error, JobError, ModelError
+from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
 from dp_ray.replica.world import is_lost_peer
+from dp_ray.text import listed
 
 
 @contextmanager
@@ -43,6 +44,17 @@ def at(where: str) -> Iterator[None]:
         if is_lost_peer(error):
             raise
         raise ModelError(said(where, error)) from error
+
+
+def read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:
+    """The samples that a dataset's `__getitems__` gives; raises DataError, naming it, unless it is one for each."""
+    what = f"samples {listed(indices)}"
+    with raising(f"{what} of {name}", kind=DataError):
+        items = many(list(indices))
+    if isinstance(items, list | tuple) and len(items) == len(indices):
+        return items
+    got = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
+    raise DataError(f"{name}'s __getitems__ gave {got} for {what}: it must give a list of one item for each")
 
 
 def place(shard: Shard) -> str:
