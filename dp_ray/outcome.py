@@ -127,7 +127,7 @@ def result_of(
         data_wait_share=share_of_wait(list(times.values())),
         restarts=len(incidents.interruptions),
         interruptions=incidents.to_json()["interruptions"],
-        metrics=summary(storage) if trained else monitor.metrics if monitor else {},
+        metrics=summary(storage) if trained else monitor.task_messages.metrics if monitor else {},
         quarantined=count_quarantined(storage),
         seconds=seconds,
         **_times_told(job, claimed, outside, is_in_session, monitor),

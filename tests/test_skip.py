@@ -115,3 +115,18 @@ def test_an_evaluation_during_the_training_reads_all_of_its_own_dataset(tmp_path
     model.load_state_dict(weights_of(tmp_path))
     right = training.right(model(data.inputs), data.targets).mean().item()
     assert history_of(tmp_path)[-1]["eval_right"] == pytest.approx(right)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_sample_from_a_checkpoint_of_another(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"shards": 5, "bitwise": True, "epochs": 1}
+    run_group(
+        job_of("mlp", "Pairs", **keys, max_steps=3, checkpoint={"every_steps": 1, "keep": 3}), tmp_path / "first"
+    )
+    start = str(tmp_path / "first" / "checkpoints" / "step-1.safetensors")
+    run_group(job_of("mlp", "Pairs", **keys, skip=SKIP, workers=2, init_from=start), tmp_path / "second")
+    run_group(job_of("mlp", "Pairs", **keys, skip=SKIP), tmp_path / "whole")
+    told = [(row["step"], row["rows"]) for row in history_of(tmp_path / "second")]
+    assert told == [(row["step"], row["rows"]) for row in history_of(tmp_path / "whole")][1:]
+    first, whole = (weights_of(tmp_path / name) for name in ("second", "whole"))
+    assert all(torch.equal(first[name], whole[name]) for name in whole), "step 0 has none of what is skipped"

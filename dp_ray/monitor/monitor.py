@@ -76,11 +76,6 @@ class Monitor:
         return self._attempts.begun
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics that an evaluation measured."""
-        return self.task_messages.metrics
-
-    @property
     def incidents(self) -> IncidentLog:
         """The log of the run's incidents so far."""
         return self._interruptions.log

@@ -19,6 +19,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica import data
 from dp_ray.replica.batch_gradient import BatchGradient
 from dp_ray.replica.data import load_shards, on_device
+from dp_ray.replica.loss_watch import LossWatch, NotFinite
 from dp_ray.replica.model import build_model
 from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction
@@ -157,6 +158,26 @@ def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> 
         with pytest.raises(RuntimeError, match="synchron"):
             torch.ones((), device=cuda).item()
     assert len(others) == StopVote.LAG - 1
+
+
+def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.device) -> None:
+    watch, numbers = LossWatch(cuda, "run"), torch.tensor([1.0, float("nan")], device=cuda)
+    with no_waits():
+        for step in range(3, 3 + StopVote.LAG):
+            watch.take(step, numbers[int(step >= 7)])
+            watch.check()
+    assert not watch.is_finite(), "where a checkpoint is due, it waits for the GPU and knows"
+    for step in range(3 + StopVote.LAG, 7 + StopVote.LAG):
+        watch.check()
+        watch.take(step, numbers[0])
+    watch.take(7 + StopVote.LAG, numbers[0])
+    with pytest.raises(NotFinite, match="step 7: the loss is nan"):
+        watch.check()
+    late = LossWatch(cuda, "run")
+    late.take(0, numbers[1])
+    late.check()
+    with pytest.raises(NotFinite, match="step 0: the loss is nan"):
+        late.check_all()
 
 
 def test_the_stop_vote_lags_on_a_gpu_and_waits_for_no_later_step(cuda: torch.device) -> None:

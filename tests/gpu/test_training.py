@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from benchmarks.nets import Gpt, Texts
+from dp_ray.plan.order import Order
 from dp_ray.replica.stop_vote import StopVote
 from dp_ray.task.step_control import StepControl
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, plain_training, run_here
 from tests.support import training
-from tests.support.group import StopsBefore, history_of, run_group
+from tests.support.group import ProcessExit, StopsBefore, history_of, run_group
 from tests.support.trainings import ADAMW, assert_close, initial
 
 PROCESSES = [1, 2, 3]
@@ -138,6 +139,19 @@ def test_all_processes_stop_after_the_same_step_and_go_on_to_the_same_end(
     assert len(history_of(tmp_path / "stopped")) == 20 + 1 + lag
     run_group(job, tmp_path / "stopped")
     assert bits(tmp_path / "stopped") == bits(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_ends_at_a_loss_that_is_nan_with_the_state_before_it(
+    tmp_path: Path, device: torch.device, processes: int
+) -> None:
+    bad = Order(101, 0, 0, shuffle=True)[5 * 7]
+    data = {"target": "tests.support.bad_data:Broken", "args": {"nan": [bad]}}
+    keys = {"shards": 2, "workers": processes, "stop_on_nan": True, "checkpoint": {"every_steps": 1}}
+    with pytest.raises(ProcessExit, match="step 5: the loss is nan"):
+        run_group(job_on(device, dataset=data, **keys), tmp_path)
+    kept = sorted(one.name for one in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-4.safetensors", "step-5.safetensors"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
