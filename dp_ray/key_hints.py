@@ -97,6 +97,8 @@ _TOP = (
     ("checkpoint.every_steps", "save_steps save_every save_interval checkpoint_every checkpoint_interval save_freq"),
     ("checkpoint.keep", "save_total_limit save_top_k keep_checkpoints max_checkpoints"),
     ("checkpoint.best.metric", "metric_for_best_model monitor load_best_model_at_end save_best"),
+    ("stop_on_nan", "terminate_on_nan detect_anomaly stop_on_non_finite"),
+    ("skip: samples of the dataset by their indices", "skip_samples skip_indices exclude ignore_samples"),
     ("bitwise", "deterministic reproducible use_deterministic_algorithms"),
     (
         "activation_checkpointing",

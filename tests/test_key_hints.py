@@ -55,6 +55,8 @@ def told(**keys: Any) -> str:
         ("per_device_train_batch_size", "batch_size"),
         ("output_dir", "storage"),
         ("deterministic", "bitwise"),
+        ("terminate_on_nan", "stop_on_nan"),
+        ("skip_samples", "skip: samples of the dataset by their indices"),
         ("collate_fn", "collate"),
         ("pin_memory", "loader.pin_memory"),
         ("save_steps", "checkpoint.every_steps"),

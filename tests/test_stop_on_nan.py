@@ -21,6 +21,7 @@ from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl
 from tests.support.cli import status_of
 from tests.support.group import ProcessExit, history_of, run_group
+from tests.support.training import Scores
 from tests.support.trainings import job_of, keys_of
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -81,6 +82,22 @@ def test_the_run_fails_with_the_command_that_shows_the_rows(
     assert status_of(monkeypatch, *command.split()[1:]) == 0
     first = capsys.readouterr().out.partition("position\n")[2].split()
     assert first[:2] == ["nan", str(POISONED)]
+
+
+class Strict(Scores):
+    """A metric of evaluations that raises for what is not finite."""
+
+    def update(self, outputs: torch.Tensor, target: torch.Tensor) -> None:
+        if outputs.isnan().any():
+            raise ValueError("the outputs are not finite")
+        super().update(outputs, target)
+
+
+def test_what_an_evaluation_makes_of_it_hides_nothing(tmp_path: Path) -> None:
+    evaluates = {"dataset": "tests.support.training:Pairs", "every_steps": 1}
+    values = keys_of(storage=str(tmp_path), name="run", dataset=DATA, batch_size=7, shuffle=True, stop_on_nan=True)
+    with pytest.raises(ModelError, match=f"step {STEP}: the loss is nan"):
+        dp_ray.run(**values, eval=evaluates, metrics={"strict": Strict})
 
 
 def test_a_run_that_goes_on_says_so_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

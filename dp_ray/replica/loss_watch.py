@@ -35,6 +35,11 @@ class LossWatch:
             self._note(found)
             self._read += 1
 
+    @property
+    def has_found(self) -> bool:
+        """Whether a loss that was read is not finite; the same on all workers after the same step."""
+        return self._found is not None
+
     def is_finite(self) -> bool:
         """Whether all losses so far are finite; this waits for the device."""
         return self._found is None and all(map(math.isfinite, self._sums.ahead()))

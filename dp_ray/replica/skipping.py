@@ -10,12 +10,13 @@ import numpy as np
 from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Work
-from dp_ray.replica.read_requests import Indices, Positions
+from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.sample_order import order_of
 from dp_ray.tensors.scatter import cut
 
 NOTHING: tuple[Indices, None] = (np.empty(0, np.int64), None)  # a batch without rows
-REMEMBERED = 4096  # shards: a loader asks for one long before the step does
+AT_ONCE = 4096  # positions whose samples are computed at once: for one small shard numpy's overhead would dominate
+REMEMBERED = 256  # times so many positions: a loader asks for a shard long before its step does
 
 
 class Skipping:
@@ -23,19 +24,25 @@ class Skipping:
 
     def __init__(self, job: Job, dataset: Any) -> None:
         self._samples = np.array(job.skipped, np.int64)
-        self._positions = Positions(order_of(job, dataset)) if job.skipped else None
-        self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._without)
+        self._order = order_of(job, dataset) if job.skipped else None
+        self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._skipped)
 
     def __call__(self, shard: Shard) -> Shard:
         """The shard without what is skipped."""
-        return shard if self._positions is None else self._remembered(shard)
+        if self._order is None or shard.start == shard.stop:
+            return shard
+        blocks = range(shard.start // AT_ONCE, (shard.stop - 1) // AT_ONCE + 1)
+        found = (at for block in blocks for at in self._remembered(shard.epoch, block))
+        missing = tuple(at for at in found if shard.start <= at < shard.stop)
+        return dataclasses.replace(shard, missing=missing) if missing else shard
 
-    def _without(self, shard: Shard) -> Shard:
-        assert self._positions is not None
-        if shard.epoch != self._positions.order.epoch:
-            self._positions = Positions(dataclasses.replace(self._positions.order, epoch=shard.epoch))
-        found = np.isin(self._positions.indices(shard.start, shard.stop), self._samples)
-        return dataclasses.replace(shard, missing=tuple((np.flatnonzero(found) + shard.start).tolist()))
+    def _skipped(self, epoch: int, block: int) -> list[int]:
+        """The positions of what is skipped, among those of a block of an epoch's order."""
+        assert self._order is not None
+        start, order = block * AT_ONCE, dataclasses.replace(self._order, epoch=epoch)
+        samples = order.indices(start, min(len(order), start + AT_ONCE))
+        found: list[int] = (np.flatnonzero(np.isin(samples, self._samples)) + start).tolist()
+        return found
 
 
 def filled_shards(work: Work, real: Callable[[Shard], Shard]) -> Iterator[Shard]:

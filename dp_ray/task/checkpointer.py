@@ -31,6 +31,9 @@ class Keeper:
         self._writer = writer
         self._saved = train_state.step
 
+    def log(self, step: int, update: Update) -> None:
+        """Add a step that ends the training to the history, on rank 0."""
+
     def save(self) -> None:
         """Save a checkpoint of the current state."""
         raise NotImplementedError
@@ -94,6 +97,9 @@ class Checkpointer(Keeper):
         by_clock = self._pace.is_due(self._writer.seconds, self._writer.is_writing)
         if self._writer.agree((must_save or is_best or by_clock or by_step) and self._is_sound()):
             self.save()
+
+    def log(self, step: int, update: Update) -> None:
+        self._history.add(step, update, {})
 
     def _is_sound(self) -> bool:
         """Whether the state may be kept; with `stop_on_nan` not after a loss that is not finite."""

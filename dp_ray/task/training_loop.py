@@ -82,15 +82,23 @@ class TrainingLoop:
 
         A worker that `is_alone` stops as soon as it is asked; several stop after the step on which they agree.
         """
+        self._check_loss(step, update)
         measured = self._measure(step, update)
         is_asked = update.stops or (is_alone and self._control.wants_stop)
         stops = is_asked and step + 1 < self._split.total_steps
         if self._checkpointer:
             must_save = stops or self._control.take_save()
             self._checkpointer.after_step(step, update, measured, must_save)
-        if self._trainer.watch is not None:
-            self._trainer.watch.check()
         return stops
+
+    def _check_loss(self, step: int, update: Update) -> None:
+        """With `stop_on_nan`, end here if a loss is not finite: before any evaluation; the history has the step."""
+        watch = self._trainer.watch
+        if watch is None or not watch.has_found:
+            return
+        if self._checkpointer:
+            self._checkpointer.log(step, update)
+        watch.check()
 
     def _measure(self, step: int, update: Update) -> dict[str, float]:
         """The values measured after the step: an evaluation's metrics and, at an epoch's end, the epoch's loss."""
