@@ -308,11 +308,10 @@ class Job(JobKeys):
         left_out = set(() if with_lengths else self.LENGTHS)
         kept = {key: value for key, value in that_count(self.describe()).items() if key not in left_out}
         kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self._shuffled}
+        kept["skip"] = self.skipped or None
         del kept["order"]  # which is_shuffled tells
         kept = {key: value for key, value in kept.items() if (key, value) not in _AS_BEFORE}
         del kept["on_error"]  # a run may be resumed with another limit, or with the first one
-        if not self.skipped:
-            del kept["skip"]
         if self.on_error is not None and self.on_error.finite:
             kept["finite"] = True
         if self.is_sharded and self.fsdp.mixed_precision is not None:
@@ -343,7 +342,7 @@ def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
 
 _LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
 # Keys that earlier versions did not have.
-_AS_BEFORE: tuple[tuple[str, Any], ...] = (("target", None), ("outputs", {}))
+_AS_BEFORE: tuple[tuple[str, Any], ...] = (("target", None), ("skip", None), ("outputs", {}))
 _EPOCHS_LOSS = ("scheduler.metric", "loss")  # the epoch's mean, which no evaluation measures
 
 

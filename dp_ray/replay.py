@@ -87,6 +87,8 @@ def _check_objects(run: Storage, kept: dict[str, Any]) -> None:
 
 def _check_can_run(kept: dict[str, Any]) -> None:
     """Raise JobError for trainings whose steps one process alone cannot repeat."""
+    if not isinstance(kept["shards"], int):
+        raise JobError("replay: the run has not found its number of shards yet, so it has no step to replay")
     if kept["sync_batchnorm"] and kept["shards"] > 1:
         raise JobError(
             "replay: sync_batchnorm takes its statistics from all workers' shards at once, and one process runs them "

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from dp_ray.job import Job
-from dp_ray.plan.split import Shard
+from dp_ray.plan.split import Shard, Split
 from dp_ray.replica.buffers import UnchangedBuffers
 from dp_ray.replica.not_finite import NotFiniteFinder, Place, first_not_finite
-from dp_ray.replica.out_of_memory import advised
+from dp_ray.replica.out_of_memory import ShardSize, advised
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.row_losses import RowLosses, row_losses
@@ -54,10 +54,10 @@ class Look:
         self._loss = ShardLoss(model, step, Metrics({}, job.batch_dim), job, device)
         self._seeds = ForwardSeeds(job.seed, model, device)
 
-    def find(self, loaded: Sequence[Loaded], batch_rows: int) -> Findings:
+    def find(self, loaded: Sequence[Loaded], split: Split, step: int) -> Findings:
         """Forward and backward of each shard with rows; raises ModelError, naming it, for user errors.
 
-        The batch, of which these may be a part, has `batch_rows` rows. The model stays as it is.
+        They are shards of a step, or some of them. The model stays as it is.
         """
         weights, finder, batch = first_not_finite(self.model), NotFiniteFinder(self.model), None
         rows = []
@@ -65,7 +65,7 @@ class Look:
             for one in loaded:
                 if batch is None and (where := not_finite(one.batch)):
                     batch = f"{where}, in shard {one.shard.shard}"
-                rows.append((one, self._shard(one, batch_rows, finder)))
+                rows.append((one, self._shard(one, split.whole(step).rows, finder)))
         return Findings(rows, weights, batch, finder.output, finder.gradient)
 
     def forward(self, one: Loaded) -> torch.Tensor:
@@ -76,7 +76,8 @@ class Look:
         return loss
 
     def _shard(self, one: Loaded, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
-        with self.unchanged(), advised(self._job, place(one.shard), one.shard.rows):
+        size = ShardSize(one.shard.rows, batch_rows, self._job.num_shards)
+        with self.unchanged(), advised(self._job, place(one.shard), size):
             with finder.forward(one.shard.shard):
                 loss = self.forward(one)
             given = self._loss.step_output

@@ -126,8 +126,7 @@ class Trainer:
         output. `wants_stop` asks all workers to stop. Raises ModelError, naming step and shard, for user errors.
         """
         stats = self._stats(split.shards, wants_stop)
-        size = ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
-        with advised(self._job, f"step {step}", size, lambda: self._shards_that_fit(split)):
+        with advised(self._job, f"step {step}", _size_of(split, shards), lambda: self._shards_that_fit(split)):
             self._gradient.compute(split, step, shards, batches, on_shard, stats, self.real)
         self._clock.enter(Part.UPDATE)
         with advised(self._job, f"step {step}", None):
@@ -150,7 +149,7 @@ class Trainer:
     ) -> list[float]:
         """The sum and weight of a step's loss, and then of each metric: the step without its update."""
         stats = self._stats(split.shards, False)
-        with advised(self._job, f"step {step}", shards[0].rows if shards else 0):
+        with advised(self._job, f"step {step}", _size_of(split, shards)):
             self._gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.real)
         self._optimizer_step.skip()
         return stats[:-1].sum(0).tolist()
@@ -183,3 +182,7 @@ class Trainer:
         if wants_stop:
             stats[-1, 0] = 1.0
         return stats
+
+
+def _size_of(split: Split, shards: Sequence[Shard]) -> ShardSize:
+    return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)

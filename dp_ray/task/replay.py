@@ -89,13 +89,13 @@ def run_again(given: Given, wanted: Wanted) -> Iterator[Again]:
             raise JobError(f"--step {wanted.step}: the training began at step {begun}, from init_from")
         given = given._replace(world=world)
         loaded = _steps_before(given, trainer, split, state, dataset, wanted.step)
-        look, rows = Look(job, model, step, world.device), split.whole(wanted.step).rows
+        look = Look(job, model, step, world.device)
         loss = None
         if wanted.shard is None:
             with look.unchanged():
                 loss = _loss(trainer, split, wanted.step, loaded)
         filled = [one for one in loaded if one.shard.rows and wanted.shard in (None, one.shard.shard)]
-        findings = look.find(filled, rows)
+        findings = look.find(filled, split, wanted.step)
         yield Again(_replayed(given, split, wanted, begun, loss, findings), findings, look)
 
 
