@@ -10,6 +10,7 @@ from dp_ray.replica.kept import check_after
 from dp_ray.replica.model import check_model
 from dp_ray.replica.optimizer import check_optimizer, check_unbuilt
 from dp_ray.replica.targets import bind, resolve
+from dp_ray.task.hooks import check_hook
 
 
 def check_targets(job: Job) -> None:
@@ -27,6 +28,8 @@ def check_targets(job: Job) -> None:
             bind(key, target, leading=1)
         elif key == "outputs.after" and target is not None:
             check_after(target)
+        elif key.startswith("hooks."):
+            check_hook(key, target)
         elif isinstance(target, Target):
             resolve(key, target)
     for name in (*(job.devices or ()), *([job.input_device] if job.input_device else ())):

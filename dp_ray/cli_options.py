@@ -43,8 +43,8 @@ def of_a_training(command: Any) -> Any:
         ),
         click.option(
             "--weights",
-            type=click.Choice(["best", "last"]),
-            help="Default: best if the training kept them, else last.",
+            type=click.Choice(["best", "last", "ema"]),
+            help="Default: best if the training kept them, else those that it evaluated at its end: ema or last.",
         ),
         WORKERS,
         SETTINGS,

@@ -10,14 +10,15 @@ from dp_ray.job_file import job_of
 from dp_ray.key_hints import renamed
 from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import RESULT, RUN, read_json
-from dp_ray.rundir.weights import BEST
+from dp_ray.rundir.weights import BEST, EMA
 from dp_ray.rundir.weights_files import weights_name
 from dp_ray.storage import Storage
 
-Weights = Literal["best", "last"]
+Weights = Literal["best", "last", "ema"]
 # Keys that only a training uses, and keys that the new run sets for itself.
 LEFT_OUT = (
     *("optimizer", "scheduler", "checkpoint", "grad_clip", "epochs", "max_steps", "shuffle", "drop_last"),
+    *("early_stopping", "ema", "hooks"),
     *("init_from", "storage", "env", "profile"),
 )
 
@@ -44,7 +45,7 @@ def follow_up(
     if "dataset" in overrides:
         values = _without_eval(values)
     check_no_objects(run, task, values, overrides)
-    which = weights or ("best" if run.exists(BEST) else "last")
+    which = weights or _evaluated(run, kept)
     values |= {"task": task, "storage": parent_of(run), "init_from": _init_from(run, which)}
     default = f"{kept['name']}-{task}"
     job = job_of({**values, "name": default}, overrides, default)
@@ -87,6 +88,13 @@ def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides:
             )
 
 
+def _evaluated(run: Storage, kept: Mapping[str, Any]) -> Weights:
+    """The weights that a training has left: the best, else those that it evaluated at its end."""
+    if run.exists(BEST):
+        return "best"
+    return "ema" if (kept.get("ema") or {}).get("evaluate") and run.exists(EMA) else "last"
+
+
 def _named(target: Any) -> Any:
     return target["target"] if isinstance(target, Mapping) else target
 
@@ -96,7 +104,12 @@ def _init_from(run: Storage, which: Weights) -> str:
         raise JobError(
             f"--weights best: {run} holds no {BEST}: set checkpoint.best, and train to the end; or use --weights last"
         )
-    name = BEST if which == "best" else weights_name(run)
+    if which == "ema" and not run.exists(EMA):
+        raise JobError(
+            f"--weights ema: {run} holds no {EMA}: set ema, like {{decay: 0.999}}, and train to the end; or use "
+            "--weights last"
+        )
+    name = {"best": BEST, "ema": EMA}.get(which) or weights_name(run)
     # An unfinished run has no weights file: use its newest checkpoint.
     return run.child(name).location if name is not None else run.location
 

@@ -2,29 +2,21 @@
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import ValidationError, model_validator
 
 from dp_ray.errors import JobError
 from dp_ray.job_errors import explain
-from dp_ray.job_keys import JobKeys
+from dp_ray.job_metrics import NAME, MeasuringKeys
 from dp_ray.job_parts import ShuffleBlocks
 from dp_ray.job_target import Target, describe_target, with_args
 from dp_ray.plan.profiled import profiled_of
 from dp_ray.secrets import hide, hide_in
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# The columns that every history has; each metric adds one of its own name.
-COLUMNS = (
-    *("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"),
-    "epoch_loss",
-)
 
-
-class Job(JobKeys):
+class Job(MeasuringKeys):
     """One job: a model over a dataset, in global batches of `batch_size` rows that are cut into `shards` shards.
 
     A target is `module:attribute` with args or, from Python, a class, a function, a partial or an object. The args
@@ -40,12 +32,12 @@ class Job(JobKeys):
             *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
             *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
             *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
-            *("activation_checkpointing", "stop_on_nan"),
+            *("activation_checkpointing", "stop_on_nan", "hooks"),
         )
     )
 
     # A training that differs in one of these only is the same one, for longer or shorter.
-    LENGTHS: ClassVar = ("epochs", "max_steps")
+    LENGTHS: ClassVar = ("epochs", "max_steps", "early_stopping")
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Job":
@@ -144,23 +136,13 @@ class Job(JobKeys):
             )
         if self.sync_batchnorm:
             yield "sync_batchnorm: is not possible with strategy: fsdp; leave one of them out"
+        if self.ema is not None and self.task == "train":
+            yield "ema: averages whole weights, and with strategy: fsdp a worker has a part of them; leave one out"
 
     @property
     def is_sharded(self) -> bool:
         """Whether each worker holds only a part of each parameter."""
         return self.strategy == "fsdp"
-
-    def _of_metrics(self) -> Iterator[str]:
-        """Metrics whose name is taken, and names of metrics that nothing measures."""
-        for name in self.metrics:
-            if not NAME.fullmatch(name) or name == "loss":
-                yield f"metrics.{name}: must be a name of letters, digits, '.', '_' and '-' other than 'loss'"
-            elif self.task == "train" and (name in COLUMNS or name.startswith("eval_")):
-                yield f"metrics.{name}: is a column of the history, like {', '.join(COLUMNS)} and eval_...; rename it"
-        for key, name in self.watched.items():
-            if name not in self.eval_names and not self.owners(name):
-                or_loss = "loss or " * (key == "scheduler.metric")
-                yield f"{key}: must be {or_loss}one that eval measures ({_listed(self.eval_names)}), got {name!r}"
 
     def _of_profile(self) -> Iterator[str]:
         """A profile that cannot be."""
@@ -175,28 +157,6 @@ class Job(JobKeys):
             yield f"profile: only the workers of a training know which is slowest; name a rank, got {self.profile!r}"
         elif (wanted.rank or 0) >= max(1, self.max_workers):
             yield f"profile: the job has {max(1, self.max_workers)} workers, ranks from 0; got {self.profile!r}"
-
-    @property
-    def eval_names(self) -> tuple[str, ...]:
-        """What an evaluation during a training measures, like `eval_loss`."""
-        if self.eval is None:
-            return ()
-        has_loss = self.loss is not None or self.step is not None
-        return tuple(f"eval_{name}" for name in [*["loss"] * has_loss, *self.metrics])
-
-    @property
-    def watched(self) -> dict[str, str]:
-        """The metrics of evaluations by which a training decides, by the keys that name them."""
-        best, metric = self.checkpoint.best, getattr(self.scheduler, "metric", None)
-        named = {"checkpoint.best.metric": best and best.metric, "scheduler.metric": metric}
-        is_train = self.task == "train"
-        return {key: name for key, name in named.items() if is_train and name and (key, name) != _EPOCHS_LOSS}
-
-    def owners(self, name: str) -> list[str]:
-        """The metrics of which `name` may be an element: `eval_recall_0` of recall, if that gives a vector."""
-        if self.eval is None:
-            return []
-        return [metric for metric in self.metrics if name.startswith(f"eval_{metric}_")]
 
     @property
     def gives_first(self) -> bool:
@@ -260,12 +220,14 @@ class Job(JobKeys):
         found = {key: getattr(self, key) for key in self.TARGETED}
         found.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
         found["outputs.after"] = self.outputs.after
+        found.update({f"hooks.{name}": target for name, target in self.hooks.given.items()})
         return found if self.eval is None else {**found, "eval.dataset": self.eval.dataset}
 
     @property
     def is_all_targets(self) -> bool:
         """Whether all targets are names, so that the keys alone identify the job."""
-        given = [value for value in self.targets.values() if value is not None]
+        counts = {key: value for key, value in self.targets.items() if not key.startswith("hooks.")}
+        given = [value for value in counts.values() if value is not None]
         return all(isinstance(value, Target) and value.is_named for value in given)
 
     @classmethod
@@ -278,11 +240,12 @@ class Job(JobKeys):
         try:
             return cls.model_validate(named)
         except ValidationError as error:
-            raise JobError("\n".join(explain(error))) from None
+            raise JobError("\n".join(explain(error, named.get("workers")))) from None
 
     def describe(self) -> dict[str, Any]:
         """The job as plain JSON values, without the secrets in URLs; an object from Python is shown as its type."""
-        values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs"})
+        values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
+        values["hooks"] = {name: describe_target(target) for name, target in self.hooks}
         values["eval"] = self.eval and {
             **self.eval.model_dump(exclude={"dataset"}),
             "dataset": describe_target(self.eval.dataset),
@@ -342,9 +305,7 @@ def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
 
 _LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
 # Keys that earlier versions did not have.
-_AS_BEFORE: tuple[tuple[str, Any], ...] = (("target", None), ("skip", None), ("outputs", {}))
-_EPOCHS_LOSS = ("scheduler.metric", "loss")  # the epoch's mean, which no evaluation measures
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing: there is no eval"
+_AS_BEFORE: tuple[tuple[str, Any], ...] = (
+    *(("target", None), ("skip", None), ("outputs", {})),
+    *(("early_stopping", None), ("ema", None)),
+)

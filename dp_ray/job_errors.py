@@ -13,8 +13,11 @@ from dp_ray.job_parts import (
     ActivationBudget,
     Best,
     Checkpoint,
+    EarlyStopping,
     Elastic,
+    Ema,
     Eval,
+    Hooks,
     Loader,
     OnError,
     Optimizer,
@@ -23,19 +26,22 @@ from dp_ray.job_parts import (
     Timeouts,
 )
 from dp_ray.job_target import Target
-from dp_ray.key_hints import answer_to
+from dp_ray.key_hints import answer_to, shards_of
 from dp_ray.secrets import hide
 from dp_ray.text import did_you_mean
 
 
-def explain(error: ValidationError) -> list[str]:
-    """One line for each wrong key; for a union of types, the line that says most."""
+def explain(error: ValidationError, workers: Any = None) -> list[str]:
+    """One line for each wrong key; for a union of types, the line that says most.
+
+    `workers` is what the job says of its workers, if there is a job.
+    """
     lines: dict[str, str] = {}
     for detail in error.errors():
         path = _path(detail["loc"])
         if path in _MAPPED and isinstance(detail["input"], Mapping) and detail["type"] != "value_error":
             continue  # a mapping was meant as the key's own: what is wrong inside it says more
-        lines.setdefault(path, f"{path}: {_message(path, detail)}" if path else _message(path, detail))
+        lines.setdefault(path, f"{path}: {_message(path, detail, workers)}" if path else _message(path, detail))
     return list(lines.values())
 
 
@@ -63,8 +69,10 @@ def _path(location: tuple[int | str, ...]) -> str:
     return ".".join(parts)
 
 
-def _message(path: str, detail: Any) -> str:
+def _message(path: str, detail: Any, workers: Any = None) -> str:
     kind, got = detail["type"], detail["input"]
+    if kind == "extra_forbidden" and (says := shards_of(path, got, workers)):
+        return f"is no key of a job; here it is {says}"
     if kind == "extra_forbidden":
         return "is no key of a job" + _nearest(path)
     if kind == "missing":
@@ -98,6 +106,9 @@ _ALLOWED = {
     "outputs.keep": "null or a list of paths, like [logits, hidden_states.0]",
     "outputs.carry": "null or a list of keys of an item, like [id, path]",
     "eval": "null or a mapping, like {dataset: 'jobs.digits:Digits'}",
+    "early_stopping": "null or a mapping, like {metric: eval_loss, patience: 3}",
+    "ema": "null or a mapping, like {decay: 0.999, evaluate: true}",
+    "hooks": "a mapping, like {on_step: 'my_hooks:log'}",
 }
 
 
@@ -109,6 +120,9 @@ _OWNERS: dict[str, type[BaseModel]] = {
     "checkpoint": Checkpoint,
     "checkpoint.best": Best,
     "eval": Eval,
+    "early_stopping": EarlyStopping,
+    "ema": Ema,
+    "hooks": Hooks,
     "on_error": OnError,
     "timeouts": Timeouts,
     "outputs": Outputs,

@@ -20,9 +20,12 @@ from dp_ray.job_parts import (
     ActivationBudget,
     BlocksKey,
     Checkpoint,
+    EarlyStopping,
     Elastic,
+    Ema,
     Eval,
     Fsdp,
+    Hooks,
     Loader,
     OnError,
     Optimizer,
@@ -217,6 +220,21 @@ class JobKeys(WorkerKeys, WorkKeys):
     scheduler: Annotated[Any, target_parser(Scheduler)] | None = Field(
         default=None,
         description="A class or function that is called with the optimizer and gives a learning rate scheduler.",
+    )
+    early_stopping: EarlyStopping | None = Field(
+        default=None,
+        description="train only: end the training once a metric has not improved for a while, like `{metric: "
+        "eval_loss, patience: 3}`. With more patience a run that it has ended goes on.",
+    )
+    ema: Ema | None = Field(
+        default=None,
+        description="train only: also keep the exponential moving average of the weights, `ema.safetensors`, like "
+        "`{decay: 0.999, evaluate: true}`.",
+    )
+    hooks: Hooks = Field(
+        default=Hooks(),
+        description="train only: functions that rank 0 calls with a view of the training, like `{on_step: "
+        "'my_hooks:log'}`.",
     )
     grad_clip: PositiveFloat | None = Field(
         default=None, description="The largest norm of the whole batch's gradient. null: gradients are not clipped."

@@ -163,6 +163,54 @@ class Eval(Strict):
     )
 
 
+class EarlyStopping(Strict):
+    """Stop a training once a metric has not improved for a while."""
+
+    metric: str = Field(
+        description="A metric that `eval` measures, like `eval_loss`; or `epoch_loss`, the epoch's mean, which "
+        "`loss` names too."
+    )
+    patience: PositiveInt = Field(
+        description="How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs."
+    )
+    min_delta: NonNegativeFloat = Field(
+        default=0.0, description="By how much at least a value must be better than the best one to be an improvement."
+    )
+    mode: Literal["min", "max"] = Field(default="min", description="Whether smaller or larger values are better.")
+
+    @property
+    def column(self) -> str:
+        """The metric's name in the history."""
+        return "epoch_loss" if self.metric == "loss" else self.metric
+
+
+class Ema(Strict):
+    """The exponential moving average of the weights."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = Field(
+        description="The share of the average that stays in each update: average = decay * average + (1 - decay) * "
+        "weights."
+    )
+    evaluate: bool = Field(
+        default=True, description="Evaluate the average during the training, in place of the weights."
+    )
+
+
+class Hooks(Strict):
+    """Functions of your own that are called on rank 0 with a view of the training, which they cannot change."""
+
+    on_step: Targeted | None = Field(default=None, description="Called after each step.")
+    on_evaluate: Targeted | None = Field(default=None, description="Called after each evaluation.")
+    on_end: Targeted | None = Field(
+        default=None, description="Called once the training has ended, and its weights are written."
+    )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The hooks that are set, by their names."""
+        return {name: target for name, target in self if target is not None}
+
+
 class Elastic(Strict):
     """As many workers as the cluster has room for, between `min` and `max`."""
 

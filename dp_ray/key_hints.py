@@ -99,6 +99,18 @@ _TOP = (
     ("checkpoint.best.metric", "metric_for_best_model monitor load_best_model_at_end save_best"),
     ("stop_on_nan", "terminate_on_nan detect_anomaly stop_on_non_finite"),
     ("skip: samples of the dataset by their indices", "skip_samples skip_indices exclude ignore_samples"),
+    (
+        "early_stopping: {metric: eval_loss, patience: 3}",
+        "early_stop early_stopping_patience early_stopping_rounds early_stopping_callback patience",
+    ),
+    (
+        "ema: {decay: 0.999}, the average of the weights",
+        "ema_decay model_ema model_ema_decay use_ema swa averaged_model weight_averaging exponential_moving_average",
+    ),
+    (
+        "hooks: on_step, on_evaluate and on_end, functions that rank 0 calls with a view of the training",
+        "callback callbacks hook on_step on_evaluate on_end on_epoch_end on_train_end",
+    ),
     ("bitwise", "deterministic reproducible use_deterministic_algorithms"),
     (
         "activation_checkpointing",
@@ -130,6 +142,13 @@ _NESTED = (
     ("checkpoint.keep", "checkpoint.save_top_k checkpoint.save_total_limit checkpoint.num_to_keep"),
     ("checkpoint.best", "checkpoint.monitor checkpoint.metric checkpoint.save_best"),
     ("checkpoint.best.metric", "checkpoint.best.monitor checkpoint.best.name checkpoint.best.key"),
+    ("early_stopping.metric", "early_stopping.monitor early_stopping.name early_stopping.watch"),
+    ("early_stopping.min_delta", "early_stopping.delta early_stopping.threshold early_stopping.tolerance"),
+    ("early_stopping.mode", "early_stopping.direction early_stopping.maximize early_stopping.greater_is_better"),
+    ("ema.decay", "ema.beta ema.momentum ema.alpha"),
+    ("hooks.on_step", "hooks.on_batch_end hooks.on_train_batch_end hooks.after_step hooks.on_step_end"),
+    ("hooks.on_evaluate", "hooks.on_eval hooks.on_validation_end hooks.on_evaluation hooks.on_epoch_end"),
+    ("hooks.on_end", "hooks.on_train_end hooks.on_fit_end hooks.on_finish"),
     ("scheduler.per", "scheduler.interval"),
     ("scheduler.metric", "scheduler.monitor"),
     ("workers.min", "workers.min_workers"),
@@ -149,6 +168,23 @@ TARGET = {
 }
 TOP = {name: answer for answer, names in _TOP for name in names.split()}
 NESTED = {name: answer for answer, names in _NESTED for name in names.split()}
+
+
+def shards_of(path: str, value: Any, workers: Any) -> str:
+    """What to write in place of a number of batches to accumulate; empty for any other key or value.
+
+    `workers` is the job's number of workers, a range of them, or None.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if not is_number or not TOP.get(path.lower().replace("-", "_"), "").startswith("shards:"):
+        return ""
+    most = workers.get("max") if isinstance(workers, Mapping) else getattr(workers, "max", workers)
+    count = max(1, most) if isinstance(most, int) else 1
+    each = f"{value} for each of {count} workers" if count > 1 else f"{value} for one worker"
+    return (
+        f"shards: {value * count}, {each}, which runs them one after another and adds up their gradients; "
+        "batch_size is that of the whole batch, over all of its shards"
+    )
 
 
 def renamed(job: Mapping[str, Any]) -> dict[str, Any]:

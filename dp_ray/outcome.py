@@ -17,7 +17,7 @@ from dp_ray.plan.split import Split
 from dp_ray.replica.flops import Flops, utilization
 from dp_ray.replica.step_times import share_of_wait
 from dp_ray.results.manifest import outputs_path, outputs_sha256
-from dp_ray.results.result import Result, with_best_weights
+from dp_ray.results.result import Result, ema_told, with_best_weights
 from dp_ray.results.short import measured, relative
 from dp_ray.results.step_times_table import read_step_times
 from dp_ray.results.time_split import rows_per_second, split_line, steady, time_split, worker_splits
@@ -67,6 +67,8 @@ def summary_of(result: Result, is_resumed: bool) -> str:
     told = "".join(f", {name} {value}" for name, value in measured(result.metrics).items())
     rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
     where = result.outputs_path or result.weights_path
+    if result.stopped_early is not None:
+        rows = f"stopped early after {result.stopped_early['step']} of {result.total_steps} steps"
     rows += f" ({result.quarantined} set aside)" * (result.quarantined > 0)
     seconds = f"{result.seconds:.1f} s" + " since it was resumed" * is_resumed
     return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
@@ -108,6 +110,7 @@ def result_of(
     trained = status == "done" and job.task == "train"
     seconds = round(time.monotonic() - started, 3)
     outside = _outside(started, seconds, monitor.progress) if monitor and status == "done" else None
+    early = monitor.task_messages.stopped_early if monitor and trained else None
     best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
     return Result(
         run_dir=str(storage),
@@ -136,6 +139,8 @@ def result_of(
         weights_path=weights_path(storage) if trained else None,
         weights_sha256=weights_sha256(storage) if trained else None,
         best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,
+        ema=ema_told(job.ema.decay, storage) if trained and job.ema else None,
+        stopped_early=early and early.to_json(),
         error=None if error is None else f"{type(error).__name__}: {error}",
         failure=None if error is None else failure_of(error),
     )

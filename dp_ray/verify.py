@@ -161,7 +161,8 @@ def _history(result: Result) -> list[dict[str, Any]]:
 
 def _hashes(result: Result) -> tuple[Any, ...]:
     """All values that must be the same, with NaN equal to NaN."""
-    return result.weights_sha256, result.outputs_sha256, repr(result.metrics), repr(_history(result))
+    average = result.ema and result.ema["sha256"]
+    return result.weights_sha256, average, result.outputs_sha256, repr(result.metrics), repr(_history(result))
 
 
 def _digest(values: list[Any]) -> str | None:
@@ -205,7 +206,7 @@ def _first_difference(run: Run, first: tuple[int, Result], other: tuple[int, Res
     if first[1].task != "train":
         return f"{who}, the outputs differ by up to {_difference(first[1], other[1]):.3g} of the largest"
     ours, theirs = _history(first[1]), _history(other[1])
-    rows = [step for step, (a, b) in enumerate(zip(ours, theirs, strict=True)) if repr(a) != repr(b)]
+    rows = [step for step, (a, b) in enumerate(zip(ours, theirs, strict=False)) if repr(a) != repr(b)]
     step = rows[0] if rows else len(ours) - 1
     seen = [name for name in ours[step] if repr(ours[step][name]) != repr(theirs[step][name])]
     told = dict.fromkeys("the outputs" if is_inner(name) else name for name in seen)

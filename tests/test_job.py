@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from dp_ray.errors import JobError
-from dp_ray.job import COLUMNS, Job
+from dp_ray.job import Job
+from dp_ray.job_metrics import COLUMNS
 from dp_ray.job_file import job_from
 from dp_ray.results.history import history_schema
 

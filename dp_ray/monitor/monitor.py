@@ -149,7 +149,7 @@ class Monitor:
         if not workers:
             return
         self.failed = None
-        self.task_messages.times.clear()
+        self.task_messages.begin()
         self._hangs.watch(workers)
         self._interruptions.begin(len(workers))
         worlds = [one.world for one in workers]

@@ -10,7 +10,7 @@ from dp_ray.monitor.writers import Writer
 from dp_ray.replica.flops import Flops
 from dp_ray.results.history import Logged
 from dp_ray.results.shape_recorder import Keep
-from dp_ray.task.notices import Measured, Note, ShardsFound, WorkerTimes
+from dp_ray.task.notices import Measured, Note, ShardsFound, StoppedEarly, WorkerTimes
 
 
 class TaskMessages:
@@ -18,6 +18,7 @@ class TaskMessages:
 
     `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank; `flops`
     the operations of a row, if the job asks for them; `shards_found` the number that `shards: auto` has found.
+    `stopped_early` says why a training ended before its last step.
     """
 
     def __init__(
@@ -27,11 +28,17 @@ class TaskMessages:
         self.times: dict[int, dict[str, float]] = {}
         self.flops: Flops | None = None
         self.shards_found: int | None = None
+        self.stopped_early: StoppedEarly | None = None
         self._reports = reports
         self._writer = writer
         self._progress = progress
         self._console = console
         self._losses = Losses(console, run_dir)
+
+    def begin(self) -> None:
+        """Forget what an attempt told at its end: another one begins."""
+        self.times.clear()
+        self.stopped_early = None
 
     def take(self, what: Any) -> None:
         """Process what a task sent."""
@@ -44,6 +51,9 @@ class TaskMessages:
                 self.metrics = metrics
             case WorkerTimes(rank=rank, seconds=seconds):
                 self.times[rank] = seconds
+            case StoppedEarly():
+                self.stopped_early = what
+                self._console.say(what.text)
             case Flops():
                 self.flops = what
             case ShardsFound(shards=shards):

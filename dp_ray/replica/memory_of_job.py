@@ -97,17 +97,25 @@ def _whole(job: Job, held: Held, split: Split) -> Iterator[WorkerMemory]:
         shards, copies = _most_filled(split, workers), _copies_of_gradient(job, workers, split.shards)
         # A single worker's only shard makes gradients while activations are freed; else their memory is there before.
         grows = workers == 1 and shards == 1
-        devices = tuple(_device(held, at, name, copies, grows) for at, name in places)
+        devices = tuple(_device(held, at, name, copies, grows, _averages(job)) for at, name in places)
         yield WorkerMemory("ddp", workers, shards, devices)
 
 
-def _device(held: Held, at: str, name: str, copies: int, grows: bool) -> DeviceMemory:
-    """What a device holds; `copies` are the gradients of all parameters that are there at a time."""
+def _averages(job: Job) -> bool:
+    return job.ema is not None and job.task == "train"
+
+
+def _device(held: Held, at: str, name: str, copies: int, grows: bool, averages: bool) -> DeviceMemory:
+    """What a device holds; `copies` are the gradients of all parameters that are there at a time.
+
+    A job that `averages` holds parameters and buffers twice.
+    """
+    average = held.parameters[at] + held.buffers[at] if averages else 0
     gradients = copies * held.gradients[at]
     before = held.parameters[at] + held.buffers[at] + gradients
     peak = held.peak[at] if grows else before + held.activations[at]
-    kinds = (held.parameters[at], gradients, held.optimizer[at], held.buffers[at], held.activations[at])
-    return DeviceMemory(name, *kinds, max(peak + held.optimizer[at], held.step_peak[at]))
+    kinds = (held.parameters[at] + average, gradients, held.optimizer[at], held.buffers[at], held.activations[at])
+    return DeviceMemory(name, *kinds, max(peak + held.optimizer[at], held.step_peak[at]) + average)
 
 
 def _copies_of_gradient(job: Job, workers: int, shards: int) -> int:

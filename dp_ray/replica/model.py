@@ -171,6 +171,11 @@ def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
     return model(inputs)
 
 
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the module's state_dict, without its other values."""
+    return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
 def _state_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 

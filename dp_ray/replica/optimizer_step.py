@@ -40,6 +40,7 @@ class OptimizerStep:
         self.schedule = Schedule(job.scheduler, self.optimizer)
         self.scaler = build_scaler(job, device)
         self._grad_clip = job.grad_clip
+        self.has_skipped = False  # whether the last step has left the parameters as they were
         self._parameters = [instead.get(id(one), one) for one in trained]
 
     @property
@@ -81,8 +82,8 @@ class OptimizerStep:
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
         with raising(f"step {step}: optimizer"), self._updating():
-            is_skipped = self._step()
-        if not is_skipped:
+            self.has_skipped = self._step()
+        if not self.has_skipped:
             with raising(f"step {step}: scheduler"):
                 self.schedule.after_step()
         self._drop_gradients()
@@ -117,6 +118,7 @@ class OptimizerStep:
     def skip(self) -> torch.Tensor:
         """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""
         self._drop_gradients()
+        self.has_skipped = True
         return torch.zeros((), device=self._parameters[0].device)
 
     def _step(self) -> bool:

@@ -9,9 +9,11 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard, Split
+from dp_ray.replica.average import Average
 from dp_ray.replica.batch_gradient import MISSING, BatchGradient
 from dp_ray.replica.flops import Flops
 from dp_ray.replica.loss_watch import LossWatch
+from dp_ray.replica.model import synchronise
 from dp_ray.replica.optimizer import Schedule
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
 from dp_ray.replica.out_of_memory import ShardSize, advised, gpu_room
@@ -65,6 +67,8 @@ class Trainer:
         self._world = world
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
+        self._called = called
+        self.average = Average(job, model) if job.ema is not None else None  # of the model as it is built
         self._optimizer_step = OptimizerStep(job, model, world.device, sharded)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
@@ -85,6 +89,17 @@ class Trainer:
         return self._optimizer_step.schedule
 
     @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step, of the first parameter group."""
+        return self._optimizer_step.learning_rate
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The module that evaluations call: the average of the weights if the job asks for it, else the model."""
+        is_averaged = self.average is not None and self._job.ema is not None and self._job.ema.evaluate
+        return self.average.called if self.average is not None and is_averaged else self._called
+
+    @property
     def parameter_names(self) -> list[str]:
         """The names of the trainable parameters, in the order of the optimizer's groups."""
         names = {id(one): name for name, one in self.model.named_parameters()}
@@ -97,6 +112,8 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
         for name, part in self._parts().items():
+            if name == "ema" and name not in state:
+                continue  # another run's checkpoint: the average starts from its weights
             if self.sharded is None:
                 load_part(name, part, state.get(name))
             elif name == "model":
@@ -105,7 +122,14 @@ class Trainer:
                 load_part(name, part, self.sharded.rows_of(part, state.get(name)))
 
     def _parts(self) -> dict[str, Any]:
-        return {"model": self.model, **self._optimizer_step.parts}
+        average = {} if self.average is None else {"ema": self.average}
+        return {"model": self.model, **self._optimizer_step.parts, **average}
+
+    def synchronise(self) -> None:
+        """Give every rank rank 0's weights; every rank calls this, once they are loaded."""
+        synchronise(self.model)
+        if self.average is not None:
+            self.average.begin()
 
     def close(self) -> None:
         """Stop the threads of the reduction."""
@@ -166,6 +190,8 @@ class Trainer:
             norm = self._optimizer_step.skip()
         else:
             norm = self._optimizer_step.apply(totals[1], stop - start, step)
+        if self.average is not None and not self._optimizer_step.has_skipped:
+            self.average.update()
         return Update(totals, rate, norm, self._stop_vote.stops(stats[-1, 0]), missing)
 
     def _has_no_rows(self, batch: Shard, missing: torch.Tensor) -> bool:

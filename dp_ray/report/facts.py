@@ -38,7 +38,8 @@ def _facts(data: RunData) -> Iterator[Fact]:
     result = data.result
     done, total = data.steps_done, data.total_steps
     epochs = f"{result['epochs']} epochs of {result['steps']:,}" if result.get("epochs", 1) > 1 else ""
-    yield Fact("steps", f"{done:,} of {total:,}" if done != total else f"{total:,}", epochs)
+    early = (result.get("stopped_early") or {}).get("text", "")
+    yield Fact("steps", f"{done:,} of {total:,}" if done != total else f"{total:,}", early or epochs)
     yield Fact("rows per second", speed_text(data), "mean of the run")
     yield Fact("time", duration(result.get("seconds")), ", ".join(_of_the_time(data)))
     sizes = data.incidents.world_sizes or tuple(result.get("world_sizes", ()))

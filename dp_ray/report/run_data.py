@@ -76,7 +76,7 @@ class RunData:
     def steps_done(self) -> int:
         """How many steps the run has done, as far as its files tell."""
         if self.status == "done":
-            return self.total_steps
+            return int((self.result.get("stopped_early") or {}).get("step", self.total_steps))
         seen = (
             int(self.history.column("step")[-1].as_py()) + 1 if self.history is not None and len(self.history) else 0
         )

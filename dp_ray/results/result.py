@@ -22,12 +22,25 @@ from dp_ray.results.table import Table
 from dp_ray.rundir.files import RESULT, RUN, SHAPES, write_json
 from dp_ray.rundir.history_file import read_history
 from dp_ray.rundir.unfinished import unfinished
-from dp_ray.rundir.weights import BEST
+from dp_ray.rundir.weights import BEST, EMA
 from dp_ray.rundir.weights_files import read_weights, weights_path
 from dp_ray.storage import Storage
+from dp_ray.tensors.file import read_tensors, sha256_of
 
 SUMMARY = (
-    *("name", "task", "status", "error", "rows", "steps", "quarantined", "metrics", "best", "interruptions"),
+    *(
+        "name",
+        "task",
+        "status",
+        "stopped_early",
+        "error",
+        "rows",
+        "steps",
+        "quarantined",
+        "metrics",
+        "best",
+        "interruptions",
+    ),
     *("seconds", "verdict", "outputs", "weights", "run_dir"),
 )
 
@@ -43,7 +56,9 @@ class Result:
     they waited for data. `outputs_path` is the folder of the outputs' Parquet files.
     `run_dir` hides the secret of a URL. `location` includes it, serves to read the files, and is never written.
     `metrics` are those at the end of a training, or those of an evaluation. `best` describes the best checkpoint, if
-    the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights. `quarantined` counts the
+    the job asks for one: `metric`, `value`, `step`, and `weights`, the file of its weights. `ema` describes the
+    average of the weights, if the job keeps one: `decay`, `sha256`, and `weights`, its file. `stopped_early` says why
+    a training ended before its last step: `step`, `metric`, `best`, `times`, `text`. `quarantined` counts the
     samples that were set aside, which `quarantine.parquet` lists. `failure` says where `error` was raised: `rank`,
     `node`, `step`, `sample` as far as known, and `frames`, those of the user's code. `time_split` has the shares of a
     step's parts in the workers' time, and `verdict` says in words what limits the run. `seconds_before_steps` and
@@ -81,6 +96,8 @@ class Result:
     weights_path: str | None = None
     weights_sha256: str | None = None
     best: dict[str, Any] | None = None
+    ema: dict[str, Any] | None = None
+    stopped_early: dict[str, Any] | None = None
     error: str | None = None
     failure: dict[str, Any] | None = None
     location: str = field(default="", repr=False, compare=False)
@@ -119,6 +136,15 @@ class Result:
         if self.weights_path is None:
             raise StorageError(f"{self.run_dir}: the run has no weights (task {self.task}, status {self.status})")
         return read_weights(self.storage())
+
+    @cached_property
+    def ema_weights(self) -> dict[str, torch.Tensor]:
+        """The moving average of the weights, as the bare module's `load_state_dict` takes them."""
+        if self.ema is None:
+            raise StorageError(
+                f"{self.run_dir}: the run has no average of its weights; set ema, like {{decay: 0.999}}"
+            )
+        return read_tensors(self.storage(), EMA)[0]
 
     @property
     def history(self) -> Table[dict[str, Any]]:
@@ -189,6 +215,11 @@ def with_best_weights(best: dict[str, Any] | None, run: Storage) -> dict[str, An
     return best and {**best, "weights": str(run.child(BEST)) if run.exists(BEST) else None}
 
 
+def ema_told(decay: float, run: Storage) -> dict[str, Any]:
+    """What `ema` says of the average of the weights in a run directory."""
+    return {"decay": decay, "weights": str(run.child(EMA)), "sha256": sha256_of(run, EMA)}
+
+
 def load(run_dir: str | Path) -> Result:
     """Load the result from a run directory, a folder or a URL; of a prediction that goes on, what is known by now.
 
@@ -207,6 +238,8 @@ def load(run_dir: str | Path) -> Result:
         values["outputs_path"] = outputs_path(storage) if values.pop("outputs") else None
         values["weights_path"] = weights_path(storage) if values.pop("weights", None) else None
         values["best"] = with_best_weights(values.get("best"), storage)
+        if values.get("ema"):
+            values["ema"] = {**values["ema"], "weights": str(storage.child(EMA))}
         told = values.get("metrics", {})
         values["metrics"] = {name: math.nan if one is None else one for name, one in told.items()}
         known = {one.name for one in fields(Result)}

@@ -21,6 +21,10 @@ def shown(values: Mapping[str, Any]) -> dict[str, str]:
         found["quarantined"] = "-"
     if values["best"]:
         found["best"] = "{metric} {value:.6g} after step {step}".format(**values["best"])
+    if values.get("ema"):
+        found["ema"] = f"decay {values['ema']['decay']:g}: {relative(values['ema']['weights'])}"
+    if values.get("stopped_early"):
+        found["stopped_early"] = values["stopped_early"]["text"]
     if values["time_split"]:
         found["time_split"] = split_line(values["time_split"])
     metrics = measured(values["metrics"])

@@ -37,6 +37,7 @@ class TrainState:
     best: float | None = None
     best_step: int | None = None
     best_by: list[str] = field(default_factory=list)  # the metric and the mode that `best` refers to
+    stopping: dict[str, Any] = field(default_factory=dict)  # what early stopping counts; empty without it
 
     def add(self, totals: torch.Tensor) -> None:
         """Add a step's loss, as sum and weight, without waiting for the device."""
@@ -53,7 +54,10 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         """The values as a checkpoint holds them."""
         self._read()
-        return {name.name: getattr(self, name.name) for name in fields(self) if name.init}
+        values = {name.name: getattr(self, name.name) for name in fields(self) if name.init}
+        if not self.stopping:
+            del values["stopping"]  # earlier versions do not know it
+        return values
 
     def _read(self) -> None:
         with waiting("the GPU, which may be in a collective"):

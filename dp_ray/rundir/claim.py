@@ -171,6 +171,8 @@ def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) 
         return f"which has done {done} steps, and this job has {steps} ({lengths}); "
     if not is_finished(storage):
         return ""
+    if told := _stops_again(job, storage):
+        return f"which {told}; to train on, give early_stopping more patience or leave it out; else "
     if not lengths or steps == done:
         use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
         return "finished; " + use * (job.task == "train")
@@ -179,9 +181,18 @@ def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) 
     return ""
 
 
+def _stops_again(job: Job, storage: Storage) -> str:
+    """Why a finished training stopped early, and would stop there again at any length; empty if it would not."""
+    early, wanted = read_json(storage, RESULT).get("stopped_early"), job.early_stopping
+    if not early or wanted is None:
+        return ""
+    same = (wanted.column, wanted.mode, wanted.min_delta) == (early["metric"], early["mode"], early["min_delta"])
+    return str(early["text"]) if same and wanted.patience <= early["times"] else ""
+
+
 def _changed_lengths(claimed: dict[str, Any], job: Job) -> str:
     """The keys that make a training longer or shorter than the run was: `epochs: 2 before, 4 now`."""
-    there, here = claimed.get("job", {}), dict(job)
+    there, here = claimed.get("job", {}), job.describe()
     keys = [key for key in job.LENGTHS if job.task == "train" and there.get(key) != here[key]]
     return "; ".join(f"{key}: {there.get(key) or 'none'} before, {here[key] or 'none'} now" for key in keys)
 

@@ -132,11 +132,11 @@ def _run(run: Storage, name: str, written: dict[str, datetime | None], now: date
         status="running" if is_driven else str(result.get("status") or "unfinished"),
         task=str(claimed["job"]["task"]),
         age=None if heard is None else max(0.0, round((now - heard).total_seconds(), 1)),
-        step=steps if is_done else max(lease.step if lease else 0, int(progress.get("step") or 0)),
+        step=_steps_done(result) if is_done else max(lease.step if lease else 0, int(progress.get("step") or 0)),
         steps=steps,
         seconds=_number(result.get("seconds")),
         metrics=_metrics(result.get("metrics") or progress.get("metrics") or {}),
-        note=_first_line(result.get("error")) if not is_driven else "",
+        note=_first_line(result.get("error") or _why_early(result)) if not is_driven else "",
     )
 
 
@@ -144,6 +144,15 @@ def _steps(claimed: dict[str, Any]) -> int | None:
     """The steps of a run, from the rows that its claim tells; None if it tells none."""
     rows = (claimed.get("rows") or {}).get("dataset")
     return None if rows is None else split_of(claimed["job"], rows).total_steps
+
+
+def _steps_done(result: dict[str, Any]) -> int:
+    """The steps of a finished run: fewer than all if it stopped early."""
+    return int((result.get("stopped_early") or {}).get("step", result["total_steps"]))
+
+
+def _why_early(result: dict[str, Any]) -> str:
+    return str((result.get("stopped_early") or {}).get("text", ""))
 
 
 def _newest(times: Iterable[datetime | None]) -> datetime | None:

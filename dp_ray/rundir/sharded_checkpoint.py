@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dp_ray.errors import StorageError
+from dp_ray.replica.average import weights_of_average
 from dp_ray.replica.world import World, broadcast, gathered
 from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, CheckpointWriter, name_of, steps_of, unpack
 from dp_ray.rundir.pieces import PIECES, described, open_pieces, piece_name, stored_in
@@ -119,15 +120,17 @@ def open_start(run: Storage, location: str) -> tuple[dict[str, Stored], dict[str
     return TensorFile(storage, name).tensors(), None
 
 
-def write_best(run: Storage, metric: str, value: float, step: int) -> None:
+def write_best(run: Storage, metric: str, value: float, step: int, is_averaged: bool = False) -> None:
     """Write the weights of the best checkpoint, the one after `step` steps, as a weights file of the bare module.
 
-    Only one tensor at a time is in memory. Raises StorageError if the checkpoint is damaged.
+    With `is_averaged` that is the average of the weights. Only one tensor at a time is in memory. Raises StorageError
+    if the checkpoint is damaged.
     """
     opened = open_checkpoint(run.child(CHECKPOINTS), name_of(step))
     for one in opened.files:
         one.check()
-    stored = {name: one for name, one in opened.state["model"].items() if isinstance(one, Stored)}
+    state = weights_of_average(opened.state["ema"]) if is_averaged else opened.state["model"]
+    stored = {name: one for name, one in state.items() if isinstance(one, Stored)}
     empty = {name: one.empty() for name, one in stored.items()}
     by_id = {id(empty[name]): one for name, one in stored.items()}
     text = json.dumps({"metric": metric, "value": value, "step": step})

@@ -27,6 +27,7 @@ from dp_ray.storage import Storage
 from dp_ray.tensors.file import parse_tensors, read_text
 
 BEST = "best.safetensors"
+EMA = "ema.safetensors"
 TORCH_FILES = (".pt", ".pth", ".bin")
 PIN = "init_from.json"
 LINKS = "init_from"

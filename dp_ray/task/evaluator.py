@@ -50,9 +50,13 @@ class Evaluator:
             self._planned = evaluations_of(job, len(self._dataset))
             self._set_aside = set_aside(self._job, "eval.dataset", self._dataset, run, send, attempt)
 
-    def after_step(self, split: Split, step: int) -> dict[str, float]:
-        """Evaluate after `step` if that is due; return the metrics by their names in the history, else nothing."""
-        if self._planned is None or not self._planned.due.after(split, step):
+    def is_due(self, split: Split, step: int) -> bool:
+        """Whether to evaluate after `step`."""
+        return self._planned is not None and self._planned.due.after(split, step)
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Evaluate after `step`; return the metrics by their names in the history, nothing if the job has no eval."""
+        if self._planned is None:
             return {}
         work = Work(self._planned.split, self._world.world_size, self._world.rank)
         device = self._world.device

@@ -91,7 +91,7 @@ def start_from(
             f"init_from: {location} has done {train_state.step} steps, and this job has {split.total_steps}: "
             f"set epochs above {job.epochs}; {advice}"
         )
-    return dataclasses.replace(train_state, best=None, best_step=None)
+    return dataclasses.replace(train_state, best=None, best_step=None, stopping={})
 
 
 def resume(trainer: Trainer, about: dict[str, Any], state: Any, split: Split, send: Send) -> TrainState:

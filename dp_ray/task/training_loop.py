@@ -15,6 +15,8 @@ from dp_ray.replica.world import World
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.task.checkpointer import Checkpointer, PieceKeeper
+from dp_ray.task.early_stopping import EarlyStopping
+from dp_ray.task.hooks import Hooks
 from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.step_control import StepControl
 
@@ -35,6 +37,8 @@ class TrainingLoop:
         split: Split,
         train_state: TrainState,
         evaluator: Evaluates,
+        early_stopping: EarlyStopping,
+        hooks: Hooks | None,
         checkpointer: Checkpointer | PieceKeeper | None,
         control: StepControl,
         times: StepTimes,
@@ -44,6 +48,8 @@ class TrainingLoop:
         self._split = split
         self._train_state = train_state
         self._evaluator = evaluator
+        self._early_stopping = early_stopping
+        self._hooks = hooks
         self._checkpointer = checkpointer
         self._control = control
         self._times = times
@@ -84,8 +90,10 @@ class TrainingLoop:
         """
         self._check_loss(step, update)
         measured = self._measure(step, update)
+        if self._hooks is not None:
+            self._hooks.after_step(step, update, measured)
         is_asked = update.stops or (is_alone and self._control.wants_stop)
-        stops = is_asked and step + 1 < self._split.total_steps
+        stops = (is_asked or self._early_stopping.has_stopped) and step + 1 < self._split.total_steps
         if self._checkpointer:
             must_save = stops or self._control.take_save()
             self._checkpointer.after_step(step, update, measured, must_save)
@@ -105,12 +113,19 @@ class TrainingLoop:
         train_state = self._train_state
         train_state.step = step + 1
         train_state.add(update.totals[:2])
-        self._clock.enter(Part.EVALUATION)
-        measured = self._evaluator.after_step(self._split, step)
-        self._clock.enter(Part.OTHER)
-        train_state.measured.update(measured)
+        is_evaluated = self._evaluator.is_due(self._split, step)
+        measured = self._evaluate(step) if is_evaluated else {}
         if (step + 1) % self._split.steps == 0:
             measured = {**measured, "epoch_loss": train_state.end_epoch()}
             with raising(f"step {step}: scheduler"):
                 self._trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
+        if self._early_stopping.take(measured) and not is_evaluated:
+            measured |= self._evaluate(step)  # as after the last step
+        return measured
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        self._clock.enter(Part.EVALUATION)
+        measured = self._evaluator.measure(step)
+        self._clock.enter(Part.OTHER)
+        self._train_state.measured.update(measured)
         return measured
