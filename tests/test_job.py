@@ -6,8 +6,8 @@ import pytest
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
-from dp_ray.job_metrics import COLUMNS
 from dp_ray.job_file import job_from
+from dp_ray.job_metrics import COLUMNS
 from dp_ray.results.history import history_schema
 
 GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}

@@ -124,3 +124,25 @@ def test_every_answer_is_a_key_of_a_job_and_no_question_is() -> None:
     for name in (name for name in NESTED if not name.startswith("scheduler.")):
         with pytest.raises(KeyError):
             owner_of(name)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"gradient_accumulation_steps": 4, "workers": 2}, "shards: 8, 4 for each of 2 workers, which runs them one"),
+        ({"accumulate": 4, "workers": {"min": 1, "max": 3}}, "shards: 12, 4 for each of 3 workers"),
+        ({"accumulate-grad-batches": 2}, "shards: 2, 2 for one worker"),
+        ({"accumulate": 2, "workers": 0}, "shards: 2, 2 for one worker"),
+        ({"accumulate": 2, "workers": "many"}, "shards: 2, 2 for one worker"),
+        ({"accumulate": "4"}, "shards: a worker runs its shards"),
+        ({"accumulate": True}, "shards: a worker runs its shards"),
+    ],
+)
+def test_a_number_of_accumulated_batches_is_answered_with_the_number_of_shards(
+    keys: dict[str, Any], says: str
+) -> None:
+    assert f": is no key of a job; here it is {says}" in told(**keys)
+
+
+def test_the_shards_of_the_answer_are_a_job() -> None:
+    assert Job.make({**GOOD, "workers": 2, "shards": 8}, "job").num_shards == 8

@@ -45,6 +45,13 @@ class StopsBefore(StepControl):
             raise Stopped
 
 
+class StopsBeforeItsWeights(StepControl):
+    """Ends every worker once its loop is over, before it writes the weights of a training."""
+
+    def end(self) -> None:
+        raise Stopped
+
+
 class Stopped(Exception):
     """The worker was ended as it was meant to be."""
 

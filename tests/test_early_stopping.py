@@ -1,0 +1,191 @@
+"""Early stopping: when it stops, what the run says then, and that a later command does not train on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dp_ray
+from dp_ray.errors import JobError
+from dp_ray.job import Job
+from dp_ray.report.run_data import read_run
+from dp_ray.results.listed import list_text
+from dp_ray.rundir.checkpoint import TrainState
+from dp_ray.rundir.listing import listed_runs
+from dp_ray.storage import Storage
+from dp_ray.task.early_stopping import EarlyStopping
+from dp_ray.watch.snapshot import Watched
+from dp_ray.watch.terminal import headline, screen
+from tests.support.group import history_of, run_group
+from tests.support.trainings import job_of, keys_of
+
+PAIRS = "tests.support.training:Pairs"
+EVAL = {"dataset": {"target": PAIRS, "args": {"length": 20}}, "every_steps": 2}
+# Far too fast, so that the loss of the evaluation grows from the first steps on.
+FAST = {"target": "torch.optim:SGD", "args": {"lr": 9.0}}
+KEYS: dict[str, Any] = {
+    "dataset": {"target": PAIRS, "args": {"length": 32}},
+    "optimizer": FAST,
+    "epochs": 5,
+    "eval": EVAL,
+    "early_stopping": {"metric": "eval_loss", "patience": 2},
+}
+
+
+def stopping_of(train_state: TrainState, **keys: Any) -> EarlyStopping:
+    job = job_of("mlp", eval=EVAL, early_stopping={"metric": "eval_loss", **keys})
+    return EarlyStopping(job, train_state, 1000)
+
+
+def stop_by_hand(values: list[float], patience: int, delta: float, sign: int) -> int | None:
+    """After how many values to stop: `patience` in a row that are not better than all before by `delta`."""
+    best = None
+    without = 0
+    for count, value in enumerate(values, 1):
+        if value == value and (best is None or sign * (value - best) > delta):
+            best, without = value, 0
+        else:
+            without += 1
+        if without == patience:
+            return count
+    return None
+
+
+@given(
+    values=st.lists(
+        st.sampled_from([0.0, 1.0, 1.5, 2.0, 4.0, float("nan"), float("inf"), float("-inf")]), max_size=12
+    ),
+    patience=st.integers(1, 4),
+    delta=st.sampled_from([0.0, 0.5, 1.0]),
+    mode=st.sampled_from(["min", "max"]),
+    killed=st.integers(0, 12),
+)
+def test_it_stops_where_a_count_by_hand_does_also_across_a_resume(
+    values: list[float], patience: int, delta: float, mode: str, killed: int
+) -> None:
+    expected = stop_by_hand(values, patience, delta, 1 if mode == "max" else -1)
+    train_state, stopped = TrainState(), None
+    stopping = stopping_of(train_state, patience=patience, min_delta=delta, mode=mode)
+    for count, value in enumerate(values, 1):
+        if count == killed:  # its state goes through a checkpoint
+            train_state = TrainState(**json.loads(json.dumps(train_state.to_json())))
+            stopping = stopping_of(train_state, patience=patience, min_delta=delta, mode=mode)
+        assert not stopping.take({"loss": 0.0}), "nothing was evaluated"
+        if stopping.take({"eval_loss": value}):
+            stopped = count
+            break
+    assert stopped == expected
+
+
+def test_another_metric_mode_or_delta_begins_to_count_anew() -> None:
+    train_state = TrainState()
+    stopping = stopping_of(train_state, patience=2)
+    assert [stopping.take({"eval_loss": value}) for value in (1.0, 2.0)] == [False, False]
+    assert stopping_of(train_state, patience=1).has_stopped, "with less patience it stops where it is"
+    for keys in ({"mode": "max"}, {"min_delta": 0.5}):
+        again = TrainState(**json.loads(json.dumps(train_state.to_json())))
+        assert not stopping_of(again, patience=1, **keys).has_stopped
+    without = EarlyStopping(job_of("mlp"), train_state, 1000)
+    assert not without.has_stopped and "stopping" not in train_state.to_json()
+
+
+@pytest.mark.parametrize("metric", ["loss", "epoch_loss"])
+def test_the_epochs_loss_ends_a_run_with_an_evaluation(tmp_path: Path, metric: str) -> None:
+    stopping = {"metric": metric, "patience": 1}
+    keys = {**KEYS, "eval": {**EVAL, "every_steps": 100}, "early_stopping": stopping, "batch_size": 8, "epochs": 9}
+    run_group(job_of("mlp", workers=1, **keys), tmp_path)
+    history = history_of(tmp_path)
+    means = [row["epoch_loss"] for row in history if row["epoch_loss"] is not None]
+    assert means[-1] >= means[-2] and sorted(means[:-1], reverse=True) == means[:-1]
+    assert len(history) == 4 * len(means) < 36
+    assert [row["step"] for row in history if row["eval_loss"] is not None] == [len(history) - 1]
+
+
+def ended_early(folder: Path, **keys: Any) -> dp_ray.Result:
+    return dp_ray.run(**keys_of(**{**KEYS, "storage": str(folder), "name": "early", **keys}))
+
+
+@pytest.mark.usefixtures("in_project")
+def test_a_run_that_stopped_early_is_done_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = ended_early(tmp_path, quiet=False)
+    losses = [row["eval_loss"] for row in result.history if row["eval_loss"] is not None]
+    step = len(result.history)
+    best = min(losses)
+    text = f"stopped early at step {step}: eval_loss did not improve on {best:.6g} in 2 evaluations"
+    assert (result.status, result.total_steps, step) == ("done", 40, 2 * len(losses)) and step < 40
+    assert losses.index(best) == len(losses) - 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert text in said and f"done, stopped early after {step} of 40 steps in " in said
+    loaded = dp_ray.load(result.run_dir)
+    assert loaded.stopped_early is not None and loaded.stopped_early["text"] == text and text in repr(loaded)
+    (row,) = listed_runs(Storage(str(tmp_path)))
+    assert (row.status, row.step, row.steps, row.note) == ("done", step, 40, text)
+    assert f"{step}/40" in list_text([row])
+    snapshot = Watched(Storage(result.run_dir)).look()
+    assert snapshot.has_ended and headline(snapshot).startswith(f"early done, step {step}/40")
+    assert text in " ".join(screen(snapshot, 200))
+    data = read_run(Storage(result.run_dir))
+    assert (data.status, data.steps_done, data.total_steps, data.problems) == ("done", step, 40, [])
+    page = (Path(result.run_dir) / "report.html").read_text()
+    assert text in page and "interrupted" not in page
+
+
+@pytest.mark.usefixtures("in_project")
+def test_a_later_command_trains_on_only_with_more_patience(tmp_path: Path) -> None:
+    first = ended_early(tmp_path)
+    for keys in ({}, {"epochs": 7}, {"early_stopping": {"metric": "eval_loss", "patience": 1}}):
+        with pytest.raises(
+            JobError, match=r"stopped early at step \d+: .*give early_stopping more patience or leave"
+        ):
+            ended_early(tmp_path, **keys)
+    assert dp_ray.load(first.run_dir).weights_sha256 == first.weights_sha256
+    on = ended_early(tmp_path, early_stopping={"metric": "eval_loss", "patience": 4})
+    assert on.stopped_early is not None and on.stopped_early["times"] == 4
+    assert first.stopped_early is not None and len(on.history) == first.stopped_early["step"] + 4
+    rest = ended_early(tmp_path, early_stopping=None)
+    assert rest.stopped_early is None and len(rest.history) == 40
+
+
+def test_a_run_that_began_without_it_goes_on_with_it(tmp_path: Path) -> None:
+    keys = {**KEYS, "batch_size": 8, "epochs": 9}
+    run_group(job_of("mlp", workers=1, **{**keys, "early_stopping": None, "max_steps": 4}), tmp_path)
+    assert len(history_of(tmp_path)) == 4
+    run_group(job_of("mlp", workers=1, **keys), tmp_path)
+    assert 4 < len(history_of(tmp_path)) < 36
+
+
+def test_the_keys_at_their_defaults_leave_the_fingerprint_as_it_was() -> None:
+    job: dict[str, Any] = {"task": "train", "model": "a:b", "dataset": "a:c", "batch_size": 30}
+    job |= {"loss": "torch.nn:CrossEntropyLoss", "optimizer": "torch.optim:SGD"}
+    before = "58cb0337a4d56cf58e536cd4244dce8f1cd620654a80b252e782a66887cfee24"  # of the version without these keys
+    with_lengths = "fcf3ec6b7d1f0f503e69ff1b4c626f6e2c34bc528a61816385cabfa9d7eb3982"
+    plain = Job.make(job, "job")
+    assert (plain.fingerprint(), plain.fingerprint(with_lengths=True)) == (before, with_lengths)
+    stops = Job.make({**job, "early_stopping": {"metric": "loss", "patience": 2}, "hooks": {"on_end": "a:d"}}, "job")
+    assert stops.fingerprint() == before
+    assert Job.make({**job, "ema": {"decay": 0.9}}, "job").fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"early_stopping": {"metric": "eval_loss", "patience": 2}},
+         "early_stopping.metric: must be epoch_loss or one that eval measures (nothing: there is no eval), "
+         "got 'eval_loss'"),
+        ({"early_stopping": {"metric": "loss"}}, "early_stopping.patience: is missing"),
+        ({"early_stopping": {"metric": "loss", "patience": 0}}, "early_stopping.patience: "),
+        ({"early_stopping": {"monitor": "loss", "patience": 1}}, "here it is early_stopping.metric"),
+        ({"early_stopping": 3}, "early_stopping: must be null or a mapping, like {metric: eval_loss, patience: 3}"),
+        ({"ema": {"decay": 1.0}}, "ema.decay: "),
+        ({"ema": 0.9}, "ema: must be null or a mapping, like {decay: 0.999, evaluate: true}, got 0.9"),
+        ({"hooks": {"on_train_end": "a:b"}}, "hooks.on_train_end: is no key of a job; here it is hooks.on_end"),
+        ({"hooks": {"on_step": "a"}}, "hooks.on_step: must be 'module:attribute'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_is_named(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(JobError) as caught:
+        job_of("mlp", **keys)
+    assert says in str(caught.value)
