@@ -110,8 +110,6 @@ def result_of(
     trained = status == "done" and job.task == "train"
     seconds = round(time.monotonic() - started, 3)
     outside = _outside(started, seconds, monitor.progress) if monitor and status == "done" else None
-    early = monitor.task_messages.stopped_early if monitor and trained else None
-    best, kept = job.checkpoint.best, steps_of(storage.child(CHECKPOINTS)) if trained else []
     return Result(
         run_dir=str(storage),
         location=storage.location,
@@ -138,12 +136,22 @@ def result_of(
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=weights_path(storage) if trained else None,
         weights_sha256=weights_sha256(storage) if trained else None,
-        best=with_best_weights(best_of(storage, best.metric, best.mode, kept), storage) if trained and best else None,
-        ema=ema_told(job.ema.decay, storage) if trained and job.ema else None,
-        stopped_early=early and early.to_json(),
+        **(_of_training(job, storage, monitor) if trained else {}),
         error=None if error is None else f"{type(error).__name__}: {error}",
         failure=None if error is None else failure_of(error),
     )
+
+
+def _of_training(job: Job, storage: Storage, monitor: Monitor | None) -> dict[str, Any]:
+    """What a result tells of a finished training alone: its best weights, their average, why it stopped early."""
+    wanted = job.checkpoint.best
+    best = wanted and best_of(storage, wanted.metric, wanted.mode, steps_of(storage.child(CHECKPOINTS)))
+    early = monitor.task_messages.stopped_early if monitor else None
+    return {
+        "best": with_best_weights(best, storage),
+        "ema": job.ema and ema_told(job.ema.decay, storage),
+        "stopped_early": early and early.to_json(),
+    }
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from dp_ray.follow_up import follow_up
 from tests.support import training
 from tests.support.group import history_of, measured, run_group, weights_of
 from tests.support.training import plain_loop
-from tests.support.trainings import SGD, eval_loss, initial, job_of, keys_of
-from tests.test_trainer import chunked_statistics
+from tests.support.trainings import SGD, chunked_statistics, eval_loss, initial, job_of, keys_of
 
 PAIRS = "tests.support.training:Pairs"
 EVAL = {"dataset": {"target": PAIRS, "args": {"length": 20}}, "every_steps": 4}

@@ -24,6 +24,7 @@ FLOORS = [
     "job_outputs",
     "job_keys",
     "job_errors",
+    "job_metrics",
     "job",
     "job_file",
     "job_schema",

@@ -14,7 +14,7 @@ from dp_ray.replica.optimizer import total_norm
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
 from tests.support.training import plain_loop
-from tests.support.trainings import ADAMW, SGD, Chunks, assert_close, initial, job_of, mean_loss
+from tests.support.trainings import ADAMW, SGD, Chunks, assert_close, chunked_statistics, initial, job_of, mean_loss
 
 
 @pytest.mark.slow
@@ -51,23 +51,6 @@ def test_class_weights_and_a_loss_of_elements_are_torchs_means(tmp_path: Path) -
 
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     assert_close(tmp_path / "classes", model, plain_loop(model, training.Pairs(), 7, 1, of_classes, optimizer), 2e-6)
-
-
-def chunked_statistics(model: nn.Module, chunks: Chunks) -> torch.Tensor:
-    """The sum over chunks, each normalised by itself, all from the same buffers; the first one's buffers stay."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    kept: dict[str, torch.Tensor] = {}
-    total, rows = torch.zeros(()), 0
-    for inputs, targets in chunks:
-        for name, buffer in model.named_buffers():
-            buffer.data.copy_(buffers[name])
-        total = total + nn.functional.cross_entropy(model(inputs), targets, reduction="sum")
-        rows += len(targets)
-        if not kept:
-            kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.data.copy_(kept[name])
-    return total / rows
 
 
 @pytest.mark.parametrize("workers", [1, 3])

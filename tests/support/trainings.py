@@ -37,6 +37,23 @@ def mean_loss(model: nn.Module, chunks: Chunks) -> torch.Tensor:
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
+def chunked_statistics(model: nn.Module, chunks: Chunks) -> torch.Tensor:
+    """The sum over chunks, each normalised by itself, all from the same buffers; the first one's buffers stay."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    kept: dict[str, torch.Tensor] = {}
+    total, rows = torch.zeros(()), 0
+    for inputs, targets in chunks:
+        for name, buffer in model.named_buffers():
+            buffer.data.copy_(buffers[name])
+        total = total + nn.functional.cross_entropy(model(inputs), targets, reduction="sum")
+        rows += len(targets)
+        if not kept:
+            kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(kept[name])
+    return total / rows
+
+
 def assert_close(folder: Path, model: nn.Module, losses: list[float], tolerance: float = 1e-6) -> None:
     """Weights and losses within a relative tolerance, each tensor against its largest number."""
     weights = weights_of(folder)
