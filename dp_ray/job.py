@@ -136,8 +136,6 @@ class Job(MeasuringKeys):
             )
         if self.sync_batchnorm:
             yield "sync_batchnorm: is not possible with strategy: fsdp; leave one of them out"
-        if self.ema is not None and self.task == "train":
-            yield "ema: averages whole weights, and with strategy: fsdp a worker has a part of them; leave one out"
 
     @property
     def is_sharded(self) -> bool:

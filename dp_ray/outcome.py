@@ -145,7 +145,8 @@ def result_of(
 def _of_training(job: Job, storage: Storage, monitor: Monitor | None) -> dict[str, Any]:
     """What a result tells of a finished training alone: its best weights, their average, why it stopped early."""
     wanted = job.checkpoint.best
-    best = wanted and best_of(storage, wanted.metric, wanted.mode, steps_of(storage.child(CHECKPOINTS)))
+    kept = steps_of(storage.child(CHECKPOINTS))
+    best = best_of(storage, wanted.metric, wanted.mode, kept) if wanted else None
     early = monitor.task_messages.stopped_early if monitor else None
     return {
         "best": with_best_weights(best, storage),

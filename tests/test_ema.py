@@ -14,9 +14,9 @@ import dp_ray
 from dp_ray.errors import JobError, StorageError
 from dp_ray.follow_up import follow_up
 from tests.support import training
-from tests.support.group import history_of, measured, run_group, weights_of
+from tests.support.group import StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.training import plain_loop
-from tests.support.trainings import SGD, chunked_statistics, eval_loss, initial, job_of, keys_of
+from tests.support.trainings import chunked_statistics, eval_loss, initial, job_of, keys_of
 
 PAIRS = "tests.support.training:Pairs"
 EVAL = {"dataset": {"target": PAIRS, "args": {"length": 20}}, "every_steps": 4}
@@ -183,9 +183,64 @@ def test_the_result_gives_it_and_evaluate_takes_what_was_evaluated(tmp_path: Pat
         follow_up("evaluate", plain.run_dir, "ema", {})
 
 
-def test_a_sharded_model_is_refused() -> None:
-    with pytest.raises(JobError, match="ema: averages whole weights, and with strategy: fsdp a worker has a part"):
-        job_of("mlp", workers=2, strategy="fsdp", ema={"decay": 0.9}, optimizer=SGD)
+BLOCKS: dict[str, Any] = {
+    "loss": "tests.support.training:token_loss",
+    "eval": {"dataset": {"target": "tests.support.training:Sentences", "args": {"length": 11}}, "every_steps": 2},
+    "batch_size": 14,
+    "shards": 4,
+    "epochs": 2,
+    "ema": {"decay": 0.8},
+    "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.01}},
+}
+
+
+def left(folder: Path) -> tuple[dict[str, bytes], ...]:
+    files = [load_file(folder / f"{name}.safetensors") for name in ("weights", "ema", "best")]
+    return tuple({name: one.numpy().tobytes() for name, one in file.items()} for file in files)
+
+
+@pytest.mark.slow
+def test_sharded_averages_are_the_same_bits_as_whole_ones(tmp_path: Path) -> None:
+    """Also of a run that goes on with another strategy, on another number of workers."""
+    keys = {"bitwise": True, "batch_size": 33, "shards": 4, "ema": {"decay": 0.8}, "eval": {**EVAL, "every_steps": 2}}
+    keys |= {"checkpoint": {"best": "eval_loss", "every_steps": 3}, "optimizer": BLOCKS["optimizer"]}
+    model = {"target": "tests.support.training:mlp", "args": {"dropout": 0.2}}
+    run_group(job_of(model, workers=2, **keys), tmp_path / "whole")
+    expected, history = left(tmp_path / "whole"), repr(history_of(tmp_path / "whole"))
+    for workers in (1, 2, 3):
+        run_group(job_of(model, workers=workers, strategy="fsdp", **keys), tmp_path / str(workers))
+        assert left(tmp_path / str(workers)) == expected, f"{workers} workers"
+        assert repr(history_of(tmp_path / str(workers))) == history
+    mixed = tmp_path / "mixed"
+    for strategy, workers, step in (("ddp", 1, 3), ("fsdp", 2, 5), ("fsdp", 3, 6), ("ddp", 2, None)):
+        control = None if step is None else StopsBefore(step)
+        run_group(job_of(model, workers=workers, strategy=strategy, **keys), mixed, control)
+    assert left(mixed) == expected and repr(history_of(mixed)) == history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_sharded_averages_are_evaluated_and_the_training_goes_on_with_its_own_weights(
+    tmp_path: Path, is_evaluated: bool
+) -> None:
+    keys = {**BLOCKS, "ema": {"decay": 0.8, "evaluate": is_evaluated}, "checkpoint": {"best": "eval_loss"}}
+    run_group(job_of("Blocks", "Sentences", workers=2, **keys), tmp_path / "ddp")
+    run_group(job_of("Blocks", "Sentences", workers=2, strategy="fsdp", **keys), tmp_path / "fsdp")
+    for name in ("weights.safetensors", "ema.safetensors", "best.safetensors"):
+        ddp, fsdp = load_file(tmp_path / "ddp" / name), load_file(tmp_path / "fsdp" / name)
+        assert ddp.keys() == fsdp.keys()
+        assert all(torch.allclose(fsdp[key], one, rtol=1e-3, atol=1e-5) for key, one in ddp.items()), name
+    ends = [[row["eval_loss"] for row in history_of(tmp_path / name)] for name in ("ddp", "fsdp")]
+    assert ends[0][1::2] == pytest.approx(ends[1][1::2], rel=1e-5)
+    model = training.Blocks()
+    model.load_state_dict(
+        load_file(tmp_path / "fsdp" / ("ema.safetensors" if is_evaluated else "weights.safetensors"))
+    )
+    data = training.Sentences(11)
+    tokens, targets = (torch.stack(list(column)) for column in zip(*(data[at] for at in range(11)), strict=True))
+    with torch.no_grad():
+        total, weight = training.token_loss(model.eval()(tokens), targets)
+    assert ends[1][-1] == pytest.approx(float(total / weight), rel=1e-5)
 
 
 class Unique(nn.Linear):

@@ -1,6 +1,7 @@
 """The exponential moving average of a model's weights, beside the weights, with torch's `swa_utils`."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,36 +10,56 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
-from dp_ray.replica.model import compiled
+from dp_ray.replica.model import compiled, tensors_of
 from dp_ray.replica.user_code import raising
 
 INNER = "module."  # before the names of the model's tensors in the average's state
 
 
+def averaged_model(job: Job, module: nn.Module) -> AveragedModel:
+    """A copy of a module whose parameters are to be their moving average; the buffers stay the module's own.
+
+    Raises JobError if it cannot be copied.
+    """
+    assert job.ema is not None
+    with raising("ema: copying the model", kind=JobError):
+        mean = get_ema_multi_avg_fn(job.ema.decay)  # type: ignore[no-untyped-call]
+        made = AveragedModel(module, multi_avg_fn=mean)
+    made.requires_grad_(False)
+    return made
+
+
 class Average:
-    """A copy of the model whose parameters are the moving average of the model's; its buffers are the model's own."""
+    """The average of a model that this worker holds whole, as a second model."""
 
     def __init__(self, job: Job, model: nn.Module) -> None:
-        assert job.ema is not None
         self._model = model
-        with raising("ema: copying the model", kind=JobError):
-            mean = get_ema_multi_avg_fn(job.ema.decay)  # type: ignore[no-untyped-call]
-            self._averaged = AveragedModel(model, multi_avg_fn=mean)
-        self._averaged.requires_grad_(False)
-        self.module: nn.Module = self._averaged.module
-        self.called = compiled(self.module, job)
+        self._averaged = averaged_model(job, model)
+        self._called = compiled(self._averaged.module, job)
+
+    def called(self, called: nn.Module) -> nn.Module:
+        """What evaluations call: the average's own model."""
+        return self._called
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Nothing takes the model's place."""
+        return nullcontext()
 
     @torch.no_grad()
     def begin(self) -> None:
         """Start from the model's weights, unless a checkpoint has given the average already."""
         if not self._averaged.n_averaged:
-            there = zip(_tensors(self.module), _tensors(self._model), strict=True)
+            there = zip(_tensors(self._averaged.module), _tensors(self._model), strict=True)
             for mine, one in there:
                 mine.copy_(one)
 
     def update(self) -> None:
         """Take in the weights after an update of the optimizer; the first ones are the average's start."""
         self._averaged.update_parameters(self._model)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The average, by the names of the model's own tensors."""
+        return tensors_of(self._averaged.module)
 
     def state_dict(self) -> dict[str, Any]:
         """The average and how many updates it has taken in; its tensors are the live ones."""

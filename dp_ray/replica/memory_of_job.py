@@ -167,5 +167,7 @@ def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bo
     if job.fsdp.offload and on_gpu:
         parameters = gradients = optimizer = 0
         total = buffers + held.activations[at]
+    if _averages(job):
+        parameters, total = 2 * parameters, total + parameters + buffers
     name = (job.devices or ["cuda:0"])[0]
     return DeviceMemory(name, parameters, gradients + sums, optimizer, buffers, held.activations[at], total)

@@ -24,8 +24,8 @@ class OptimizerStep:
     def __init__(self, job: Job, model: nn.Module, device: torch.device, sharded: Sharded | None = None) -> None:
         trained = [one for one in model.parameters() if one.requires_grad]
         self._is_exact = job.bitwise and job.is_sharded
-        self._aligned = AlignedParts(trained, sharded.world) if sharded is not None and self._is_exact else None
-        instead = {} if self._aligned is None else self._aligned.flats
+        self.aligned = AlignedParts(trained, sharded.world) if sharded is not None and self._is_exact else None
+        instead = {} if self.aligned is None else self.aligned.flats
         self.optimizer = build_optimizer(job.optimizer, model, instead)
         if self._is_exact:
             check_elementwise(self.optimizer)
@@ -34,8 +34,8 @@ class OptimizerStep:
                 "optimizer: Adafactor keeps state of another shape than its parameters, of which strategy: fsdp "
                 "cannot give each worker a part; take another one, like torch.optim:AdamW"
             )
-        if self._aligned is not None:
-            self._aligned.optimizer = self.optimizer
+        if self.aligned is not None:
+            self.aligned.optimizer = self.optimizer
         self._sharded = sharded
         self.schedule = Schedule(job.scheduler, self.optimizer)
         self.scaler = build_scaler(job, device)
@@ -51,14 +51,14 @@ class OptimizerStep:
     @property
     def trained(self) -> list[nn.Parameter]:
         """The model's parameters, in the order of the optimizer's groups."""
-        if self._aligned is not None:
-            return self._aligned.originals()
+        if self.aligned is not None:
+            return self.aligned.originals()
         return [one for group in self.optimizer.param_groups for one in group["params"]]
 
     @property
     def parts(self) -> dict[str, Any]:
         """The objects with a state, by their names in a checkpoint; None for one that the job does not have."""
-        optimizer = self.optimizer if self._aligned is None else self._aligned
+        optimizer = self.optimizer if self.aligned is None else self.aligned
         return {"optimizer": optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -71,8 +71,8 @@ class OptimizerStep:
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
         batch, which has `rows` rows. `step` names the step in errors.
         """
-        if self._aligned is not None:
-            self._aligned.take()
+        if self.aligned is not None:
+            self.aligned.take()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         with_gradient = [one for one in self._parameters if one.grad is not None]
@@ -100,9 +100,9 @@ class OptimizerStep:
     def _norm(self, gradients: list[torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
         if self._sharded is None or not gradients:
             return total_norm(gradients)
-        if self._aligned is None:
+        if self.aligned is None:
             return self._sharded.total_norm(gradients, parameters)
-        return self._aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
+        return self.aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
 
     def _updating(self) -> AbstractContextManager[object]:
         """The context of an update."""
@@ -112,8 +112,8 @@ class OptimizerStep:
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad()
-        if self._aligned is not None:
-            self._aligned.give()
+        if self.aligned is not None:
+            self.aligned.give()
 
     def skip(self) -> torch.Tensor:
         """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""

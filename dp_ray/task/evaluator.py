@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from contextlib import closing
 
-from torch import nn
-
 from dp_ray.job import Job
 from dp_ray.job_plan import evaluations_of
 from dp_ray.plan.plan import Evaluations
@@ -13,6 +11,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.data import seeded_dataset
 from dp_ray.replica.evaluation import Evaluation, check_measured
 from dp_ray.replica.quarantine import as_planned, load_good
+from dp_ray.replica.trainer import Trainer
 from dp_ray.replica.world import World, check_rows
 from dp_ray.storage import Storage
 from dp_ray.task.notices import Send
@@ -27,7 +26,7 @@ class Evaluator:
     def __init__(
         self,
         job: Job,
-        model: nn.Module,
+        trainer: Trainer,
         evaluation: Evaluation,
         world: World,
         run: Storage,
@@ -36,7 +35,7 @@ class Evaluator:
         send: Send,
         attempt: str,
     ) -> None:
-        self._model = model
+        self._trainer = trainer
         self._control = control
         self._evaluation = evaluation
         self._world = world
@@ -64,9 +63,10 @@ class Evaluator:
             self._set_aside.begin_evaluation(step)
         quarantine = quarantine_of(self._set_aside)
         real = as_planned if quarantine is None else quarantine.real
-        with closing(load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")) as batches:
+        loading = load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")
+        with self._trainer.in_place(), closing(loading) as batches:
             found = self._evaluation.run(
-                self._model, work, batches, on_step=lambda _: self._control.touch(), real=real
+                self._trainer.evaluated, work, batches, on_step=lambda _: self._control.touch(), real=real
             )
         if quarantine is not None:
             found["rows"] = self._evaluation.rows

@@ -25,23 +25,17 @@ def keep_weights(
 
     Raises StorageError on rank 0 if a later attempt than this one has begun.
     """
-    tensors = tensors_of(trainer.model)
+    tensors, average = tensors_of(trainer.model), {} if trainer.average is None else trainer.average.tensors()
     if world.rank != 0:
-        for part in parts_of(tensors):
+        for part in (*parts_of(tensors), average):
             attend_writing(part)
         return
     check_newest(run, attempt)
     write_weights(run, tensors, whole=on_rank_0)
-    keep_average(job, trainer, run, train_state)
+    if job.ema is not None:
+        text = json.dumps({"decay": job.ema.decay, "step": train_state.step})
+        write_tensors(run, EMA, average, text, whole=on_rank_0)
     keep_best(job, run, train_state, send)
-
-
-def keep_average(job: Job, trainer: Trainer, run: Storage, train_state: TrainState) -> None:
-    """Write the average of the weights, if the job has one, as a weights file of the bare module."""
-    if trainer.average is None or job.ema is None:
-        return
-    text = json.dumps({"decay": job.ema.decay, "step": train_state.step})
-    write_tensors(run, EMA, tensors_of(trainer.average.module), text, whole=on_rank_0)
 
 
 def keep_best(job: Job, run: Storage, train_state: TrainState, send: Send) -> None:

@@ -63,18 +63,18 @@ class TrainingView:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the weights as they are now, named as in `weights.safetensors`, on the model's device."""
-        return self._copy(self._trainer.model)
+        return self._copied(tensors_of(self._trainer.model))
 
     @property
     def ema_weights(self) -> dict[str, torch.Tensor] | None:
         """A copy of the average of the weights, if the job has `ema`."""
         average = self._trainer.average
-        return None if average is None else self._copy(average.module)
+        return None if average is None else self._copied(average.tensors())
 
-    def _copy(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._trainer.sharded is not None:
             raise ModelError("hooks: with strategy: fsdp rank 0 has only a part of the weights; read a checkpoint")
-        return {name: one.detach().clone() for name, one in tensors_of(model).items()}
+        return {name: one.detach().clone() for name, one in tensors.items()}
 
     @cached_property
     def _numbers(self) -> dict[str, float]:

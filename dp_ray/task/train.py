@@ -73,7 +73,7 @@ def train(
         quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, attempt))
         trainer.watch = LossWatch(world.device, str(run)) if job.stop_on_nan else None
         trainer.real = Skipping(job, dataset) if quarantine is None else quarantine.real
-        evaluator = Evaluator(job, trainer.evaluated, evaluation, world, run, control, rows_on_driver, send, attempt)
+        evaluator = Evaluator(job, trainer, evaluation, world, run, control, rows_on_driver, send, attempt)
         stopping = EarlyStopping(job, train_state, split.total_steps)
         hooks = hooks_of(job, world, trainer, split, train_state, run)
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
