@@ -19,6 +19,7 @@ from dp_ray.storage import Storage
 from dp_ray.task.early_stopping import EarlyStopping
 from dp_ray.watch.snapshot import Watched
 from dp_ray.watch.terminal import headline, screen
+from tests.support.cli import status_of
 from tests.support.group import history_of, run_group
 from tests.support.trainings import job_of, keys_of
 
@@ -131,6 +132,18 @@ def test_a_run_that_stopped_early_is_done_everywhere(tmp_path: Path, capsys: pyt
     assert (data.status, data.steps_done, data.total_steps, data.problems) == ("done", step, 40, [])
     page = (Path(result.run_dir) / "report.html").read_text()
     assert text in page and "interrupted" not in page
+
+
+@pytest.mark.usefixtures("in_project")
+def test_the_commands_exit_status_is_0_and_then_that_of_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(**{**KEYS, "storage": str(tmp_path), "name": "early"})
+    del keys["quiet"]
+    (tmp_path / "job.yaml").write_text(json.dumps(keys))
+    assert status_of(monkeypatch, "run", str(tmp_path / "job.yaml"), "--quiet") == 0
+    assert status_of(monkeypatch, "run", str(tmp_path / "job.yaml"), "--quiet") == 2
+    assert dp_ray.load(tmp_path / "early").stopped_early is not None
 
 
 @pytest.mark.usefixtures("in_project")

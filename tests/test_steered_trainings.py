@@ -10,10 +10,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from dp_ray.errors import JobError
 from dp_ray.rundir.checkpoint import load_checkpoint
 from dp_ray.storage import Storage
+from dp_ray.task.hooks import TrainingView
 from dp_ray.task.notices import StoppedEarly
 from tests.support import training
+from tests.support.cluster import Run
 from tests.support.group import StopsBefore, StopsBeforeItsWeights, history_of, run_group, weights_of
 from tests.support.training import plain_loop
 from tests.support.trainings import assert_close, initial, job_of, mean_loss
@@ -166,3 +169,24 @@ def test_the_average_is_the_same_bits_on_any_number_of_workers(tmp_path: Path) -
         ema = load_file(tmp_path / str(workers) / "ema.safetensors")
         endings.append({name: one.numpy().tobytes() for name, one in ema.items()})
     assert endings[0] == endings[1] == endings[2]
+
+
+@pytest.mark.ray
+def test_on_ray_with_a_killed_worker_it_stops_where_one_process_does(run_in_session: Run, tmp_path: Path) -> None:
+    file = {**KEYS, "task": "train", "model": "tests.support.training:mlp", "dataset": "tests.support.training:Pairs"}
+    file |= {"loss": "torch.nn:CrossEntropyLoss", "shuffle": True}
+    hooks = {"on_end": {"target": "tests.test_steered_trainings:write_step", "args": {"name": "ended"}}}
+    here = run_in_session(**file, workers=0, name="here")
+    there = run_in_session(**file, workers=2, name="there", hooks=hooks, inject="kill worker 1 at step 7")
+    assert there.restarts == 1 and there.status == "done"
+    assert there.stopped_early is not None and there.stopped_early == here.stopped_early
+    assert there.ema is not None and here.ema is not None
+    assert (there.weights_sha256, there.ema["sha256"]) == (here.weights_sha256, here.ema["sha256"])
+    assert there.metrics == here.metrics and len(there.history) == there.stopped_early["step"] < there.total_steps
+    assert (tmp_path / "there" / "ended").read_text() == str(there.stopped_early["step"] - 1)
+    with pytest.raises(JobError, match="stopped early at step"):
+        run_in_session(**file, workers=2, name="there")
+
+
+def write_step(view: TrainingView, name: str) -> None:
+    (Path(view.run_dir) / name).write_text(str(view.step))
