@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import dp_ray
 from dp_ray.errors import JobError, StorageError
 from dp_ray.follow_up import follow_up
+from dp_ray.replica.average import Average
 from tests.support import training
 from tests.support.group import StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.training import plain_loop
@@ -48,6 +49,38 @@ def test_parameters_are_averaged_and_buffers_are_the_models_own(tmp_path: Path) 
     assert not torch.equal(found["4.weight"], last["4.weight"])
     with safe_open(tmp_path / "ema.safetensors", "pt") as opened:
         assert '"decay": 0.9' in str(opened.metadata())
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes and layouts, tied and frozen ones, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+        self.tied = nn.Linear(7, 5)
+        self.tied.weight = self.first.weight
+        self.of_64 = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.of_16 = nn.Parameter(torch.randn(9).bfloat16())
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+        self.numbers = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.frozen = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.norm = nn.BatchNorm1d(5)
+
+
+def test_each_update_gives_the_bits_of_torchs_own() -> None:
+    torch.manual_seed(3)
+    model = Mixed()
+    average, expected = Average(job_of("mlp", ema={"decay": 0.9}), model), averaged(model)
+    for _ in range(4):
+        with torch.no_grad():
+            for one in (*model.parameters(), *model.buffers()):
+                one.add_(torch.randn(one.shape).to(one.dtype))
+        average.update()
+        expected.update_parameters(model)
+    found = average.state_dict()
+    assert found.keys() == expected.state_dict().keys() and int(found["n_averaged"]) == 4
+    assert all(torch.equal(found[name], one) for name, one in expected.state_dict().items())
+    assert not any(one.requires_grad for one in average.tensors().values())
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
@@ -132,7 +165,15 @@ def infinite(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return outputs.float().sum(1) * 3e38
 
 
-def test_compiled_recomputed_and_spread_models_are_averaged(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_average_of_a_compiled_model_is_compiled_too(tmp_path: Path) -> None:
+    job = job_of("mlp", workers=1, ema={"decay": 0.8}, eval=EVAL, batch_size=101, epochs=2, compile=True)
+    run_group(job, tmp_path)
+    average = load_file(tmp_path / "ema.safetensors")
+    assert history_of(tmp_path)[-1]["eval_loss"] == pytest.approx(eval_loss(average), rel=1e-5)
+
+
+def test_recomputed_and_spread_models_are_averaged(tmp_path: Path) -> None:
     """The copy has its own blocks and hooks: its evaluation is that of its own weights."""
     cases: dict[str, dict[str, Any]] = {
         "recomputed": {"activation_checkpointing": ["Linear"]},

@@ -1,6 +1,6 @@
 """The exponential moving average of a model's weights, beside the weights, with torch's `swa_utils`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
+from dp_ray.replica.buffers import copy_all
 from dp_ray.replica.model import compiled, tensors_of
 from dp_ray.replica.user_code import raising
 
@@ -29,6 +30,21 @@ def averaged_model(job: Job, module: nn.Module) -> AveragedModel:
     return made
 
 
+def take_in(averaged: AveragedModel, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+    """What `AveragedModel.update_parameters` does, without waiting for a GPU in each step."""
+    assert averaged.multi_avg_fn is not None
+    mine = [one.detach() for one in averaged.module.parameters()]
+    if not averaged.n_averaged:
+        copy_all(mine, list(parameters))
+    else:
+        for device, dtype in dict.fromkeys((one.device, one.dtype) for one in mine):
+            pairs = zip(mine, parameters, strict=True)
+            here = [pair for pair in pairs if (pair[0].device, pair[0].dtype) == (device, dtype)]
+            averaged.multi_avg_fn([one for one, _ in here], [one for _, one in here], averaged.n_averaged)
+    copy_all(list(averaged.module.buffers()), list(buffers))
+    averaged.n_averaged += 1
+
+
 class Average:
     """The average of a model that this worker holds whole, as a second model."""
 
@@ -45,17 +61,14 @@ class Average:
         """Nothing takes the model's place."""
         return nullcontext()
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Start from the model's weights, unless a checkpoint has given the average already."""
         if not self._averaged.n_averaged:
-            there = zip(_tensors(self._averaged.module), _tensors(self._model), strict=True)
-            for mine, one in there:
-                mine.copy_(one)
+            copy_all(_tensors(self._averaged.module), _tensors(self._model))
 
     def update(self) -> None:
         """Take in the weights after an update of the optimizer; the first ones are the average's start."""
-        self._averaged.update_parameters(self._model)
+        take_in(self._averaged, [one.detach() for one in self._model.parameters()], list(self._model.buffers()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The average, by the names of the model's own tensors."""
@@ -76,4 +89,4 @@ def weights_of_average(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    return [*(one.detach() for one in module.parameters()), *module.buffers()]

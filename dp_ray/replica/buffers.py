@@ -40,7 +40,7 @@ class Buffers:
 
     def restore(self) -> None:
         """Set the buffers to their values before the step, for the next shard."""
-        _copy_all(self._tensors(), self._start)
+        copy_all(self._tensors(), self._start)
 
     @torch.no_grad()
     def share(self) -> None:
@@ -62,10 +62,10 @@ class Buffers:
             with waiting("rank 0's buffers"):
                 self._work.wait()
             assert self._flat is not None
-            _copy_all(self._tensors(), _unpack(self._flat, self._tensors()))
+            copy_all(self._tensors(), _unpack(self._flat, self._tensors()))
             self._work = self._flat = None
         elif self._kept is not None:
-            _copy_all(self._tensors(), self._kept)
+            copy_all(self._tensors(), self._kept)
 
     def _tensors(self) -> list[torch.Tensor]:
         return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
@@ -114,12 +114,12 @@ def _version(buffer: torch.Tensor) -> int | None:
 @torch.no_grad()
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     made = [torch.empty_like(tensor) for tensor in tensors]
-    _copy_all(made, tensors)
+    copy_all(made, tensors)
     return made
 
 
 @torch.no_grad()
-def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy the values into the tensors, those of BatchNorm together: on a GPU each single copy is a kernel."""
     pairs = list(zip(into, values, strict=True))
     for device, dtype in dict.fromkeys((tensor.device, tensor.dtype) for tensor in into):

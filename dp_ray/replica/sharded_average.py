@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ from torch import nn
 
 from dp_ray.job import Job
 from dp_ray.replica.aligned import AlignedParts, one_thread
-from dp_ray.replica.average import INNER, averaged_model, weights_of_average
+from dp_ray.replica.average import INNER, averaged_model, take_in, weights_of_average
+from dp_ray.replica.buffers import copy_all
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sharded_state import sharded_as, whole_tensors
 from dp_ray.tensors.shards import is_sharded, local
@@ -48,22 +48,21 @@ class ShardedAverage:
         """While the block runs, the average is in the model's place."""
         mine, averages = self._of_model(), self._of_average()
         kept = _copies(mine)
-        _copy_all(mine, averages)
+        copy_all(mine, averages)
         try:
             yield
         finally:
-            _copy_all(mine, kept)
+            copy_all(mine, kept)
 
     def begin(self) -> None:
         """Start from the model's weights, unless a checkpoint has given the average already."""
         if not self._averaged.n_averaged:
-            _copy_all(self._of_average(), self._of_model())
+            copy_all(self._of_average(), self._of_model())
 
     def update(self) -> None:
         """Take in the weights after an update of the optimizer; the first ones are the average's start."""
-        parts: Any = SimpleNamespace(parameters=self._live, buffers=lambda: iter(self._buffers))
         with one_thread(self._parameters[0]) if self._aligned else nullcontext():
-            self._averaged.update_parameters(parts)
+            take_in(self._averaged, self._live(), self._buffers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The average, sharded as the model is, by the names of the model's own tensors."""
@@ -84,8 +83,8 @@ class ShardedAverage:
         mine = self._of_model()
         kept = _copies(mine)
         self._sharded.load_weights(weights_of_average(state), "the checkpoint's ema")
-        _copy_all(self._of_average(), mine)
-        _copy_all(mine, kept)
+        copy_all(self._of_average(), mine)
+        copy_all(mine, kept)
         self._averaged.n_averaged.copy_(whole_tensors(state["n_averaged"]))
 
     def _live(self) -> list[torch.Tensor]:
@@ -111,9 +110,3 @@ class ShardedAverage:
 @torch.no_grad()
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [one.clone() for one in tensors]
-
-
-@torch.no_grad()
-def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for one, value in zip(into, values, strict=True):
-        one.copy_(value)
