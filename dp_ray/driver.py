@@ -263,19 +263,14 @@ class Execution:
             with contextlib.suppress(Exception):  # whoever writes the page tells
                 from dp_ray.report import page  # noqa: F401
 
-    @property
-    def _end_step(self) -> int:
-        """How many steps the finished run has: fewer than the plan's if it stopped early."""
-        early = self._monitor.task_messages.stopped_early if self._monitor else None
-        return early.step if early else self._split.total_steps
-
     def _merge(self) -> None:
         """Prove that the outputs are whole, or merge the pieces of the history."""
         split, run = self._split, self._storage
         if self._job.task == "predict":
             prove_outputs(run, split.rows_kept, positions_set_aside(run))
         elif self._job.task == "train":
-            merge_history(run.child(HISTORY), run, self._end_step, first_step(run))
+            ended = self._monitor.task_messages.end_of(split.total_steps) if self._monitor else split.total_steps
+            merge_history(run.child(HISTORY), run, ended, first_step(run))
         if self._job.on_error is not None or has_set_aside(run):
             merge_quarantine(run, (self._job.outputs.carry or ()) if self._job.task == "predict" else ())
 

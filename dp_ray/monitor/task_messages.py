@@ -35,6 +35,10 @@ class TaskMessages:
         self._console = console
         self._losses = Losses(console, run_dir)
 
+    def end_of(self, steps: int) -> int:
+        """How many steps a finished training has: all `steps`, or fewer if it stopped early."""
+        return steps if self.stopped_early is None else self.stopped_early.step
+
     def begin(self) -> None:
         """Forget what an attempt told at its end: another one begins."""
         self.times.clear()

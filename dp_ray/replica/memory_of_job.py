@@ -62,7 +62,7 @@ def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int,
         shards = -(-split.largest_batch // fewer)
         less = replace(held, activations=Counter({at: held.activations[at] * fewer // rows}))
         copies = _copies_of_gradient(job, workers, shards)
-        if shards > split.shards and _device(less, at, at, copies, False).total <= USABLE * room:
+        if shards > split.shards and _device(less, at, at, copies, False, _averages(job)).total <= USABLE * room:
             return shards
     return None
 

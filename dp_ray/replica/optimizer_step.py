@@ -91,8 +91,8 @@ class OptimizerStep:
 
     def rehearse(self) -> None:
         """Update the parameters by the gradients as they are, without other workers, to make the state."""
-        if self._aligned is not None:
-            self._aligned.take()
+        if self.aligned is not None:
+            self.aligned.take()
         with raising("optimizer"), self._updating():
             self.optimizer.step()
         self._drop_gradients()

@@ -9,7 +9,7 @@ from torch import nn
 
 from dp_ray.job import Job
 from dp_ray.replica.aligned import AlignedParts, one_thread
-from dp_ray.replica.average import INNER, averaged_model, take_in, weights_of_average
+from dp_ray.replica.average import INNER, Average, averaged_model, take_in, weights_of_average
 from dp_ray.replica.buffers import copy_all
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sharded_state import sharded_as, whole_tensors
@@ -105,6 +105,15 @@ class ShardedAverage:
             for one, mine in zip(self._parameters, averages, strict=True)
         ]
         return [*inner, *self._averaged.module.buffers()]
+
+
+def average_of(
+    job: Job, model: nn.Module, sharded: Sharded | None, aligned: AlignedParts | None
+) -> Average | ShardedAverage | None:
+    """The average of the weights, if the job keeps one."""
+    if job.ema is None:
+        return None
+    return Average(job, model) if sharded is None else ShardedAverage(job, sharded, aligned)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """The state of a training on one worker, and its step: the whole batch's gradient, then the update."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +9,6 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard, Split
-from dp_ray.replica.aligned import AlignedParts
-from dp_ray.replica.average import Average
 from dp_ray.replica.batch_gradient import MISSING, BatchGradient
 from dp_ray.replica.flops import Flops
 from dp_ray.replica.loss_watch import LossWatch
@@ -24,7 +21,7 @@ from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sharded import Sharded
-from dp_ray.replica.sharded_average import ShardedAverage
+from dp_ray.replica.sharded_average import average_of
 from dp_ray.replica.sparse import make_gradients_dense
 from dp_ray.replica.step import Metrics, OnShard, Step
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
@@ -46,15 +43,6 @@ class Update(NamedTuple):
     gradient_norm: torch.Tensor
     stops: bool
     missing: torch.Tensor
-
-
-def average_of(
-    job: Job, model: nn.Module, sharded: Sharded | None, aligned: AlignedParts | None
-) -> Average | ShardedAverage | None:
-    """The average of the weights, if the job keeps one."""
-    if job.ema is None:
-        return None
-    return Average(job, model) if sharded is None else ShardedAverage(job, sharded, aligned)
 
 
 class Trainer:
@@ -79,7 +67,7 @@ class Trainer:
         self._world = world
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
-        self._called = called
+        self.called = called
         self._optimizer_step = OptimizerStep(job, model, world.device, sharded)
         self.average = average_of(job, model, sharded, self._optimizer_step.aligned)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
@@ -104,19 +92,6 @@ class Trainer:
     def learning_rate(self) -> float:
         """The learning rate of the next step, of the first parameter group."""
         return self._optimizer_step.learning_rate
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The module that evaluations call: the average of the weights if the job asks for it, else the model."""
-        ema = self._job.ema
-        return (
-            self._called if self.average is None or not (ema and ema.evaluate) else self.average.called(self._called)
-        )
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """The context of an evaluation: the weights are those to be evaluated."""
-        ema = self._job.ema
-        return nullcontext() if self.average is None or not (ema and ema.evaluate) else self.average.in_place()
 
     @property
     def parameter_names(self) -> list[str]:

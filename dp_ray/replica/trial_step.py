@@ -33,6 +33,7 @@ from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import Reduction
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sharded import Sharded
+from dp_ray.replica.sharded_average import average_of
 from dp_ray.replica.sharded_reduction import ShardedReduction
 from dp_ray.replica.sharded_tree import TreeShardedReduction
 from dp_ray.replica.sparse import make_gradients_dense
@@ -141,6 +142,7 @@ class TrialTraining:
         if job.bitwise:
             make_gradients_dense(model)
         self._optimizer_step = OptimizerStep(job, model, world.device, sharded)
+        self._average = average_of(job, model, sharded, self._optimizer_step.aligned)  # it takes memory
         if not model.training:
             model.train()
         loss = ShardLoss(called, build_step(job, world), build_metrics(job)[0], job, world.device)

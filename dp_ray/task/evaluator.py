@@ -1,7 +1,7 @@
 """The evaluations of a training."""
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 from dp_ray.job import Job
 from dp_ray.job_plan import evaluations_of
@@ -21,7 +21,10 @@ from dp_ray.task.step_control import StepControl
 
 
 class Evaluator:
-    """Evaluates during a training: at the steps that the job sets, and after the last step."""
+    """Evaluates during a training: at the steps that the job sets, and after the last step.
+
+    It evaluates the average of the weights if the job says so.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,9 @@ class Evaluator:
         send: Send,
         attempt: str,
     ) -> None:
-        self._trainer = trainer
+        average = trainer.average if job.ema is not None and job.ema.evaluate else None
+        self._model = trainer.called if average is None else average.called(trainer.called)
+        self._in_place = nullcontext if average is None else average.in_place
         self._control = control
         self._evaluation = evaluation
         self._world = world
@@ -64,9 +69,9 @@ class Evaluator:
         quarantine = quarantine_of(self._set_aside)
         real = as_planned if quarantine is None else quarantine.real
         loading = load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")
-        with self._trainer.in_place(), closing(loading) as batches:
+        with self._in_place(), closing(loading) as batches:
             found = self._evaluation.run(
-                self._trainer.evaluated, work, batches, on_step=lambda _: self._control.touch(), real=real
+                self._model, work, batches, on_step=lambda _: self._control.touch(), real=real
             )
         if quarantine is not None:
             found["rows"] = self._evaluation.rows
