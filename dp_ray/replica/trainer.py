@@ -146,7 +146,7 @@ class Trainer:
         output. `wants_stop` asks all workers to stop. Raises ModelError, naming step and shard, for user errors.
         """
         stats = self._stats(split.shards, wants_stop)
-        with advised(self._job, f"step {step}", _size_of(split, shards), lambda: self._shards_that_fit(split)):
+        with advised(self._job, f"step {step}", _size_of(split, shards), lambda: self._that_fit(split)):
             self._gradient.compute(split, step, shards, batches, on_shard, stats, self.real)
         self._clock.enter(Part.UPDATE)
         with advised(self._job, f"step {step}", None):
@@ -154,15 +154,9 @@ class Trainer:
         self._clock.enter(Part.OTHER)
         return update
 
-    def _shards_that_fit(self, split: Split) -> int | None:
-        """After an out-of-memory error: an estimate of the fewest shards that fit; None if there is none."""
-        room = gpu_room(self._world)
-        if self._gradient.running is None or room is None or self.sharded is not None:
-            return None
-        from dp_ray.replica.memory_of_job import shards_that_fit  # its imports take a second
-
-        batch, rows = self._gradient.running
-        return shards_that_fit(self._job, split, self._world.world_size, batch, rows, room)
+    def _that_fit(self, split: Split) -> int | None:
+        is_whole = self.sharded is None
+        return _shards_that_fit(self._job, self._world, split, self._gradient.running) if is_whole else None
 
     def sums_of(
         self, split: Split, step: int, shards: Sequence[Shard], batches: Iterator[tuple[Indices, Any]]
@@ -182,20 +176,14 @@ class Trainer:
         totals, rate, missing = stats[:-1].sum(0), self._optimizer_step.learning_rate, stats[-1, MISSING]
         if self.watch is not None:
             self.watch.take(step, totals[0])
-        if self._has_no_rows(split.whole(step), missing):
+        whole = split.whole(step)
+        if self._job.may_lose_rows and _has_no_rows(self._job, whole.rows, self.real(whole).rows, missing):
             norm = self._optimizer_step.skip()
         else:
             norm = self._optimizer_step.apply(totals[1], stop - start, step)
         if self.average is not None and not self._optimizer_step.has_skipped:
             self.average.update()
         return Update(totals, rate, norm, self._stop_vote.stops(stats[-1, 0]), missing)
-
-    def _has_no_rows(self, batch: Shard, missing: torch.Tensor) -> bool:
-        """Whether a batch has lost all its rows; a step waits for the device only if that many may be set aside."""
-        if not self._job.may_lose_rows or not (left := self.real(batch).rows):
-            return self._job.may_lose_rows
-        on_error = self._job.on_error
-        return on_error is not None and left <= on_error.quarantine and int(missing) == batch.rows
 
     def _stats(self, shards: int, wants_stop: bool) -> torch.Tensor:
         """A row of sums and weights for each shard, still zero; the last row counts votes to stop and more."""
@@ -208,3 +196,19 @@ class Trainer:
 
 def _size_of(split: Split, shards: Sequence[Shard]) -> ShardSize:
     return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
+
+
+def _has_no_rows(job: Job, planned: int, left: int, missing: torch.Tensor) -> bool:
+    """Whether a batch of so many planned rows has lost all; a step waits for the device only if that many may be."""
+    is_possible = job.on_error is not None and left <= job.on_error.quarantine
+    return left == 0 or (is_possible and int(missing) == planned)
+
+
+def _shards_that_fit(job: Job, world: World, split: Split, running: tuple[Any, int] | None) -> int | None:
+    """After an out-of-memory error: an estimate of the fewest shards that fit; None if there is none."""
+    room = gpu_room(world)
+    if running is None or room is None:
+        return None
+    from dp_ray.replica.memory_of_job import shards_that_fit  # its imports take a second
+
+    return shards_that_fit(job, split, world.world_size, *running, room)

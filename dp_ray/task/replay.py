@@ -28,6 +28,7 @@ from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.history_file import StepRows
 from dp_ray.storage import Storage
 from dp_ray.task.cut import cut_of
+from dp_ray.task.early_stopping import EarlyStopping
 from dp_ray.task.notices import Note
 from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.resume import restore
@@ -118,7 +119,11 @@ class Recorded:
     def __init__(self, history: StepRows) -> None:
         self._history = history
 
-    def after_step(self, split: Split, step: int) -> dict[str, float]:
+    def is_due(self, split: Split, step: int) -> bool:
+        """Whether the run measured anything after the step."""
+        return bool(self.measure(step))
+
+    def measure(self, step: int) -> dict[str, float]:
         """What the run measured after the step."""
         row = self._history.row(step)
         return {name: value for name, value in row.items() if name.startswith("eval_") and value is not None}
@@ -151,7 +156,8 @@ def _steps_before(
     until, times = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step), StepTimes()
     before = Work(dataclasses.replace(split, max_steps=wanted), start=state.step)
     control, profiler = Telling(wanted, say), StepProfiler(job, world, run, split.total_steps, _nobody)
-    loop = TrainingLoop(trainer, split, state, Recorded(history), None, control, times, profiler)
+    goes_on = EarlyStopping(job.model_copy(update={"early_stopping": None}), state, split.total_steps)
+    loop = TrainingLoop(trainer, split, state, Recorded(history), goes_on, None, None, control, times, profiler)
     with (
         closing(load_good(job, dataset, until, world.device, quarantine, times=times)) as batches,
         Recorder(world, _nobody) as recorder,

@@ -24,8 +24,11 @@ from dp_ray.task.step_control import StepControl
 class Evaluates(Protocol):
     """What evaluates during a training."""
 
-    def after_step(self, split: Split, step: int) -> dict[str, float]:
-        """The metrics after a step, by their names in the history; nothing where no evaluation is due."""
+    def is_due(self, split: Split, step: int) -> bool:
+        """Whether to evaluate after a step."""
+
+    def measure(self, step: int) -> dict[str, float]:
+        """The metrics after a step, by their names in the history."""
 
 
 class TrainingLoop:
