@@ -123,7 +123,7 @@ def test_killed_at_each_border_it_ends_as_the_undisturbed_one(tmp_path: Path, mo
     data = {"target": f"tests.support.training:{'Images' if model == 'conv' else 'Pairs'}", "args": {"length": 100}}
     given = {"target": f"tests.support.training:{model}", "args": {"dropout": 0.2} if model == "mlp" else {}}
     evaluated = {"eval": {**KEYS["eval"], "dataset": {**data, "args": {"length": 20}}}}
-    keys = {**KEYS, **evaluated, "batch_size": 20}
+    keys = {**KEYS, **evaluated, "batch_size": 20, "skip": [3, 57, 99]}
     whole = stop_of(run_group(job_of(given, data, workers=2, **keys), tmp_path / "whole"))
     undisturbed, run = ending(tmp_path / "whole"), tmp_path / "killed"
     assert 12 <= whole.step < 40
