@@ -24,6 +24,7 @@ BLOCKS: dict[str, Any] = {
     "shards": 6,
     "grad_clip": 0.5,
     "bitwise": True,
+    "eval": {"dataset": {"target": "tests.support.training:Sentences"}},
 }
 
 

@@ -75,7 +75,10 @@ def using(gpus: Sequence[torch.device]) -> Iterator[None]:
 
 @contextmanager
 def deterministic(job: Job) -> Iterator[None]:
-    """Make torch deterministic while a bitwise job runs, with the same number of threads on every machine."""
+    """Make torch deterministic while a bitwise job runs, with the same number of threads on every machine.
+
+    Attention layers that evaluate take another path where modules have hooks, as sharded ones have: here none does.
+    """
     if not job.bitwise:
         yield
         return
@@ -85,6 +88,8 @@ def deterministic(job: Job) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
@@ -92,6 +97,7 @@ def deterministic(job: Job) -> Iterator[None]:
         torch.use_deterministic_algorithms(algorithms)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = tries
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager
