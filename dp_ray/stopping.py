@@ -1,36 +1,39 @@
-"""Stop a run from elsewhere: its driver stops it at a step's border, and keeps all of it."""
+"""Stop a run from elsewhere: its driver stops it at a step's border, and keeps all of it. It imports no torch."""
 
 import time
 from collections.abc import Callable
 
-from dp_ray.errors import JobError
-from dp_ray.rundir.claim import is_finished, read_claim
+from dp_ray.errors import Error, JobError, RunInterrupted
+from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.lease_file import LEASE, Lease, is_alive, read_lease
 from dp_ray.rundir.stop_request import leave_request
-from dp_ray.rundir.unfinished import unfinished
 from dp_ray.storage import Storage
 
 LOOK_SECONDS = 0.5
+FAILED = "it failed"
 
 
 def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
     """Ask the driver of a running run to stop it, wait for it if it `waits`, and return what became of the run.
 
-    Raises JobError if nobody runs the run, and StorageError if its directory cannot be read or written to.
+    Raises JobError if nobody runs the run, Error if it failed or its driver was killed meanwhile, and StorageError if
+    its directory cannot be read or written to.
     """
     run = Storage(run_dir)
     lease = read_lease(run)
     if lease is None or not is_alive(lease, run.modified(LEASE)):
-        raise JobError(f"{run} is not running: {_state(run, run_dir)}")
+        raise JobError(f"{run} is not running: {_state(run)}")
     leave_request(run, lease.token)
     say(f"asked {lease.driver} to stop after its current step")
     if not waits:
         return "it was asked to stop"
     while (now := read_lease(run)) is not None and now.token == lease.token:
         if not _is_heard(run, now):
-            return f"{lease.driver} has ended without a word, {_state(run, run_dir)}"
+            raise Error(f"{lease.driver} has ended without a word, {_state(run)}")
         time.sleep(LOOK_SECONDS)
-    return _state(run, run_dir)
+    if (state := _state(run)).startswith(FAILED):
+        raise Error(state)
+    return state
 
 
 def _is_heard(run: Storage, lease: Lease) -> bool:
@@ -38,9 +41,14 @@ def _is_heard(run: Storage, lease: Lease) -> bool:
     return is_alive(lease, run.modified(LEASE))
 
 
-def _state(run: Storage, run_dir: str) -> str:
-    if not read_claim(run):
+def _state(run: Storage) -> str:
+    """What became of a run that nobody runs now."""
+    if not run.exists(RUN):
         return "there is no run"
-    if is_finished(run):
-        return "it is done"
-    return str(unfinished(run_dir) or "it is unfinished")
+    result = read_json(run, RESULT) if run.exists(RESULT) else {}
+    status, error = result.get("status"), str(result.get("error"))
+    if status == "interrupted":
+        return error.removeprefix(f"{RunInterrupted.__name__}: ")
+    if status == "failed":
+        return f"{FAILED}: {error}"
+    return "it is done" if status == "done" else "it is unfinished; dp-ray report tells what it has kept"

@@ -176,6 +176,10 @@ def test_a_plan_waits_for_neither_torch_nor_ray(tmp_path: Path) -> None:
     assert not {"torch", "ray", "pyarrow"} & loaded_by(code)
 
 
+def test_a_stop_waits_for_neither_torch_nor_ray() -> None:
+    assert not {"torch", "ray"} & loaded_by("import dp_ray.stopping, dp_ray.cli")
+
+
 def test_no_test_imports_a_test() -> None:
     """What tests share stands in tests/support."""
     for path in sorted((PACKAGE.parent / "tests").rglob("*.py")):

@@ -1,6 +1,7 @@
 """`dp-ray stop RUN_DIR`: a run ends at a step's border, keeps all, and goes on as if it had never stopped."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import dp_ray
-from dp_ray.errors import JobError, RunInterrupted
+from dp_ray.errors import Error, JobError, RunInterrupted
 from dp_ray.rundir.claim import read_claim
 from dp_ray.rundir.lease_file import read_lease
 from dp_ray.rundir.stop_request import REQUEST, leave_request, take_request
@@ -59,12 +60,12 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
     assert status_of(monkeypatch, "stop", str(run)) == 0
     out, said = capsys.readouterr()
     assert f"asked process {running.pid} on " in said
-    assert out.startswith("unfinished: newest checkpoint step ")
+    assert re.fullmatch(r"interrupted after step \d+ of 20; run the same command to resume\n", out)
     _, told_there = running.communicate(timeout=30)
     assert running.returncode == 130
     assert "asks to stop" in told_there
-    assert told_there.splitlines()[-1].startswith("interrupted after step ")
-    kept = int(out.split()[4])
+    assert told_there.splitlines()[-1] == out.rstrip()
+    kept = int(out.split()[3])
     assert 0 < kept < 20, "it stopped in the middle"
     assert not (run / REQUEST).exists()
     result = dp_ray.run(**KEYS, storage=str(tmp_path), quiet=True)
@@ -86,7 +87,7 @@ def test_a_run_whose_driver_was_killed_is_not_running(tmp_path: Path, running: s
     assert within(60, lambda: trains(tmp_path / "run"))
     running.kill()
     running.wait()
-    with pytest.raises(JobError, match="is not running: unfinished: newest checkpoint step"):
+    with pytest.raises(JobError, match="is not running: it is unfinished; dp-ray report tells"):
         stop_run(str(tmp_path / "run"), True, print)
 
 
@@ -97,7 +98,13 @@ def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
     running.send_signal(19)  # SIGSTOP: it will not heed the request
     said: list[str] = []
     told_later: list[str] = []
-    waiting = threading.Thread(target=lambda: told_later.append(stop_run(str(tmp_path / "run"), True, said.append)))
+
+    def wait() -> None:
+        with pytest.raises(Error) as raised:
+            stop_run(str(tmp_path / "run"), True, said.append)
+        told_later.append(str(raised.value))
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
     assert within(10, lambda: bool(said))
     running.kill()
@@ -105,7 +112,7 @@ def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
     waiting.join(30)
     assert told_later
     assert told_later[0].startswith(f"process {running.pid} on ")
-    assert "has ended without a word, unfinished: newest checkpoint step" in told_later[0]
+    assert "has ended without a word, it is unfinished; dp-ray report tells" in told_later[0]
 
 
 def test_a_request_for_an_earlier_driver_stops_nobody(tmp_path: Path, undisturbed: dp_ray.Result) -> None:
@@ -140,7 +147,7 @@ def test_a_run_on_an_object_store_is_stopped_too(
         dp_ray.run(**KEYS, storage=url, quiet=True)
     stopping.join(30)
     assert states
-    assert states[0].startswith("unfinished: newest checkpoint step ")
+    assert states[0].startswith("interrupted after step ")
     assert read_claim(run)
     result = dp_ray.run(**KEYS, storage=url, quiet=True)
     assert result.weights_sha256 == undisturbed.weights_sha256
