@@ -224,10 +224,11 @@ class Execution:
         return RENEW_SECONDS if self._storage.is_atomic else TELL_SECONDS
 
     def _heed_request(self, stop: Callable[[], object]) -> None:
-        """Stop the run if `dp-ray stop` asks for it."""
+        """Stop the run if `dp-ray stop` asks for it; asked again, it stops after its step all the same."""
         if by := take_request(self._storage, self._claimed.token):
             self._console.say(f"{by} asks to stop")
-            stop()
+            if self._monitor is None or not self._monitor.planned_stop.is_asked:
+                stop()
 
     def _ask_to_stop(self, signal_name: str) -> bool:
         return self._monitor is not None and self._monitor.ask_to_stop(signal_name)

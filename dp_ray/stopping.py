@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable
 
 from dp_ray.errors import Error, JobError, RunInterrupted
-from dp_ray.rundir.files import RESULT, RUN, read_json
+from dp_ray.rundir.files import RESULT, RUN, SWEEP, damage_told, read_json
 from dp_ray.rundir.lease_file import LEASE, Lease, is_alive, read_lease
 from dp_ray.rundir.stop_request import leave_request
 from dp_ray.storage import Storage
+from dp_ray.text import listed
 
 LOOK_SECONDS = 0.5
 FAILED = "it failed"
@@ -16,10 +17,12 @@ FAILED = "it failed"
 def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
     """Ask the driver of a running run to stop it, wait for it if it `waits`, and return what became of the run.
 
-    Raises JobError if nobody runs the run, Error if it failed or its driver was killed meanwhile, and StorageError if
-    its directory cannot be read or written to.
+    Raises JobError if nobody runs the run, or if it is a sweep, Error if it failed or its driver was killed meanwhile,
+    and StorageError if its directory cannot be read or written to.
     """
     run = Storage(run_dir)
+    if run.exists(SWEEP) and not run.exists(RUN):
+        raise JobError(f"{run} is a sweep: stop the run of a trial of it ({_running(run)}), and the sweep stops too")
     lease = read_lease(run)
     if lease is None or not is_alive(lease, run.modified(LEASE)):
         raise JobError(f"{run} is not running: {_state(run)}")
@@ -34,6 +37,12 @@ def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
     if (state := _state(run)).startswith(FAILED):
         raise Error(state)
     return state
+
+
+def _running(sweep: Storage) -> str:
+    with damage_told(f"{sweep}/{SWEEP}"):
+        trials = read_json(sweep, SWEEP)["trials"]
+        return listed(one["run"] for one in trials if one["state"] == "running") or "none is running"
 
 
 def _is_heard(run: Storage, lease: Lease) -> bool:

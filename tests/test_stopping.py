@@ -14,7 +14,9 @@ import pytest
 import dp_ray
 from dp_ray.errors import Error, JobError, RunInterrupted
 from dp_ray.rundir.claim import read_claim
+from dp_ray.rundir.lease import kept
 from dp_ray.rundir.lease_file import read_lease
+from dp_ray.rundir.progress_file import PROGRESS
 from dp_ray.rundir.stop_request import REQUEST, leave_request, take_request
 from dp_ray.stopping import stop_run
 from dp_ray.storage import Storage
@@ -65,8 +67,8 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
     assert running.returncode == 130
     assert "asks to stop" in told_there
     assert told_there.splitlines()[-1] == out.rstrip()
-    kept = int(out.split()[3])
-    assert 0 < kept < 20, "it stopped in the middle"
+    num_kept = int(out.split()[3])
+    assert 0 < num_kept < 20, "it stopped in the middle"
     assert not (run / REQUEST).exists()
     result = dp_ray.run(**KEYS, storage=str(tmp_path), quiet=True)
     assert result.weights_sha256 == undisturbed.weights_sha256
@@ -113,6 +115,35 @@ def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
     assert told_later
     assert told_later[0].startswith(f"process {running.pid} on ")
     assert "has ended without a word, it is unfinished; dp-ray report tells" in told_later[0]
+
+
+def test_a_run_that_is_asked_twice_keeps_its_step_all_the_same(tmp_path: Path) -> None:
+    dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.3}}  # 3 s a step
+    job, run = tmp_path / "job.yaml", Storage(str(tmp_path / "run"))
+    job.write_text(json.dumps({**KEYS, "dataset": dataset, "storage": str(tmp_path)}))
+    line = [sys.executable, "-m", "dp_ray", "run", str(job)]
+    with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert within(60, lambda: run.exists(PROGRESS))
+            for _ in range(2):
+                assert stop_run(str(tmp_path / "run"), False, print) == "it was asked to stop"
+                assert within(10, lambda: not run.exists(REQUEST))
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert said.count("asks to stop") == 2
+    assert said.splitlines()[-1].startswith("interrupted after step ")
+
+
+def test_a_sweep_is_refused_with_the_run_to_stop_instead(tmp_path: Path) -> None:
+    trials = [{"run": "s-1", "state": "done"}, {"run": "s-2", "state": "running"}]
+    folder = Storage(str(tmp_path / "s"))
+    folder.create()
+    folder.write_text("sweep.json", json.dumps({"trials": trials}))
+    with kept(folder, "token", lambda: True):
+        with pytest.raises(JobError, match=r"s is a sweep: stop the run of a trial of it \(s-2\)"):
+            stop_run(str(tmp_path / "s"), True, print)
+        assert not folder.exists(REQUEST)
 
 
 def test_a_request_for_an_earlier_driver_stops_nobody(tmp_path: Path, undisturbed: dp_ray.Result) -> None:

@@ -232,4 +232,13 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
     for args in (("status",), ("logs", "x"), ("stop", "x")):
         told_of = done(*args, "--address", f"http://127.0.0.1:{port}")
         assert told_of.returncode == 1
-        assert f"no Ray dashboard answers at http://127.0.0.1:{port}" in told_of.stderr
+        assert told_of.stderr.startswith(f"error: no Ray dashboard answers at http://127.0.0.1:{port}: ")
+
+
+def test_an_address_that_is_none_is_a_mistake_of_the_command_line() -> None:
+    for address in ("garbage", ""):
+        told_of = done("status", "--address", address)
+        assert (told_of.returncode, told_of.stderr) == (
+            2,
+            f"error: --address {address!r}: must be a dashboard's, like http://HEAD:8265\n",
+        )

@@ -5,6 +5,7 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -226,6 +227,73 @@ def test_overwrite_deletes_the_sweep_and_its_runs_only(
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
         *["job-sweep", "job-sweep-1", "job-sweep-2", "job-sweep-9"]
     ]
+
+
+def test_overwrite_leaves_a_run_where_no_trial_had_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
+) -> None:
+    job, base = evaluation_job(tmp_path), Storage(str(tmp_path / "runs"))
+    sweep = ["sweep", job, "--quiet", "--over", "model.args.x=9,1,2"]
+    assert status_of(monkeypatch, *sweep, "--fail-fast") == 1
+    assert states(base) == ["failed", "waiting", "waiting"]
+    assert status_of(monkeypatch, "run", job, "--quiet", "--name", "job-sweep-3") == 0
+    before = base.child("job-sweep-3").read_text("run.json")
+    assert status_of(monkeypatch, *sweep, "--overwrite") == 2
+    assert "job-sweep-3: trial 3 would run there, and it is not empty" in capsys.readouterr().err
+    assert base.child("job-sweep-3").read_text("run.json") == before
+
+
+def test_a_sweep_that_was_given_another_name_takes_no_other_runs_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
+) -> None:
+    job, runs = evaluation_job(tmp_path), tmp_path / "runs"
+    sweep = ["sweep", job, "--quiet", "--over", "model.args.x=1,2", "--name", "moved"]
+    assert status_of(monkeypatch, *sweep[:-1], "first") == 0
+    (runs / "first").rename(runs / "moved")
+    assert status_of(monkeypatch, "run", job, "--quiet", "--name", "moved-1") == 0
+    before = (runs / "moved-1" / "run.json").read_text()
+    assert status_of(monkeypatch, *sweep) == 2
+    assert "holds a sweep that was given another name: its first run is first-1" in capsys.readouterr().err
+    assert status_of(monkeypatch, *sweep, "--overwrite") == 2
+    assert (runs / "moved-1" / "run.json").read_text() == before
+    assert (runs / "first-1" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda trials: trials[0].update(metrics={"loss": "x"}),
+        lambda trials: trials[0].update(picked={"model.args.x": -1}),
+        lambda trials: trials[1].update(number=7),
+        lambda trials: trials.pop(),
+    ],
+)
+def test_a_damaged_file_of_a_sweep_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines, damage: Callable[[list[Any]], object]
+) -> None:
+    job, base = evaluation_job(tmp_path), Storage(str(tmp_path / "runs"))
+    sweep = ["sweep", job, "--quiet", "--over", "model.args.x=1,2"]
+    assert status_of(monkeypatch, *sweep) == 0
+    told = json.loads(base.child("job-sweep").read_text("sweep.json"))
+    damage(told["trials"])
+    base.child("job-sweep").write_text("sweep.json", json.dumps(told))
+    assert status_of(monkeypatch, *sweep) == 1
+    assert "job-sweep/sweep.json: is damaged: " in capsys.readouterr().err
+
+
+def test_a_result_that_is_damaged_fails_its_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
+) -> None:
+    job, base = evaluation_job(tmp_path), Storage(str(tmp_path / "runs"))
+    sweep = ["sweep", job, "--quiet", "--over", "model.args.x=1,2"]
+    assert status_of(monkeypatch, *sweep) == 0
+    told = json.loads(base.child("job-sweep").read_text("sweep.json"))
+    told["trials"][0]["state"] = "running"
+    base.child("job-sweep").write_text("sweep.json", json.dumps(told))
+    base.child("job-sweep-1").write_text("result.json", '{"status": "done"}')
+    assert status_of(monkeypatch, *sweep) == 1
+    assert "job-sweep-1/result.json: is damaged: KeyError: 'metrics'" in capsys.readouterr().err
+    assert states(base) == ["failed", "done"]
 
 
 def test_the_list_of_runs_tells_what_the_folder_of_a_sweep_is(

@@ -51,8 +51,11 @@ class Dashboard:
             logging.getLogger(name).setLevel("ERROR")
         find_users_token()
         self.address = address
-        with self._answering("no Ray dashboard answers"):
-            self._client = JobSubmissionClient(address)
+        try:
+            with self._answering("no Ray dashboard answers"):
+                self._client = JobSubmissionClient(address)
+        except ValueError:
+            raise JobError(f"--address {address!r}: must be a dashboard's, like http://HEAD:8265") from None
 
     def submit(self, program: list[str], secrets: list[str], name: str, say: Say) -> str:
         """Submit `program`, with the working directory shipped, as a run called `name`; return the job's id.
@@ -115,7 +118,7 @@ class Dashboard:
         try:
             yield
         except (ConnectionError, RuntimeError, requests.RequestException) as error:
-            raise ClusterError(f"{otherwise} at {self.address}: {error}") from error
+            raise ClusterError(f"{otherwise} at {self.address}: {error}") from None  # whose frames say no more
 
 
 class Follower:

@@ -43,7 +43,7 @@ def read_lease(run: Storage) -> Lease | None:
     try:
         values: dict[str, Any] = json.loads(run.read_text(LEASE))
         return Lease(Process(**values.pop("driver")), **values)
-    except (StorageError, ValueError, KeyError, TypeError):
+    except (StorageError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

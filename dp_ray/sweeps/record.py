@@ -129,9 +129,15 @@ def open_record(definition: Definition, base: Storage, is_new: bool = False) -> 
         told = read_json(folder, SWEEP)
         if all(one["state"] == "waiting" for one in told["trials"]):  # nothing has run that could be lost
             return Record(folder, definition, _new_trials(definition))
+        first = str(told["trials"][0]["run"])
+        if first != definition.run_name(1):
+            raise JobError(
+                f"{folder} holds a sweep that was given another name: its first run is {first}; move it back there, "
+                "or choose another --name"
+            )
         definition = definition.in_order_of(list(told["definition"]["over"]))
         changes = "; ".join(_changes(told["definition"], definition.describe()))
-        trials = [_trial(one, definition) for one in told["trials"]] if not changes else []
+        trials = _trials(told["trials"], definition) if not changes else []
     if changes:
         raise JobError(
             f"{folder} holds a different sweep ({changes}); give this one another name (--name), or replace that "
@@ -146,9 +152,19 @@ def _new_trials(definition: Definition) -> list[Trial]:
     return [Trial(number, picked) for number, picked in enumerate(picks, start=1)]
 
 
+def _trials(told: Sequence[Mapping[str, Any]], definition: Definition) -> list[Trial]:
+    """The trials that a file tells; raises an error of any kind if it is damaged."""
+    trials = [_trial(one, definition) for one in told]
+    of_grid = definition.search is not None or [one.picked for one in trials] == list(definition.grid())
+    if not of_grid or [one.number for one in trials] != list(range(1, len(trials) + 1)):
+        raise ValueError("its trials are not those of this sweep")
+    return trials
+
+
 def _trial(told: Mapping[str, Any], definition: Definition) -> Trial:
     definition.values(told["picked"])  # raises if the file is damaged
-    return Trial(int(told["number"]), dict(told["picked"]), told["state"], dict(told["metrics"]), str(told["error"]))
+    metrics = {name: float(value) for name, value in told["metrics"].items()}
+    return Trial(int(told["number"]), dict(told["picked"]), told["state"], metrics, str(told["error"]))
 
 
 def _changes(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
@@ -164,15 +180,17 @@ def _changes(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 def remove_sweep(folder: Storage, base: Storage, say: Callable[[str], None]) -> None:
     """Remove the sweep in a directory, whatever it is, with the runs of its trials; nothing if there is none.
 
+    What stands where a trial has not begun is not the sweep's, and stays; neither is a run of another name.
     Raises JobError if the driver of the sweep, or of a run, is active.
     """
     if not folder.exists(SWEEP):
         return
     wait_until_free(folder, say)
-    with damage_told(f"{folder}/{SWEEP}"):
-        numbers = [int(one["number"]) for one in read_json(folder, SWEEP)["trials"]]
     name = folder.path.rpartition("/")[2]
-    for run in (base.child(run_name(name, number)) for number in numbers):
+    with damage_told(f"{folder}/{SWEEP}"):
+        begun = [one for one in read_json(folder, SWEEP)["trials"] if one["state"] != "waiting"]
+        names = [one["run"] for one in begun if one["run"] == run_name(name, one["number"])]
+    for run in map(base.child, names):
         if run.exists(RUN):
             wait_until_free(run, say)
             run.remove()

@@ -15,7 +15,7 @@ from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.results.short import relative
 from dp_ray.rundir.claim import is_finished, read_claim, with_full_init_from, with_shards_of_run
-from dp_ray.rundir.files import RESULT, read_json
+from dp_ray.rundir.files import RESULT, damage_told, read_json
 from dp_ray.storage import Storage
 from dp_ray.sweeps.definition import Definition, Picked
 from dp_ray.sweeps.lanes import Lane, Say, Stop, opened, run_side_by_side
@@ -125,7 +125,8 @@ class Sweep:
         asked = with_shards_of_run(with_full_init_from(job.for_task()), self._base)
         if not is_finished(run) or not asked.has_fingerprint(read_claim(run).get("fingerprint")):
             return None
-        return dict(read_json(run, RESULT)["metrics"])
+        with damage_told(f"{run}/{RESULT}"):
+            return {name: float(value) for name, value in read_json(run, RESULT)["metrics"].items()}
 
     def _ended(self, trial: Trial, metrics: dict[str, float]) -> None:
         done = replace(trial, state="done", metrics=metrics, error="")
