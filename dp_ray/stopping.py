@@ -17,8 +17,8 @@ FAILED = "it failed"
 def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
     """Ask the driver of a running run to stop it, wait for it if it `waits`, and return what became of the run.
 
-    Raises JobError if nobody runs the run, or if it is a sweep, Error if it failed or its driver was killed meanwhile,
-    and StorageError if its directory cannot be read or written to.
+    Raises JobError if nobody runs the run, or if it is a sweep, Error if it failed or its driver was killed
+    meanwhile, and StorageError if its directory cannot be read or written to.
     """
     run = Storage(run_dir)
     if run.exists(SWEEP) and not run.exists(RUN):
