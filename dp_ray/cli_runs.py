@@ -38,8 +38,9 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
     from dp_ray.rundir.files import damage_told
 
     with damage_told(run_dirs[0]):
-        for line in _reported(run_dirs[0], shapes, as_json):
-            click.echo(harmless(line))
+        lines = list(_reported(run_dirs[0], shapes, as_json))
+    for line in lines:
+        click.echo(harmless(line))
 
 
 def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:

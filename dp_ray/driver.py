@@ -227,7 +227,10 @@ class Execution:
         """Stop the run if `dp-ray stop` asks for it; asked again, it stops after its step all the same."""
         if by := take_request(self._storage, self._claimed.token):
             self._console.say(f"{by} asks to stop")
-            if self._monitor is None or not self._monitor.planned_stop.is_asked:
+            planned = self._monitor.planned_stop if self._monitor else None
+            if planned is not None:
+                planned.asker = "dp-ray stop"
+            if planned is None or not planned.is_asked:
                 stop()
 
     def _ask_to_stop(self, signal_name: str) -> bool:

@@ -255,9 +255,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     )
     find_unused_parameters: Literal["auto"] | bool = Field(
         default="auto",
-        description="Whether the model may leave parameters unused. auto: each worker looks once, at its first "
-        "shard. Set true if the parameters that it uses change from step to step. With `strategy: fsdp`, auto looks "
-        "in every step.",
+        description="Whether the model may leave parameters unused. auto: with several workers, each looks once: it "
+        "runs its first shard twice, and restores the buffers; what else a forward changes, it changes twice. Set "
+        "true if the parameters that it uses change from step to step. With `strategy: fsdp`, auto looks every time.",
     )
     bitwise: bool = Field(
         default=False,

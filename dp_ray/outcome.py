@@ -64,7 +64,7 @@ def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
 
 def summary_of(result: Result, is_resumed: bool) -> str:
     """The last line of a run: `done, 1797 rows in 3.2 s, loss 0.1: runs/digits/weights.safetensors`."""
-    told = "".join(f", {name} {value}" for name, value in measured(result.metrics).items())
+    told = _metrics_text(result)
     rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
     where = result.outputs_path or result.weights_path
     if result.stopped_early is not None:
@@ -72,6 +72,15 @@ def summary_of(result: Result, is_resumed: bool) -> str:
     rows += f" ({result.quarantined} set aside)" * (result.quarantined > 0)
     seconds = f"{result.seconds:.1f} s" + " since it was resumed" * is_resumed
     return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
+
+
+def _metrics_text(result: Result) -> str:
+    """The metrics; of a training first those of an epoch and of the evaluation, then those of the last batch."""
+    values = measured(result.metrics)
+    is_whole = {name: result.task != "train" or name.startswith(("eval_", "epoch_")) for name in values}
+    whole = "".join(f", {name} {value}" for name, value in values.items() if is_whole[name])
+    of_batch = ", ".join(f"{name} {value}" for name, value in values.items() if not is_whole[name])
+    return whole + (f", last batch: {of_batch}" if of_batch else "")
 
 
 def time_lines(result: Result) -> Iterator[str]:

@@ -95,7 +95,7 @@ NO_SUCH_MODEL = "model=nowhere.at_all:Model"
 def test_a_model_that_cannot_be_imported_is_told_before_the_connection_ends(
     said: list[str], monkeypatch: pytest.MonkeyPatch, in_project: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "_show", lambda error, is_verbose: said.append(str(error)))
+    monkeypatch.setattr(cli, "show_error", lambda error, is_verbose: said.append(str(error)))
     given = ["run", TUTORIAL, "--workers", "2", "--storage", str(tmp_path), "--quiet"]
     assert status_of(monkeypatch, *given, "--set", NO_SUCH_MODEL) == JobError.exit_status
     first, told, last = said

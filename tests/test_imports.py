@@ -75,6 +75,7 @@ LAZY = {
     "dp_ray/cli_jobs.py",
     "dp_ray/cli_sweep.py",
     "dp_ray/driver.py",
+    "dp_ray/sweeps/running.py",
     "dp_ray/early_start.py",
     "dp_ray/planning.py",
     "dp_ray/several.py",

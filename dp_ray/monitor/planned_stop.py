@@ -11,7 +11,8 @@ class PlannedStop:
 
     def __init__(self, can_keep: bool, console: Console) -> None:
         self.is_asked = False
-        self.by = ""  # the name of the last signal
+        self.by = ""  # the name of the last signal, or the asker
+        self.asker = ""  # what asks by way of a signal
         self.is_closed = False  # messages are no longer read, so workers cannot be asked to stop
         self._can_keep = can_keep
         self._console = console
@@ -22,7 +23,7 @@ class PlannedStop:
         They cannot if no step runs, if the task keeps nothing, or if they were asked before. A signal handler calls
         this, so all that may block runs in a thread.
         """
-        self.by = signal_name
+        self.by = self.asker or signal_name
         if self.is_closed or self.is_asked or not runs_a_step or not self._can_keep:
             return False
         self.is_asked = True

@@ -62,10 +62,13 @@ class RunData:
 
     @property
     def status(self) -> str:
-        """Done, failed, interrupted, running, or killed: its last driver left no result."""
-        if self.state is not None and self.state.status == "running":
-            return "running"
-        return str(self.result.get("status") or ("killed" if self.state else "unknown"))
+        """Done, failed, interrupted, running, or killed: its last driver left no result.
+
+        A driver that has left its result holds its lease still, while it writes the page.
+        """
+        is_driven = self.state is not None and self.state.status == "running"
+        otherwise = "running" if is_driven else "killed" if self.state else "unknown"
+        return str(self.result.get("status") or otherwise)
 
     @property
     def total_steps(self) -> int:

@@ -28,3 +28,11 @@ def save_page(run_dirs: Sequence[str], file: str | None = None) -> str:
         page = page_of(runs[0]) if len(runs) == 1 else comparison_of(runs)
     Storage(str(place.parent)).write_text(place.name, page)
     return str(place)
+
+
+def save_comparison(runs: Sequence[Storage], folder: Storage) -> str:
+    """Write the page that compares runs into a folder; return where it is. Raises what `save_page` raises."""
+    with damage_told(" or ".join(map(str, runs))):
+        page = comparison_of(runs)
+    folder.write_text(REPORT, page)
+    return folder.shown(REPORT)

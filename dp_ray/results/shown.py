@@ -36,7 +36,7 @@ def shown(values: Mapping[str, Any]) -> dict[str, str]:
 def key_lines(found: Mapping[str, str]) -> str:
     """One line for each key and value; a value's further lines are indented below its first."""
     indent = "\n" + " " * WIDTH
-    return "\n".join(f"{key:{WIDTH}}{value}".replace("\n", indent) for key, value in found.items())
+    return "\n".join(f"{key:{WIDTH - 1}} {value}".replace("\n", indent) for key, value in found.items())
 
 
 def as_html(found: Mapping[str, str]) -> str:

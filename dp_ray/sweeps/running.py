@@ -20,7 +20,7 @@ from dp_ray.storage import Storage
 from dp_ray.sweeps.definition import Definition, Picked
 from dp_ray.sweeps.lanes import Lane, Say, Stop, opened, run_side_by_side
 from dp_ray.sweeps.record import Record, Trial, remove_sweep
-from dp_ray.sweeps.shown import write_page
+from dp_ray.sweeps.shown import runs_to_compare
 from dp_ray.system.environment import environment
 
 Suggest = Callable[[Definition, int, int, Sequence[Trial]], Picked]
@@ -179,7 +179,9 @@ def _stop_message(record: Record, is_overwriting: bool) -> str:
 def _write_page(record: Record, base: Storage, say: Say) -> None:
     """Write the page of the sweep; a page that cannot be made is told of, and fails no sweep."""
     try:
-        if page := write_page(record, base):
-            say(f"page: {relative(page)}")
+        from dp_ray.report.save import save_comparison  # not before: a sweep does not wait for it at its start
+
+        if runs := runs_to_compare(record, base):
+            say(f"page: {relative(save_comparison(runs, record.folder))}")
     except Exception as error:  # whatever it is, the runs stand
         say(f"no page of the sweep: {type(error).__name__}: {error}")

@@ -1,12 +1,9 @@
-"""What a sweep shows of its trials: a table, JSON, and the page that compares their runs."""
+"""What a sweep shows of its trials: a table, JSON, and which runs its page compares."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from dp_ray.report.comparison import comparison_of
-from dp_ray.report.page import REPORT
 from dp_ray.results.short import aligned, relative
-from dp_ray.rundir.files import RUN, damage_told
+from dp_ray.rundir.files import RUN
 from dp_ray.secrets import hide, hide_in
 from dp_ray.storage import Storage
 from dp_ray.sweeps.axes import Choices
@@ -89,13 +86,7 @@ def to_json(record: Record, base: Storage) -> dict[str, Any]:
     }
 
 
-def write_page(record: Record, base: Storage) -> str | None:
-    """Write the page that compares the runs of the trials, best first; return where, None if there is no run."""
+def runs_to_compare(record: Record, base: Storage) -> list[Storage]:
+    """The runs of the trials for the page that compares them, best first."""
     runs = [base.child(record.definition.run_name(trial.number)) for trial in best_first(record)]
-    begun: Sequence[Storage] = [run for run in runs if run.exists(RUN)][:COMPARED]
-    if not begun:
-        return None
-    with damage_told(" or ".join(map(str, begun))):
-        page = comparison_of(begun)
-    record.folder.write_text(REPORT, page)
-    return record.folder.shown(REPORT)
+    return [run for run in runs if run.exists(RUN)][:COMPARED]
