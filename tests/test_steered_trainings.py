@@ -1,7 +1,7 @@
 """Early stopping, the average of the weights and a plateau scheduler: as written by hand, and after any kill."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dp_ray.errors import JobError
+import dp_ray
+from dp_ray.errors import JobError, ModelError
 from dp_ray.rundir.checkpoint import load_checkpoint
 from dp_ray.storage import Storage
 from dp_ray.task.hooks import TrainingView
@@ -20,6 +21,9 @@ from tests.support.cluster import Run
 from tests.support.group import StopsBefore, StopsBeforeItsWeights, history_of, run_group, weights_of
 from tests.support.training import plain_loop
 from tests.support.trainings import assert_close, initial, job_of, mean_loss
+
+if TYPE_CHECKING:  # boto3 is slow to import
+    from tests.support.s3 import Server
 
 PATIENCE, DECAY = 3, 0.8
 PLATEAU: dict[str, Any] = {
@@ -169,6 +173,31 @@ def test_the_average_is_the_same_bits_on_any_number_of_workers(tmp_path: Path) -
         ema = load_file(tmp_path / str(workers) / "ema.safetensors")
         endings.append({name: one.numpy().tobytes() for name, one in ema.items()})
     assert endings[0] == endings[1] == endings[2]
+
+
+@pytest.mark.slow
+def test_on_an_object_store_it_fails_goes_on_and_ends_as_on_a_disk(server: "Server", tmp_path: Path) -> None:
+    file = {**KEYS, "task": "train", "model": "tests.support.training:mlp", "dataset": "tests.support.training:Pairs"}
+    file |= {"loss": "torch.nn:CrossEntropyLoss", "shuffle": True, "workers": 0, "name": "run", "skip": [3, 5]}
+    here = dp_ray.run(**file, storage=str(tmp_path), quiet=True)
+    fails = {"on_step": {"target": "tests.test_steered_trainings:fail_at", "args": {"step": 7}}}
+    with pytest.raises(ModelError, match=r"hooks\.on_step"):
+        dp_ray.run(**file, storage=server.url("steered"), quiet=True, hooks=fails)
+    there = dp_ray.run(**file, storage=server.url("steered"), quiet=True)
+    assert there.interruptions and there.stopped_early is not None
+    assert there.stopped_early == here.stopped_early
+    assert there.ema is not None and here.ema is not None
+    assert (there.weights_sha256, there.ema["sha256"]) == (here.weights_sha256, here.ema["sha256"])
+    averages, expected = there.ema_weights(), here.ema_weights()
+    assert averages.keys() == expected.keys() and all(
+        torch.equal(averages[name], expected[name]) for name in expected
+    )
+    assert there.metrics == here.metrics and len(there.history) == there.stopped_early["step"]
+
+
+def fail_at(view: TrainingView, step: int) -> None:
+    if view.step == step:
+        raise RuntimeError("enough")
 
 
 @pytest.mark.ray
