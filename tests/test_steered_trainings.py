@@ -188,10 +188,9 @@ def test_on_an_object_store_it_fails_goes_on_and_ends_as_on_a_disk(server: "Serv
     assert there.stopped_early == here.stopped_early
     assert there.ema is not None and here.ema is not None
     assert (there.weights_sha256, there.ema["sha256"]) == (here.weights_sha256, here.ema["sha256"])
-    averages, expected = there.ema_weights(), here.ema_weights()
-    assert averages.keys() == expected.keys() and all(
-        torch.equal(averages[name], expected[name]) for name in expected
-    )
+    averages, expected = there.ema_weights, here.ema_weights
+    assert averages.keys() == expected.keys()
+    assert all(torch.equal(averages[name], one) for name, one in expected.items())
     assert there.metrics == here.metrics and len(there.history) == there.stopped_early["step"]
 
 
