@@ -17,12 +17,13 @@ import dp_ray
 from dp_ray.errors import RunInterrupted
 from dp_ray.job_file import job_maker
 from dp_ray.rundir.lease import kept as lease_kept
+from dp_ray.rundir.lease_file import LEASE
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
 from dp_ray.sweeps.axes import parse_axis
 from dp_ray.sweeps.definition import Definition
 from dp_ray.sweeps.lanes import Lane, Stop, run_side_by_side
-from dp_ray.sweeps.record import Trial
+from dp_ray.sweeps.record import Record, Trial
 from dp_ray.sweeps.search import suggested
 from dp_ray.system.stop_signals import planned_stops
 from tests.support import sweeps
@@ -431,6 +432,26 @@ def test_ctrl_c_stops_the_trials_of_all_lanes_and_a_second_one_ends_them(is_stub
     sender.join()
     assert ends == ["stopped"] * 2
     assert stop.is_asked and stop.is_at_once == is_stubborn
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_trials_ends_the_sweep_and_loses_no_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    job, base, put = evaluation_job(tmp_path), Storage(str(tmp_path / "runs")), Record.put
+
+    def signalled(record: Record, trial: Trial) -> None:
+        if trial.state == "done" and trial.number == 2:
+            signal.raise_signal(number)
+        put(record, trial)
+
+    monkeypatch.setattr(Record, "put", signalled)
+    assert status_of(monkeypatch, "sweep", job, "--over", "model.args.x=1.0,2.0,3.0,4.0") == 130
+    assert states(base) == ["done", "done", "waiting", "waiting"]
+    assert not base.child("job-sweep").exists(LEASE)
+    monkeypatch.setattr(Record, "put", put)
+    assert status_of(monkeypatch, "sweep", job, "--over", "model.args.x=1.0,2.0,3.0,4.0") == 0
+    assert drivers(base) == [1] * 4
 
 
 def test_a_stop_without_a_signal_ends_the_lanes_without_an_interrupt() -> None:

@@ -91,7 +91,10 @@ def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: 
     Raises KeyboardInterrupt if one came, and the first error of the threads, both after all have ended.
     """
     if len(lanes) == 1:
-        work(lanes[0])
+        with planned_stops(stop.ask):  # between two trials: each has handlers of its own
+            work(lanes[0])
+        if stop.is_by_signal:
+            raise KeyboardInterrupt
         return
     threads = _Threads(lanes, work, stop)
     try:
