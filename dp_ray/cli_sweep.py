@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dp_ray.cli_options import ADDRESS, JOB, JSON, QUIET, SETTINGS, STORAGE, VERBOSE, WORKERS, overrides_of
-from dp_ray.early_start import forked_early, say, say_import
+from dp_ray.early_start import workers_begun
 from dp_ray.errors import JobError
-from dp_ray.job import Job
 from dp_ray.job_file import job_maker
 from dp_ray.sweeps.axes import check_axes, parse_axis
 from dp_ray.sweeps.definition import Definition, Mode, chosen_metric, combinations
@@ -70,7 +68,7 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
     record = open_record(definition, base, is_new)
     with ExitStack() as until_said:
         if not dry_run and not record.is_over:
-            until_said.enter_context(_begun(definition.name, jobs, given["address"], is_quiet))
+            until_said.enter_context(workers_begun(definition.name, jobs, given["address"], is_quiet))
         if not record.is_over:
             with collector_paused():
                 from dp_ray.sweeps import running
@@ -126,18 +124,6 @@ def _suggest(definition: Definition) -> "Suggest | None":
     from dp_ray.sweeps.search import suggested
 
     return suggested
-
-
-@contextmanager
-def _begun(name: str, jobs: Sequence[Job], address: str | None, is_quiet: bool) -> Iterator[None]:
-    """Say what begins, and have what workers are forked from begin if jobs need it; it ends with the block."""
-    if all(job.max_workers == 0 for job in jobs):
-        say(f"{name}: importing torch", is_quiet)
-        yield
-        return
-    say_import(name, is_quiet)
-    with forked_early(jobs[0], address):
-        yield
 
 
 def _show(record: "Record", base: "Storage", dry_run: bool, as_json: bool) -> None:

@@ -311,8 +311,9 @@ class Execution:
     def write_page(self) -> None:
         """Write the page of the run; a page that cannot be made is told of, and fails no run."""
         try:
-            from dp_ray.report.page import write_page  # not before: a run does not wait for it at its start
+            from dp_ray.report.page import REPORT, write_page  # not before: a run does not wait for it at its start
 
             write_page(self._storage)
+            self._console.say(f"its page: {relative(str(self._storage))}/{REPORT}")
         except Exception as error:  # whatever it is, the run's result stands
             self._console.say(f"no page of the run: {type(error).__name__}: {error}")

@@ -19,13 +19,8 @@ def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: 
     that starts takes over.
     """
     name = jobs[0].run_name
-    if all(job.max_workers == 0 for job in jobs):
-        say(f"{name}: importing torch", is_quiet)
-        yield
-        return
-    say_import(name, is_quiet)
-    with forked_early(jobs[0], address):
-        if len(jobs) > 1:
+    with workers_begun(name, jobs, address, is_quiet):
+        if len(jobs) > 1 or jobs[0].max_workers == 0:
             yield  # a session connects with the keys of all jobs
             return
         from dp_ray.cluster.connect import connected_early, what_begins
@@ -36,6 +31,18 @@ def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: 
                 from dp_ray.cluster import workers  # noqa: F401
             connection.wait()
             yield
+
+
+@contextmanager
+def workers_begun(name: str, jobs: Sequence[Job], address: str | None, is_quiet: bool) -> Iterator[None]:
+    """Say what begins, and have what workers are forked from begin if jobs need it; it ends with the block."""
+    if all(job.max_workers == 0 for job in jobs):
+        say(f"{name}: importing torch", is_quiet)
+        yield
+        return
+    say_import(name, is_quiet)
+    with forked_early(jobs[0], address):
+        yield
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import dp_ray
 import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
 from tests.support import ray_forks
-from tests.support.cluster import NO_SPARE_WORKERS, OURS, ROOT, Cluster, Run, end, free_port, wait_for_port
+from tests.support.cluster import OURS, ROOT, SYSTEM_CONFIG, Cluster, Run, end, free_port, wait_for_port
 from tests.support.group import end_idle
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command = [sys.executable, ray_forks.__file__, temporary.name, "start", "--head", "--block", "--num-cpus=8"]
     command += [f"--port={port}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
     command += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
-    command += ["--disable-usage-stats", f"--temp-dir={temporary.name}", f"--system-config={NO_SPARE_WORKERS}"]
+    command += ["--disable-usage-stats", f"--temp-dir={temporary.name}", f"--system-config={SYSTEM_CONFIG}"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: two clusters would take the same ones in turn
     # As from an activated environment: a job's `python` is this one.
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", OURS: "1"}

@@ -22,7 +22,7 @@ from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop, quarantined
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
-from tests.support.trainings import job_of
+from tests.support.trainings import assert_as_good_loop, job_of
 
 ORDER = Order(101, 0, 0, shuffle=True)
 # Of 7 rows in 5 shards: all of step 1's shard 0, one row of its shard 1, a whole last shard, and all of step 3.
@@ -42,15 +42,7 @@ def job(model: str = "mlp", workers: int = 1, image: bool = False, **keys: Any) 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_training_is_that_of_one_process_on_the_good_rows(tmp_path: Path, workers: int, bitwise: bool) -> None:
     run_group(job(workers=workers, bitwise=bitwise), tmp_path)
-    torch.manual_seed(0)
-    model = training.mlp()
-    told = good_loop(model, Broken(), BAD, torch.optim.SGD(model.parameters(), 0.1, 0.9), 5)
-    weights = weights_of(tmp_path)
-    for name, expected in model.state_dict().items():
-        assert torch.allclose(weights[name], expected, rtol=1e-5, atol=1e-6), name
-    history = history_of(tmp_path)
-    assert [row["rows"] for row in history] == [rows for rows, _ in told]
-    assert [row["loss"] for row in history if row["rows"]] == pytest.approx([one for _, one in told if one], rel=1e-5)
+    assert_as_good_loop(tmp_path, BAD)
 
 
 def everything(job: Job, folder: Path) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from rich.console import Console as RichConsole
 
 from dp_ray.monitor import status_line
 from dp_ray.monitor.console import Console, Progressed, _display
+from dp_ray.monitor.losses import Losses
 from dp_ray.monitor.status_line import StatusLine, rewritten
 from dp_ray.replica.world import World
 from tests.support.screens import as_a_notebook_shows
@@ -152,3 +153,14 @@ def test_a_log_has_lines_with_the_name(capsys: pytest.CaptureFixture[str]) -> No
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "job: run directory runs/job"
     assert [line.partition(",")[0] for line in told[1:]] == ["job: step 95/540"]
+
+
+def test_many_short_epochs_have_few_lines_and_the_last_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = Losses(Console("run"), "runs/run")
+    for epoch in range(400):
+        losses.say({"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7})
+    losses.end()
+    told = capsys.readouterr().err.splitlines()
+    assert told[:20] == [f"run: epoch {epoch}, step {epoch}: epoch_loss 0.5" for epoch in range(20)]
+    assert len(told) < 30
+    assert told[-1] == "run: epoch 399, step 399: epoch_loss 0.5"

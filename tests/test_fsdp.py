@@ -13,13 +13,12 @@ from dp_ray.plan.order import Order
 from dp_ray.task.notices import Note
 from dp_ray.task.step_control import StepControl
 from tests.support import training
-from tests.support.bad_data import Broken, good_loop
 from tests.support.cases import USUAL, compare, job_for
 from tests.support.cluster import Run
 from tests.support.group import ProcessExit, Stopped, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.merging import merged
 from tests.support.training import plain_loop
-from tests.support.trainings import assert_close, initial, job_of, keys_of, mean_loss
+from tests.support.trainings import assert_as_good_loop, assert_close, initial, job_of, keys_of, mean_loss
 
 SHARDED: dict[str, Any] = {"strategy": "fsdp"}
 BLOCKS: dict[str, Any] = {
@@ -220,11 +219,7 @@ def test_a_worker_whose_rows_are_set_aside_and_a_step_without_any(tmp_path: Path
     data = {"target": "tests.support.bad_data:Broken", "args": {"raises": bad}}
     on_error = {"quarantine": len(bad)}
     run_group(job_of("mlp", data, workers=3, shards=5, on_error=on_error, **SHARDED), tmp_path)
-    model = initial(training.mlp)
-    told = good_loop(model, Broken(), bad, torch.optim.SGD(model.parameters(), 0.1, 0.9), 5)
-    for name, expected in model.state_dict().items():
-        assert torch.allclose(weights_of(tmp_path)[name], expected, rtol=1e-5, atol=1e-6), name
-    assert [row["rows"] for row in history_of(tmp_path)] == [rows for rows, _ in told]
+    assert_as_good_loop(tmp_path, bad)
 
 
 @pytest.mark.slow

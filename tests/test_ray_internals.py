@@ -26,6 +26,7 @@ from dp_ray.cluster.ray_internals.core import (
     AGENTS,
     DEFAULT_WORKER,
     WITHOUT_SPARE_WORKERS,
+    WITHOUT_TASK_EVENTS,
     find_users_token,
     forget_variables,
 )
@@ -419,7 +420,7 @@ def test_ray_says(text: str) -> None:
 
 def test_ray_has_a_program_for_workers_and_settings_for_them() -> None:
     assert DEFAULT_WORKER.is_file()
-    for setting in WITHOUT_SPARE_WORKERS:
+    for setting in (*WITHOUT_SPARE_WORKERS, *WITHOUT_TASK_EVENTS):
         assert setting.encode() in (RAY / "core/src/ray/raylet/raylet").read_bytes()
 
 

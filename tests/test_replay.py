@@ -23,19 +23,10 @@ from tests.support.bad_data import Broken
 from tests.support.cli import status_of
 from tests.support.group import StopsBefore, history_of, run_group
 from tests.support.s3 import Server
-from tests.support.trainings import ADAMW, job_of, keys_of
+from tests.support.trainings import STEPS_OF_22, job_of, keys_of
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
-KEYS: dict[str, Any] = {
-    "shards": 8,
-    "batch_size": 22,  # no chunk of one row in 70 samples: BatchNorm needs two
-    "bitwise": True,
-    "epochs": 3,
-    "optimizer": ADAMW,
-    "scheduler": "tests.support.training:warm_up",
-    "checkpoint": {"every_steps": 2, "keep": 2},
-}
 IMAGES = {"target": "tests.support.training:Images", "args": {"length": 70, "augment": True}}
 PLATEAU = {
     "target": "torch.optim.lr_scheduler:ReduceLROnPlateau",
@@ -71,7 +62,7 @@ def files_of(run: Path) -> dict[str, tuple[int, bytes]]:
 @pytest.mark.slow
 def test_each_step_of_a_bitwise_run_has_its_bits_after_a_kill_and_a_resize(tmp_path: Path) -> None:
     """With BatchNorm, augmentation, AdamW and a scheduler; of twelve steps, the last two checkpoints are kept."""
-    run = trained(job_of("conv", IMAGES, workers=3, **KEYS), tmp_path, (3, 5), (2, None))
+    run = trained(job_of("conv", IMAGES, workers=3, **STEPS_OF_22), tmp_path, (3, 5), (2, None))
     history = history_of(run)
     before = files_of(run)
     found = [again(run, step) for step in range(12)]
@@ -88,7 +79,7 @@ def test_each_step_of_a_bitwise_run_has_its_bits_after_a_kill_and_a_resize(tmp_p
 
 @pytest.mark.slow
 def test_a_scheduler_that_watches_evaluations_goes_the_same_way_again(tmp_path: Path) -> None:
-    keys = {**KEYS, "scheduler": PLATEAU, "eval": EVAL, "checkpoint": {"every_steps": 100}}
+    keys = {**STEPS_OF_22, "scheduler": PLATEAU, "eval": EVAL, "checkpoint": {"every_steps": 100}}
     run = trained(job_of("conv", IMAGES, workers=2, **keys), tmp_path, (2, None))
     rates = {row["learning_rate"] for row in history_of(run)}
     assert len(rates) > 1, "the scheduler has lowered the rate"
@@ -100,7 +91,7 @@ def test_a_scheduler_that_watches_evaluations_goes_the_same_way_again(tmp_path: 
 
 @pytest.mark.slow
 def test_each_step_of_another_run_is_within_rounding(tmp_path: Path) -> None:
-    keys = {**KEYS, "bitwise": False, "checkpoint": {"every_steps": 2, "keep": 100}}
+    keys = {**STEPS_OF_22, "bitwise": False, "checkpoint": {"every_steps": 2, "keep": 100}}
     run = trained(job_of("mlp", "Pairs", workers=3, **keys), tmp_path, (3, 5), (2, None))
     for step, row in enumerate(history_of(run)):
         found = again(run, step)
@@ -118,7 +109,7 @@ def test_how_losses_compare() -> None:
 
 @pytest.mark.slow
 def test_a_run_whose_workers_held_parts_of_the_model(tmp_path: Path) -> None:
-    run = trained(job_of("conv", IMAGES, workers=2, strategy="fsdp", **KEYS), tmp_path, (2, 5), (3, None))
+    run = trained(job_of("conv", IMAGES, workers=2, strategy="fsdp", **STEPS_OF_22), tmp_path, (2, 5), (3, None))
     assert list((run / "checkpoints" / "pieces").iterdir())
     assert [again(run, step).loss for step in (3, 10, 11)] == [history_of(run)[step]["loss"] for step in (3, 10, 11)]
 

@@ -20,17 +20,11 @@ from dp_ray.storage import Storage
 from dp_ray.task.notices import Note
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, measured, run_group, weights_of
-from tests.support.trainings import ADAMW, job_of
+from tests.support.trainings import STEPS_OF_22, job_of
 
 KEYS: dict[str, Any] = {
-    "shards": 8,
-    "batch_size": 22,  # no chunk of one row in 70 samples: BatchNorm needs two
-    "bitwise": True,
-    "epochs": 3,
-    "optimizer": ADAMW,
-    "scheduler": "tests.support.training:warm_up",
+    **STEPS_OF_22,
     "eval": {"dataset": {"target": "tests.support.training:Images", "args": {"length": 20}}, "every_steps": 4},
-    "checkpoint": {"every_steps": 2, "keep": 2},
 }
 DATA = {"target": "tests.support.training:Images", "args": {"length": 70, "augment": True}}
 

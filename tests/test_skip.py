@@ -14,7 +14,7 @@ from dp_ray.replica.skipping import Skipping
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop
 from tests.support.group import history_of, run_group, weights_of
-from tests.support.trainings import job_of
+from tests.support.trainings import assert_as_good_loop, job_of
 
 FINGERPRINT = "70614b8d5f9b41aefba58d21b6c6b86ad7e27843d0109194b9c113091a8602ed"  # of before there was the key
 ORDER = Order(101, 0, 0, shuffle=True)
@@ -70,15 +70,7 @@ def test_shards_without_what_is_skipped() -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_training_is_that_of_one_process_without_them(tmp_path: Path, workers: int, bitwise: bool) -> None:
     run_group(job(workers=workers, bitwise=bitwise), tmp_path)
-    torch.manual_seed(0)
-    model = training.mlp()
-    told = good_loop(model, Broken(), SKIP, torch.optim.SGD(model.parameters(), 0.1, 0.9), 5)
-    weights = weights_of(tmp_path)
-    for name, expected in model.state_dict().items():
-        assert torch.allclose(weights[name], expected, rtol=1e-5, atol=1e-6), name
-    history = history_of(tmp_path)
-    assert [row["rows"] for row in history] == [rows for rows, _ in told]
-    assert [row["loss"] for row in history if row["rows"]] == pytest.approx([one for _, one in told if one], rel=1e-5)
+    assert_as_good_loop(tmp_path, SKIP)
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def run_job(given: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str])
     prints = forwarded_prints(given.channel, given.number, given.keep_prints, here)
     with isolated() as remains, environment(env), prints:
         is_stopped = run_packed(given, packed, attempt, here)
-    imported = imported_files() if here.rank == 0 else ()
+    imported = imported_files() if here.rank == 0 and not terms.is_last else ()
     send(given.channel, Finished(attempt, here.rank, is_stopped, tuple(remains), imported), given.number)
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -73,6 +74,7 @@ class Workers:
         packed = self._packed(job, claimed, rows, faults)
         try:
             ray.get(self._channel.begin.remote(terms, packed))
+            import_module("ray.dag")  # while there is time: ray.shutdown would import it
             gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.interruptions))
             with gauges, listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
                 monitor.end.wait()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -62,7 +63,8 @@ def pieces_of(
 
     The shards keep the borders that they have in a batch of which nothing is missing.
     """
+    positions = whole.positions
     for shard in shards:
-        first = sum(at < shard.start for at in whole.positions)
+        first = bisect_left(positions, shard.start)
         end = first + shard.rows
         yield indices[first:end], cut(picked, first, end, batch_dim) if shard.rows else None

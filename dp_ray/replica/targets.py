@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dp_ray.errors import DataError, Error, JobError
@@ -94,11 +94,21 @@ def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
     try:
         inspect.signature(found).bind(*[None] * leading, **target.args)
     except TypeError as error:
-        takes = inspect.signature(found)
-        raise JobError(f"{key}.args: {target.label}{takes} rejects {target.args}: {error}") from None
+        takes = list(inspect.signature(found).parameters.values())[leading:]
+        raise JobError(f"{key}.args: {target.label} {_rejection(takes, target.args, error)}") from None
     except ValueError:
         pass  # some built-in callables have no signature
     return lambda *given: _call(key, target, found, given)
+
+
+def _rejection(takes: Sequence[inspect.Parameter], args: Mapping[str, Any], error: TypeError) -> str:
+    """How a callable with these parameters rejects args: by the first one that it does not know, else as Python says."""
+    names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    it_takes = f"it takes {listed(names) or 'no arguments'}"
+    unknown = next((name for name in args if name not in names), None)
+    if unknown is None or any(one.kind is one.VAR_KEYWORD for one in takes):
+        return f"rejects {dict(args)}: {error}; {it_takes}"
+    return f"takes no {unknown!r}{did_you_mean(unknown, names)}; {it_takes}"
 
 
 def check_gives(key: str, found: Any, kind: type, name: str) -> None:

@@ -97,9 +97,9 @@ def compared_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 
 def compared(runs: Sequence[ComparedRun]) -> str:
-    """The runs side by side: a table of what differs and of their figures, curves as sparklines, a verdict."""
+    """The runs side by side: what they have in common, a table of what differs and of their figures, sparklines."""
     rows = [[printable(cell) for cell in row] for row in _table(runs)]
-    return "\n".join([aligned(rows), *_curves(runs), ", ".join(_verdict(runs))])
+    return "\n".join([", ".join(_verdict(runs)), aligned(rows), *_curves(runs)])
 
 
 def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes of this session's cluster
 # Of `ray start`: no process for each CPU with the first driver; none would ever be used, since jobs ship their code.
-NO_SPARE_WORKERS = json.dumps({"prestart_worker_first_driver": False})
+# Nor do processes wait 0.25 s at their end to tell a dashboard of their tasks.
+SYSTEM_CONFIG = json.dumps({"prestart_worker_first_driver": False, "task_events_report_interval_ms": 0})
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,31 @@
 """Jobs of small trainings, and what tests compare them with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import dp_ray
 from dp_ray.job import Job
 from tests.support import training
+from tests.support.bad_data import Broken, good_loop
 from tests.support.group import history_of, weights_of
 from tests.support.three_tasks import FILE
 
 SGD = {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}}
 ADAMW = {"target": "torch.optim:AdamW", "args": {"lr": 0.01}}
+STEPS_OF_22: dict[str, Any] = {  # steps that a checkpoint follows every second time; with BatchNorm
+    "shards": 8,
+    "batch_size": 22,  # no chunk of one row in 70 samples: BatchNorm needs two
+    "bitwise": True,
+    "epochs": 3,
+    "optimizer": ADAMW,
+    "scheduler": "tests.support.training:warm_up",
+    "checkpoint": {"every_steps": 2, "keep": 2},
+}
 Chunks = Sequence[Any]
 
 
@@ -97,3 +108,15 @@ def short_training(folder: Path, name: str, lr: float = 0.1, **keys: Any) -> dp_
     optimizer = {"target": "torch.optim:SGD", "args": {"lr": lr}}
     given = keys_of(storage=str(folder), name=name, dataset=data, optimizer=optimizer, epochs=3)
     return dp_ray.run(**{**given, "metrics": {"right": "tests.support.training:right"}, **keys})
+
+
+def assert_as_good_loop(folder: Path, bad: Collection[int]) -> None:
+    """The mlp's training in a folder, of 2 epochs in 5 shards, is that of one process without the rows `bad`."""
+    torch.manual_seed(0)
+    model = training.mlp()
+    told = good_loop(model, Broken(), bad, torch.optim.SGD(model.parameters(), 0.1, 0.9), 5)
+    weights, history = weights_of(folder), history_of(folder)
+    for name, expected in model.state_dict().items():
+        assert torch.allclose(weights[name], expected, rtol=1e-5, atol=1e-6), name
+    assert [row["rows"] for row in history] == [rows for rows, _ in told]
+    assert [row["loss"] for row in history if row["rows"]] == pytest.approx([one for _, one in told if one], rel=1e-5)

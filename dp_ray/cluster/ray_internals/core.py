@@ -36,6 +36,8 @@ AGENTS = [sys.executable, "-S", "-E", str(Path(__file__).with_name("agents.py"))
 DEFAULT_WORKER = Path(ray._private.__path__[0]) / "workers" / "default_worker.py"
 # The driver would wait for them with Python's lock held, so that it imports nothing meanwhile.
 WITHOUT_SPARE_WORKERS = {"prestart_worker_first_driver": False}
+# Only a dashboard would show them. Each process that leaves, the driver too, would wait 0.25 s to send its last ones.
+WITHOUT_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 _GCS = "--gcs-address="  # an argument of each raylet
 
 
@@ -54,7 +56,7 @@ def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None
             include_dashboard=False,
             log_to_driver=logs,
             _temp_dir=folder,
-            _system_config=None if fork_server is None else WITHOUT_SPARE_WORKERS,
+            _system_config={**WITHOUT_TASK_EVENTS, **({} if fork_server is None else WITHOUT_SPARE_WORKERS)},
             **keys,
         )
 
