@@ -48,8 +48,16 @@ def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         ("dp_ray_raises:Thing", {}, "model: importing 'dp_ray_raises' raised ZeroDivisionError"),
         ("dp_ray_user:Thng", {}, "model: dp_ray_user has no attribute 'Thng'; did you mean 'Thing'?"),
         ("dp_ray_user:number", {}, "model: dp_ray_user:number is 5, not a class or function"),
-        ("dp_ray_user:Thing", {"wdth": 1}, "model.args: dp_ray_user:Thing takes no 'wdth'; did you mean 'width'?; it takes width"),
-        ("dp_ray_user:sized", {}, "model.args: dp_ray_user:sized rejects {}: missing a required argument: 'n'; it takes n"),
+        (
+            "dp_ray_user:Thing",
+            {"wdth": 1},
+            "model.args: dp_ray_user:Thing takes no 'wdth', but width; did you mean 'width'?",
+        ),
+        (
+            "dp_ray_user:sized",
+            {},
+            "model.args: dp_ray_user:sized rejects {}: missing a required argument: 'n'; it takes n",
+        ),
         ("dp_ray_user:Thing", {"width": -1}, "model: dp_ray_user:Thing raised ValueError: width below 0"),
     ],
 )

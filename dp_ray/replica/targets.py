@@ -102,13 +102,12 @@ def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
 
 
 def _rejection(takes: Sequence[inspect.Parameter], args: Mapping[str, Any], error: TypeError) -> str:
-    """How a callable with these parameters rejects args: by the first one that it does not know, else as Python says."""
+    """How a callable with these parameters rejects args: by the first that it does not know, else as Python says."""
     names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    it_takes = f"it takes {listed(names) or 'no arguments'}"
     unknown = next((name for name in args if name not in names), None)
     if unknown is None or any(one.kind is one.VAR_KEYWORD for one in takes):
-        return f"rejects {dict(args)}: {error}; {it_takes}"
-    return f"takes no {unknown!r}{did_you_mean(unknown, names)}; {it_takes}"
+        return f"rejects {dict(args)}: {error}; it takes {listed(names) or 'nothing'}"
+    return f"takes no {unknown!r}, but {listed(names) or 'nothing'}{did_you_mean(unknown, names)}"
 
 
 def check_gives(key: str, found: Any, kind: type, name: str) -> None:
