@@ -134,7 +134,7 @@ def test_overwrite_never_removes_what_is_no_run(
         (
             ["run", "jobs/tutorial.yaml", "--set", "model.args.input=5"],
             2,
-            "rejects {'input_size': 5, 'output_size': 2",
+            "takes no 'input', but input_size, output_size",
         ),
         (["plan", "jobs/tutorial.yaml", "--set", "dataset.args.length=0"], 1, "RandomDataset is empty"),
         (["report", "nowhere"], 1, "nowhere: holds no result.json"),

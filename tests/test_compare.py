@@ -44,8 +44,8 @@ def test_two_runs_are_compared_side_by_side(
     first, second = train(here, "one"), train(here, "two", lr=0.3, epochs=2, checkpoint={"keep": 1})
     assert status_of(monkeypatch, command, "one", "two") == 0
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert told[0] == ["one", "two"]
-    rows = {row[0]: row[1:] for row in told[1:]}
+    assert told[1] == ["one", "two"]
+    rows = {row[0]: row[1:] for row in told[2:]}
     assert rows["optimizer.args.lr"] == ["0.1", "0.3"]
     assert rows["checkpoint.keep"] == ["2", "1"]
     assert rows["metrics.loss"] == [f"{one.metrics['loss']:.6g}" for one in (first, second)]

@@ -15,6 +15,7 @@ from dp_ray.task.step_control import StepControl
 from tests.support import training
 from tests.support.cases import USUAL, compare, job_for
 from tests.support.cluster import Run
+from tests.support.drivers import told
 from tests.support.group import ProcessExit, Stopped, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.merging import merged
 from tests.support.training import plain_loop
@@ -293,12 +294,19 @@ def test_a_jobs_fingerprint_does_not_know_the_strategy() -> None:
 
 
 @pytest.mark.ray
-def test_workers_of_ray_train_it(run_in_session: Run) -> None:
-    """One is killed in a step: the others go on with what all had kept."""
-    keys = {**keys_of(), "workers": 3, "shards": 4, "epochs": 2, "shuffle": True, **SHARDED}
-    result = run_in_session(**keys, checkpoint={"every_steps": 5}, inject="kill worker 1 at step 12")
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_workers_of_ray_train_it(run_in_session: Run, bitwise: bool) -> None:
+    """On 3 of them, then 2, then 3; some are killed in a step, and the others go on with what all had kept."""
+    keys = {**keys_of(), "shards": 4, "shuffle": True, "bitwise": bitwise, "checkpoint": {"every_steps": 5}}
+    for epochs, workers, at in ((1, 3, 12), (2, 2, 33), (3, 3, None)):  # 26 steps an epoch
+        inject = "" if at is None else f"kill worker 1 at step {at}"
+        result = run_in_session(**{**keys, "workers": workers, "epochs": epochs, "inject": inject, **SHARDED})
+    assert [one["ranks"] for one in result.interruptions] == [[1], [1]]
     model = initial(training.mlp)
-    plain_loop(model, training.Pairs(), 4, 2, mean_loss, torch.optim.SGD(model.parameters(), 0.1))
-    assert result.restarts == 1
+    plain_loop(model, training.Pairs(), 4, 3, mean_loss, torch.optim.SGD(model.parameters(), 0.1))
     for name, one in model.state_dict().items():
         assert torch.allclose(result.weights[name], one, rtol=1e-5, atol=1e-6), name
+    if bitwise:
+        undisturbed = run_in_session(**{**keys, "workers": 0, "epochs": 3, "name": "undisturbed"})
+        assert result.weights_sha256 == undisturbed.weights_sha256
+        assert told(result) == told(undisturbed)
