@@ -3,8 +3,8 @@
 PYTHON ?= python3
 VENV := .venv$(if $(RAY),-ray-$(RAY))
 BIN := $(VENV)/bin
-# Two processes, each with whole files.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes, each with whole files: some tests wait.
+FILES := -n 3 --dist loadfile --no-loadscope-reorder
 ANOTHER_RAY = ray[default,train]==$(RAY)
 ifneq ($(RAY),)
 export DP_RAY_TRY_RAY := $(RAY)
@@ -33,13 +33,13 @@ test: $(VENV)/installed
 	$(MAKE) --no-print-directory on-ray
 
 below: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray' $(TWO)
+	$(BIN)/python -m pytest -m 'not ray' $(FILES)
 
 on-ray: $(VENV)/installed
-	$(BIN)/python -m pytest -m ray
+	$(BIN)/python -m pytest -m ray -n 2 --dist loadgroup
 
 quick: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not ray and not slow' $(TWO)
+	$(BIN)/python -m pytest -m 'not ray and not slow' $(FILES)
 
 gpu: $(VENV)/installed
 	$(BIN)/python -m pytest tests/gpu

@@ -34,6 +34,10 @@ hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile("dp_ray")
 
 
+# Tests on Ray run in two processes, each with a cluster of its own: these files, which wait much, and others.
+BESIDE = {"test_first_start.py", "test_hosts.py", "test_submitted.py", "test_wheel.py"}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Check that tests on a cluster are marked, and have them pass over what Ray leaves to the garbage collector.
@@ -47,6 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             f"{item.nodeid} uses a cluster, and is not marked ray"
         )
         if is_on_ray:
+            item.add_marker(pytest.mark.xdist_group("beside" if item.path.name in BESIDE else "ray"))
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"))
 
 
