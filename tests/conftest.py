@@ -38,6 +38,12 @@ hypothesis.settings.load_profile("dp_ray")
 BESIDE = {"test_first_start.py", "test_hosts.py", "test_submitted.py", "test_wheel.py"}
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Say which process runs a test on Ray; xdist asks before the items are sorted."""
+    if item.get_closest_marker("ray"):
+        item.add_marker(pytest.mark.xdist_group("beside" if item.path.name in BESIDE else "ray"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Check that tests on a cluster are marked, and have them pass over what Ray leaves to the garbage collector.
@@ -51,7 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             f"{item.nodeid} uses a cluster, and is not marked ray"
         )
         if is_on_ray:
-            item.add_marker(pytest.mark.xdist_group("beside" if item.path.name in BESIDE else "ray"))
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"))
 
 
