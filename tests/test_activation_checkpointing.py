@@ -113,6 +113,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", list(COMBINATIONS))
 def test_weights_losses_and_buffers_are_the_same_bits(tmp_path: Path, what: str) -> None:
     keys = {"activation_checkpointing": True, **COMBINATIONS[what]}
@@ -124,6 +125,7 @@ def test_weights_losses_and_buffers_are_the_same_bits(tmp_path: Path, what: str)
     assert any("calls" in name and int(one) == 8 for name, one in weights.items()), "one for each step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_language_model_ends_where_plain_torch_does(tmp_path: Path, strategy: str) -> None:
     keys = {"loss": "tests.support.training:token_loss", "epochs": 1, "batch_size": 14, "shards": 4}

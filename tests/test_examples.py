@@ -20,6 +20,7 @@ def job_of_file(name: str, **keys: Any) -> Any:
     return load_job(ROOT / "jobs" / name, keys)
 
 
+@pytest.mark.slow
 def test_the_characters_are_learned_on_two_workers_as_by_plain_torch(tmp_path: Path) -> None:
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.5}}
     small = {"model.args": {"width": 32, "depth": 2}, "dataset.args": {"windows": 128}, "batch_size": 16}
@@ -45,6 +46,7 @@ def test_what_a_model_writes_is_drawn_by_its_seed(tmp_path: Path) -> None:
     assert text == "".join(written(model, count=80)) != "".join(written(model, count=80, seed=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_of_hugging_face_trains_on_two_workers(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers", reason="needs the package transformers: pip install 'dp-ray[transformers]'")

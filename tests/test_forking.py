@@ -220,6 +220,7 @@ def test_torch_gets_the_threads_that_ray_would_set(
     assert forking.threads_of(WorkerKeys(cpus_per_worker=cpus)) == "7"
 
 
+@pytest.mark.slow
 def test_a_killed_driver_ends_its_server(program: Path) -> None:
     code = (
         "import time\nfrom dp_ray.cluster import forking\nfrom dp_ray.job_keys import WorkerKeys\n"

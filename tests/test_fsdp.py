@@ -108,6 +108,7 @@ def test_blocks_and_tied_weights_and_the_parts_of_each_worker(tmp_path: Path) ->
         assert sum(one.nbytes for one in held.values()) <= 1.1 * size / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_experts_tied_gates_and_frozen_parts(tmp_path: Path, bitwise: bool) -> None:
     """An expert that no row takes keeps its weights, though the optimizer's decay would change them."""

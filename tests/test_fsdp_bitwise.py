@@ -37,6 +37,7 @@ def ends(job: Job, folder: Path, stops: int | None = None) -> tuple[dict[str, by
     return weights, repr(history_of(folder))
 
 
+@pytest.mark.slow
 def test_blocks_dropout_adamw_and_clipping_are_the_bits_of_one_process(tmp_path: Path) -> None:
     expected = ends(job_of("Blocks", "Sentences", workers=1, **BLOCKS), tmp_path / "ddp")
     for workers in (1, 2, 3, 4):
@@ -76,6 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_pieced_models_are_the_bits_of_one_process(tmp_path: Path) -> None:
     """All cases in one test, whose processes import torch's FSDP once."""
     for number, (what, given) in enumerate(CASES.items()):
@@ -86,6 +88,7 @@ def test_pieced_models_are_the_bits_of_one_process(tmp_path: Path) -> None:
             assert got == expected, f"{what}: {workers} workers"
 
 
+@pytest.mark.slow
 def test_vectors_of_a_fused_optimizer_end_where_they_do_in_one_process(tmp_path: Path) -> None:
     """Its kernel rounds the last numbers of a tensor otherwise, and these are others where a tensor is cut."""
     fused = {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "fused": True}}
@@ -113,6 +116,7 @@ def test_an_optimizer_that_may_look_at_whole_parameters_is_refused_by_name(tmp_p
         run_group(job_of("mlp", workers=workers, **keys), tmp_path)
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_the_same_bits_on_any_number_of_workers(tmp_path: Path) -> None:
     """Sums are in the dtype of `reduce`, on a worker that is alone too."""
     fsdp = {"mixed_precision": {"param": "bf16", "reduce": "bf16"}}
@@ -127,6 +131,7 @@ def test_a_block_that_runs_twice_in_a_forward_is_refused_by_name(tmp_path: Path)
         run_group(job_of(model, workers=2, bitwise=True, strategy="fsdp"), tmp_path)
 
 
+@pytest.mark.slow
 def test_samples_that_are_set_aside_change_no_bit_between_workers(tmp_path: Path) -> None:
     """All rows of two steps, all of worker 0's in one, and in another the first shard of worker 1, which has two."""
     order = Order(101, 0, 0, shuffle=True)
@@ -150,6 +155,7 @@ def test_a_shard_that_leaves_a_parameter_unused_changes_no_sign() -> None:
     assert torch.signbit(gradient).all()
 
 
+@pytest.mark.slow
 def test_3_2_and_3_workers_end_as_if_undisturbed(tmp_path: Path) -> None:
     keys = {**BLOCKS, "checkpoint": {"every_steps": 1}, "epochs": 2}
     expected = ends(job_of("Blocks", "Sentences", workers=1, **keys), tmp_path / "ddp")

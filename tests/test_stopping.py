@@ -50,6 +50,7 @@ def trains(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
     tmp_path: Path,
     running: subprocess.Popen[str],
@@ -86,6 +87,7 @@ def test_a_run_that_does_not_run_cannot_be_stopped(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_driver_was_killed_is_not_running(tmp_path: Path, running: subprocess.Popen[str]) -> None:
     assert within(60, lambda: trains(tmp_path / "run"))
     running.kill()
@@ -94,6 +96,7 @@ def test_a_run_whose_driver_was_killed_is_not_running(tmp_path: Path, running: s
         stop_run(str(tmp_path / "run"), True, print)
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
     tmp_path: Path, running: subprocess.Popen[str]
 ) -> None:
@@ -118,6 +121,7 @@ def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
     assert "has ended without a word, it is unfinished; dp-ray report tells" in told_later[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_twice_keeps_its_step_all_the_same(tmp_path: Path) -> None:
     dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.3}}  # 3 s a step
     job, run = tmp_path / "job.yaml", Storage(str(tmp_path / "run"))
@@ -159,6 +163,7 @@ def test_a_request_for_an_earlier_driver_stops_nobody(tmp_path: Path, undisturbe
     assert take_request(storage, "mine") is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("foreground")
 def test_a_run_on_an_object_store_is_stopped_too(
     server: "Server", monkeypatch: pytest.MonkeyPatch, undisturbed: dp_ray.Result

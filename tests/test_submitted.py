@@ -226,6 +226,7 @@ def test_a_job_file_that_is_not_sent_is_refused(tmp_path: Path) -> None:
     assert f"job.yaml: is not below {ROOT}, the folder that is sent to the cluster" in told_of.stderr
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
@@ -235,6 +236,7 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
         assert told_of.stderr.startswith(f"error: no Ray dashboard answers at http://127.0.0.1:{port}: ")
 
 
+@pytest.mark.slow
 def test_an_address_that_is_none_is_a_mistake_of_the_command_line() -> None:
     for address in ("garbage", ""):
         told_of = done("status", "--address", address)
