@@ -74,11 +74,10 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def imports_left_alone() -> Iterator[None]:
-    """The same for what a test imports, if that is much."""
-    before = len(sys.modules)
+def what_stays_left_alone() -> Iterator[None]:
+    """The same for what tests import and keep, once that is much."""
     yield
-    if len(sys.modules) > before + 100:
+    if len(gc.get_objects(generation=2)) > 50_000:
         gc.collect()
         gc.freeze()
 
