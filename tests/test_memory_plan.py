@@ -193,6 +193,7 @@ def test_the_command_says_it_in_text_and_json(
 
 
 @pytest.mark.slow
+@on_linux
 def test_two_billion_parameters_are_planned_within_a_gigabyte() -> None:
     """In seconds of this machine's time, whatever else it does; as much work as on one that does nothing else."""
     process = started("-m", "tests.support.large", "plan")
