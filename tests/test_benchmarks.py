@@ -71,6 +71,7 @@ def test_loops_take_turns_every_few_steps() -> None:
     assert all(cost.cpu > 0 and cost.wall > 0 for pair in pairs for cost in pair)
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_turn_is_not_measured_on_either_side() -> None:
     def loop(control: StepControl) -> None:
         for step in range(9):

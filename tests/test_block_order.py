@@ -213,6 +213,7 @@ def test_all_pairs_of_a_window_are_equally_likely_at_any_two_of_its_positions() 
         assert abs(uniformity(np.bincount(pairs, minlength=72))) < SIGMAS, other
 
 
+@pytest.mark.slow
 def test_all_sets_of_blocks_are_equally_likely_in_a_window() -> None:
     orders = drawn((4,) * 6, 2, 5, 1)
     blocks = np.sort(orders[:, :8] // 4, axis=1)

@@ -23,7 +23,6 @@ from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
 from dp_ray.task.task import run_task
 from dp_ray.tensors.raw import moved
-from jobs.digits import Digits
 from jobs.model_parallel import Stack, TwoParts
 from tests.support import training
 from tests.support.group import history_of, run_group, weights_of
@@ -292,6 +291,8 @@ def test_other_errors_are_not_taken_for_mixed_devices() -> None:
 
 @pytest.mark.slow
 def test_the_jobs_of_the_manual(tmp_path: Path, in_project: Path) -> None:
+    from jobs.digits import Digits
+
     result = dp_ray.run("jobs/model_parallel.yaml", workers=0, storage=str(tmp_path), quiet=True)
     torch.manual_seed(0)
     model = TwoParts(64)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 
 from dp_ray.job import Job
@@ -42,6 +41,8 @@ def job_of(**keys: Any) -> Job:
 
 def expected() -> dict[str, float]:
     """Everything at once, in one process."""
+    import torchmetrics
+
     torch.manual_seed(0)
     model = training.mlp()
     model.eval()
@@ -112,6 +113,8 @@ def training_of(**keys: Any) -> Job:
 
 def test_elements_of_metrics_are_columns_of_the_history(tmp_path: Path) -> None:
     """The first pieces of the history were written before anything was evaluated."""
+    from torchmetrics.classification import MulticlassRecall
+
     run = Storage(str(tmp_path))
     run_group(training_of(), tmp_path)
     merge_history(run.child("history"), run, 21)
@@ -123,7 +126,7 @@ def test_elements_of_metrics_are_columns_of_the_history(tmp_path: Path) -> None:
     model, data = training.mlp(), training.Pairs()
     model.load_state_dict(weights_of(tmp_path))
     outputs = model.eval()(data.inputs)
-    recall = torchmetrics.classification.MulticlassRecall(num_classes=3, average=None)(outputs, data.targets)
+    recall = MulticlassRecall(num_classes=3, average=None)(outputs, data.targets)
     right = (outputs.argmax(1) == data.targets).sum().item()
     assert [rows[-1][name] for name in elements] == [*recall.tolist(), right, 101]
     assert [summary(run)[name] for name in elements] == [*recall.tolist(), right, 101]

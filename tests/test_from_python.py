@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 
 import dp_ray
@@ -50,29 +49,39 @@ NAMES: dict[str, Any] = {
     "eval": {"dataset": target("tests.support.training:Pairs", length=20)},
     "collate": "torch.utils.data:default_collate",
 }  # fmt: skip
-OBJECTS: dict[str, Any] = {
-    "model": functools.partial(Net, width=5),
-    "dataset": functools.partial(training.Pairs, 40),
-    "loss": functools.partial(nn.CrossEntropyLoss, label_smoothing=0.1),
-    "optimizer": functools.partial(torch.optim.AdamW, lr=0.02),
-    "scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
-    "metrics": {
-        "right": accuracy,
-        "f1": {"target": torchmetrics.F1Score, "args": {"task": "multiclass", "num_classes": 3}},
-    },
-    "eval": {"dataset": lambda: training.Pairs(20)},
-    "collate": torch.utils.data.default_collate,
-}
-ARGS: dict[str, Any] = {
-    **OBJECTS,
-    "model": Net,
-    "model_args": {"width": 5},
-    "dataset": training.Pairs,
-    "dataset_args": {"length": 40},
-    "loss": functools.partial(nn.functional.cross_entropy, label_smoothing=0.1),
-    "optimizer": {"target": torch.optim.AdamW, "args": {"lr": 0.02}},
-    "scheduler": {"target": torch.optim.lr_scheduler.StepLR, "args": {"step_size": 2}},
-}
+
+
+def objects() -> dict[str, Any]:
+    """The same as Python objects."""
+    import torchmetrics
+
+    return {
+        "model": functools.partial(Net, width=5),
+        "dataset": functools.partial(training.Pairs, 40),
+        "loss": functools.partial(nn.CrossEntropyLoss, label_smoothing=0.1),
+        "optimizer": functools.partial(torch.optim.AdamW, lr=0.02),
+        "scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+        "metrics": {
+            "right": accuracy,
+            "f1": {"target": torchmetrics.F1Score, "args": {"task": "multiclass", "num_classes": 3}},
+        },
+        "eval": {"dataset": lambda: training.Pairs(20)},
+        "collate": torch.utils.data.default_collate,
+    }
+
+
+def arguments() -> dict[str, Any]:
+    """The same as classes, with their arguments beside them."""
+    return {
+        **objects(),
+        "model": Net,
+        "model_args": {"width": 5},
+        "dataset": training.Pairs,
+        "dataset_args": {"length": 40},
+        "loss": functools.partial(nn.functional.cross_entropy, label_smoothing=0.1),
+        "optimizer": {"target": torch.optim.AdamW, "args": {"lr": 0.02}},
+        "scheduler": {"target": torch.optim.lr_scheduler.StepLR, "args": {"step_size": 2}},
+    }
 
 
 def run(folder: Path, name: str, **keys: Any) -> dp_ray.Result:
@@ -81,7 +90,7 @@ def run(folder: Path, name: str, **keys: Any) -> dp_ray.Result:
 
 
 def test_objects_train_to_what_their_names_do(tmp_path: Path) -> None:
-    runs = [run(tmp_path, f"run-{at}", **keys) for at, keys in enumerate((NAMES, OBJECTS, ARGS))]
+    runs = [run(tmp_path, f"run-{at}", **keys) for at, keys in enumerate((NAMES, objects(), arguments()))]
     assert len({one.weights_sha256 for one in runs}) == 1
     assert runs[0].metrics == runs[1].metrics == runs[2].metrics
     assert "eval_f1" in runs[0].metrics
@@ -139,8 +148,8 @@ def test_weights_of_a_class_that_nobody_trained_are_said(tmp_path: Path, capsys:
 
 
 def test_a_result_to_start_from(tmp_path: Path) -> None:
-    trained = run(tmp_path, "trained", **OBJECTS)
-    keys = {**OBJECTS, "task": "evaluate"}
+    trained = run(tmp_path, "trained", **objects())
+    keys = {**objects(), "task": "evaluate"}
     found = run(tmp_path, "evaluated", **keys, init_from=trained)
     assert {f"eval_{name}": one for name, one in found.metrics.items()}.items() <= trained.metrics.items()
     assert run(tmp_path, "again", **keys, init_from=Path(trained.run_dir)).metrics == found.metrics

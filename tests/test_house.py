@@ -1,6 +1,7 @@
 """The sizes that keep the code readable: of functions, files and the two largest classes of state."""
 
 import ast
+from functools import cache
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -26,6 +27,7 @@ def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int
     return node.end_lineno - node.lineno + 1
 
 
+@cache
 def functions(folder: str) -> dict[str, int]:
     """The lines of each function, by its place."""
     return {

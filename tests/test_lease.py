@@ -90,6 +90,7 @@ def to_another_host(run: Path) -> None:
     (run / LEASE).write_text(json.dumps(values))
 
 
+@pytest.mark.slow
 def test_the_lease_of_another_host_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "EXPIRE_SECONDS", 1.0)
     said: list[str] = []

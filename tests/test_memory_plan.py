@@ -78,6 +78,7 @@ def test_a_worker_of_two_takes_what_plain_torch_takes(tmp_path: Path) -> None:
         assert of(plan, strategy, 2).total == pytest.approx(most, rel=0.15)
 
 
+@pytest.mark.slow
 def test_kinds_add_up_to_what_the_model_has() -> None:
     job = job_of("Blocks", "Sentences", loss="tests.support.training:token_loss", workers=4, shards=4)
     plan = plan_memory_of(job, None)
@@ -99,6 +100,7 @@ def test_bitwise_holds_sums_of_a_tree(shards: int, workers: int, copies: int) ->
     assert copies_of_gradient(job_of("mlp", shards=shards, bitwise=True), workers, shards) == copies
 
 
+@pytest.mark.slow
 def test_checkpointing_and_bf16_take_less() -> None:
     case = job_keys(CASES["gpt, checkpointed"])
     plain, less = (planned({**case, "activation_checkpointing": on}).workers[0].total for on in (False, True))

@@ -92,6 +92,7 @@ ORDERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [*ORDERS, {"shuffle": {"window_blocks": 4}, "shards": 2, "scatter": "batch"}])
 def test_a_slow_model_does_not_wait_for_a_slow_store(table: str, keys: dict[str, Any]) -> None:
     dataset, times, found = Slow(table), StepTimes(), []
@@ -108,6 +109,7 @@ def test_a_slow_model_does_not_wait_for_a_slow_store(table: str, keys: dict[str,
     assert times.load > 0.9 * len(dataset.ahead) * SECONDS, "what was read in the background counts as loading"
 
 
+@pytest.mark.slow
 def test_without_reading_ahead_the_loop_waits_for_each_row_group(table: str) -> None:
     dataset, times = Slow(table, cache_bytes=0), StepTimes()
     assert len(list(feed(dataset, times))) == GROUPS * GROUP // BATCH
@@ -115,6 +117,7 @@ def test_without_reading_ahead_the_loop_waits_for_each_row_group(table: str) -> 
     assert not dataset.ahead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", [False, {"window_blocks": 4}])
 def test_loader_processes_read_ahead_too(table: str, tmp_path: Path, shuffle: Any) -> None:
     log = str(tmp_path / "log")
@@ -164,6 +167,7 @@ def test_a_loop_that_is_done_leaves_no_thread(table: str) -> None:
     assert not readers()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_forked_while_blocks_are_read_reads_by_itself(table: str) -> None:
     dataset = Slow(table)
     dataset.hold_blocks(1)
@@ -239,6 +243,7 @@ class OfBlocks:
         return set((np.searchsorted(self.starts, indices, side="right") - 1).tolist())
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(sum),
     st.sampled_from(["order", "blocks", "rows"]),

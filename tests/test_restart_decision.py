@@ -180,6 +180,7 @@ STARTS = st.builds(StartFailed, st.sampled_from(StartTrouble), st.text())
 ORDERS = st.sampled_from([NOTHING, GROWTH, DRAIN, STOP])
 
 
+@pytest.mark.slow
 @given(WORKERS | STARTS, ORDERS, st.integers(0, 3), st.floats(0, 100))
 def test_a_loss_costs_a_retry_and_a_plan_none(failure: Any, request: Request, retries: int, now: float) -> None:
     decision = decide(Snapshot(failure, request, Memory(retries)), now)

@@ -145,6 +145,7 @@ def told_end(messages: list[Any]) -> bool:
     return any(isinstance(one, StoppedEarly) for one in messages)
 
 
+@pytest.mark.slow
 def test_with_more_patience_a_stopped_run_goes_on_to_the_bits_of_a_patient_one(tmp_path: Path) -> None:
     run_group(job_of("mlp", workers=1, **KEYS), tmp_path / "on")
     patient = {**KEYS, "early_stopping": {**KEYS["early_stopping"], "patience": PATIENCE + 2}}

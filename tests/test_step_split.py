@@ -94,6 +94,7 @@ def test_each_part_of_a_step_is_told(tmp_path: Path, task: str) -> None:
     assert 0.5 * result.workers[0]["loop_seconds"] < loop <= 1.01 * result.workers[0]["loop_seconds"]
 
 
+@pytest.mark.slow
 def test_checkpoints_and_evaluations_have_parts_of_their_own(tmp_path: Path) -> None:
     evaluation = {"dataset": SlowReads, "every_steps": 2, "batch_size": 4}
     result = ran(tmp_path, "train", checkpoint={"every_steps": 3}, eval=evaluation)
@@ -116,6 +117,7 @@ def in_a_session(prepared: Prepared, claimed: RunDir, monitor: Monitor, console:
     run_in_process(prepared.job, claimed, monitor, prepared.plan.rows)
 
 
+@pytest.mark.slow
 def test_the_seconds_outside_of_the_steps_are_told_with_the_verdict(tmp_path: Path) -> None:
     """The driver and the worker build the dataset, so that most of the time is before the first step."""
     result = ran(tmp_path, "predict", dataset=SlowlyBuilt)

@@ -46,6 +46,7 @@ def ran(folder: Path, task: str, **keys: Any) -> dp_ray.Result:
     return dp_ray.run(**{**given, **common, **keys}, name=f"{task}{len(keys)}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["predict", "evaluate", "train"])
 def test_a_result_tells_how_long_a_worker_waited_for_data(tmp_path: Path, task: str) -> None:
     result = ran(tmp_path, task)
@@ -57,6 +58,7 @@ def test_a_result_tells_how_long_a_worker_waited_for_data(tmp_path: Path, task: 
     assert dp_ray.load(result.run_dir) == result
 
 
+@pytest.mark.slow
 def test_a_long_wait_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_long_wait_is_told(
     assert any(line.startswith("predict1: time of the steps: ") and " forward, " in line for line in says)
 
 
+@pytest.mark.slow
 def test_the_history_has_the_wait_of_each_step(tmp_path: Path) -> None:
     result = ran(tmp_path, "train")
     waits = [row["data_wait_seconds"] for row in result.history]
@@ -81,6 +84,7 @@ def test_the_history_has_the_wait_of_each_step(tmp_path: Path) -> None:
     assert "data_wait_seconds" not in result.metrics
 
 
+@pytest.mark.slow
 def test_a_loader_process_reads_while_the_model_runs(tmp_path: Path) -> None:
     worker = ran(tmp_path, "predict", loader={"processes": 1}).workers[0]
     assert worker["load_seconds"] >= STEPS * SECONDS

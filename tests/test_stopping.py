@@ -77,6 +77,7 @@ def test_a_stopped_run_keeps_its_steps_and_goes_on_to_the_same_end(
     assert told(result) == told(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_run_cannot_be_stopped(
     tmp_path: Path, undisturbed: dp_ray.Result, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """A job's whole task below Ray, against a plain loop over torch.chunk in one process."""
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dp_ray.errors import DataError, ModelError
+from dp_ray.errors import DataError, Error, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.order import Order
 from dp_ray.replica.world import World
@@ -180,6 +181,19 @@ def test_a_model_that_raises_is_told_by_step_and_shard(tmp_path: Path) -> None:
         ModelError, match="step 1, shard 1: model raised ArithmeticError: a number that I do not like"
     ):
         run_alone(job, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "says"), [("Linear", "Breaks", "a hole"), ("RaisesOn", "Rows", "a number")]
+)
+def test_an_error_ends_the_loaders_processes(tmp_path: Path, model: str, dataset: str, says: str) -> None:
+    """At once, though its frames hold the loader; else the collector would come upon it, and torch wait for 5 s."""
+    given = (12,) if model == "RaisesOn" else ()
+    loader = {"processes": 2, "context": "fork"}
+    job = job_of(getattr(models, model)(*given), getattr(models, dataset)(), workers=2, loader=loader)
+    with pytest.raises(Error, match=says):
+        run_alone(job, tmp_path)
+    assert not multiprocessing.active_children()
 
 
 def test_one_number_a_shard_cannot_be_merged(tmp_path: Path) -> None:

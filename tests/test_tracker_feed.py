@@ -269,6 +269,7 @@ def test_a_package_that_raises_ends_its_process_or_hangs_is_told(
         tracker.close()
 
 
+@pytest.mark.slow
 def test_a_run_whose_tracker_hangs_ends_as_without(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,7 +172,6 @@ def _loaded(job: Job, samples: Samples, pieces: Pieces, device: torch.device, co
                     return
                 done += 1
                 yield got
-        del loaded
         assert samples.screen is not None
         _avoid(samples.screen, got)
 

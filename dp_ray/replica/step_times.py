@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dp_ray.replica.step_clock import Part, StepClock
 
@@ -87,7 +88,7 @@ class TimedLoader(Iterator[Any]):
     """The batches of a DataLoader of TimedReads and a TimedCollate; their seconds are added to `load`.
 
     It is no generator: after an error of the DataLoader, the next batch can be asked for. Use it in a `with` block,
-    whose end calls `at_end`.
+    whose end calls `at_end` and ends the DataLoader's processes.
     """
 
     def __init__(self, loader: DataLoader[Any], times: StepTimes, at_end: Callable[[], None] = lambda: None) -> None:
@@ -100,6 +101,10 @@ class TimedLoader(Iterator[Any]):
 
     def __exit__(self, *_: object) -> None:
         self._at_end()
+        # Not left to torch: the frames of an error hold the iterator. Once only the garbage collector finds it, the
+        # queue through which torch would end its processes is closed already, and torch waits for them for 5 s.
+        if isinstance(self._batches, _MultiProcessingDataLoaderIter):
+            self._batches._shutdown_workers()
 
     def __next__(self) -> Any:
         seconds, batch = next(self._batches)

@@ -24,14 +24,32 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.support.warm"])
 
 
-def new_process(function: Callable[..., Any], *args: Any) -> Any:
-    """A process that is not started yet, to be forked from the server.
+SERVER: Any = forkserver._forkserver
+ADDRESS = ("_forkserver_address", "_forkserver_authkey")  # the second one since Python 3.14
 
-    The server starts in the project's root: elsewhere it would find nothing to import beforehand, without a word, and
-    each process would import torch anew.
+
+def start_server() -> dict[str, Any]:
+    """Start the server, unless it runs; returns what `use_server` needs in another process.
+
+    It starts in the project's root: elsewhere it would find nothing to import beforehand, without a word, and each
+    process would import torch anew.
     """
     with chdir(ROOT):
-        forkserver.ensure_running()
+        SERVER.ensure_running()
+    return {name: getattr(SERVER, name) for name in ADDRESS if hasattr(SERVER, name)}
+
+
+def use_server(address: dict[str, Any]) -> None:
+    """Have this process's processes forked from another one's server, which lives as long as that one does."""
+    for name, value in address.items():
+        setattr(SERVER, name, value)
+    _, SERVER._forkserver_alive_fd = os.pipe()  # a process that is forked holds it, as it holds the other one's
+    SERVER.ensure_running = lambda: None
+
+
+def new_process(function: Callable[..., Any], *args: Any) -> Any:
+    """A process that is not started yet, to be forked from the server."""
+    start_server()
     return FORKED.Process(target=function, args=args)
 
 
@@ -40,7 +58,6 @@ def fork_from_this(but: int) -> None:
 
     To be called before this process has threads. `but` is a file of this process that they must not hold open.
     """
-    server: Any = forkserver._forkserver
     resource_tracker.ensure_running()
     lives, ends = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -52,7 +69,7 @@ def fork_from_this(but: int) -> None:
             os.close(but)
             forkserver.main(listener.detach(), lives, [])
     os.close(lives)
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ends, pid
+    SERVER._forkserver_address, SERVER._forkserver_alive_fd, SERVER._forkserver_pid = address, ends, pid
 
 
 @dataclass(frozen=True)

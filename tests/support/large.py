@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
@@ -174,6 +173,8 @@ def measured_in_group(strategy: str) -> int:
         nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
+
+    from torch.distributed._tools.mem_tracker import MemTracker  # it imports torch._inductor
 
     step()
     Path("/proc/self/clear_refs").write_text("5")
