@@ -94,7 +94,12 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have a process of xdist end at once after its tests: pytest waited 7 s while it took its objects apart."""
+    """Have Ctrl-C reach programs that tests start: a shell's background jobs ignore it, and so would these.
+
+    Have a process of xdist end at once after its tests: pytest waited 7 s while it took its objects apart.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if is_one_of_several(config):
         use_server(config.workerinput["server"])  # type: ignore[attr-defined]  # xdist has no types
         Finalize(None, os._exit, args=(0,), exitpriority=LAST)
