@@ -17,6 +17,7 @@ from dp_ray.cli_runs import report
 from dp_ray.errors import RunInterrupted, StorageError
 from dp_ray.job import Job
 from dp_ray.rundir.claim import claim
+from dp_ray.rundir.incidents import IncidentKind, Interruption
 from dp_ray.rundir.lease_file import LEASE
 from dp_ray.storage import Storage
 from tests.support import forked, models
@@ -152,3 +153,20 @@ def test_so_does_one_that_has_kept_nothing(
 def test_what_is_no_run_is_an_error_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(StorageError, match=r"holds no result\.json: not a run directory"):
         reported(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "told"),
+    [
+        (IncidentKind.WORKER, "SIGKILL", "worker: SIGKILL, in step 4"),
+        (
+            IncidentKind.ERROR,
+            "step 4, shard 0: model raised",
+            "error: step 4, shard 0: model raised",
+        ),
+        (IncidentKind.ERROR, "sample 7 is in no step 42", "error: sample 7 is in no step 42, in step 4"),
+        (IncidentKind.DRIVER, "the driver ended after step 3", "driver: the driver ended after step 3"),
+    ],
+)
+def test_an_interruption_names_its_step_once(kind: IncidentKind, what: str, told: str) -> None:
+    assert str(Interruption(kind, what, 4)) == told

@@ -1,6 +1,7 @@
 """Keeps the interruptions of a run in its directory while it runs, so that the next driver knows them too."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -45,9 +46,9 @@ class Interruption:
 
     def __str__(self) -> str:
         where = f" (rank {', '.join(map(str, self.ranks))} on {', '.join(self.nodes)})" if self.ranks else ""
-        when = (
-            "" if self.kind is IncidentKind.DRIVER else f", in step {self.step}"
-        )  # for a driver's end, `what` names the step
+        # For a driver's end `what` names the step that was next, and most errors of user code name their step.
+        is_named = self.kind is IncidentKind.DRIVER or re.search(rf"\bstep {self.step}\b", self.what)
+        when = "" if is_named else f", in step {self.step}"
         return f"{self.kind}: {self.what}{where}{when}"
 
     def to_json(self) -> dict[str, Any]:
