@@ -18,7 +18,7 @@ from dp_ray.results.replayed import Replayed, compared
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
 from dp_ray.task.replay import Wanted
-from tests.support import training
+from tests.support import forked, training
 from tests.support.bad_data import Broken
 from tests.support.cli import status_of
 from tests.support.group import StopsBefore, history_of, run_group
@@ -98,6 +98,30 @@ def test_each_step_of_another_run_is_within_rounding(tmp_path: Path) -> None:
         assert found.compared in ("bitwise equal", "within rounding, 3e-07 relative")
         assert found.loss == pytest.approx(row["loss"], rel=3e-7) and not found.bitwise
         assert not any("bitwise:" in line for line in found.lines())
+
+
+@pytest.mark.slow
+def test_a_model_on_two_devices_has_its_bits(tmp_path: Path) -> None:
+    keys = {**STEPS_OF_22, "batch_size": 50, "epochs": 1, "devices": ["cpu", "cpu"]}
+    data = {"target": "jobs.digits:Digits", "args": {"split": "test"}}
+    run = in_process(tmp_path, model="jobs.model_parallel:TwoParts", dataset=data, **keys)
+    losses = [row["loss"] for row in dp_ray.load(run).history]
+    found = [again(run, step) for step in range(len(losses))]
+    assert [one.loss for one in found] == losses
+    assert {one.compared for one in found} == {"bitwise equal"}
+
+
+def compiled_training_and_replay(folder: str) -> None:
+    """Train a compiled model and replay its last step: a program, for torch.compile leaves much behind."""
+    run = in_process(folder, **{**STEPS_OF_22, "batch_size": 50, "epochs": 1, "compile": True})
+    found = again(run, 2)
+    print(found.compared, found.loss == dp_ray.load(run).history[2]["loss"])
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_its_bits(tmp_path: Path) -> None:
+    ended = forked.ended(compiled_training_and_replay, str(tmp_path))
+    assert ended.stdout.splitlines()[-1] == "bitwise equal True", ended.stderr
 
 
 def test_how_losses_compare() -> None:

@@ -157,6 +157,8 @@ def measured_in_group(strategy: str) -> int:
 
     With FSDP2 torch's own tracker counts: the process also has gloo's copies, which NCCL does not make.
     """
+    from torch.distributed._tools.mem_tracker import MemTracker  # it imports torch._inductor
+
     gc.collect()
     before = _status("VmRSS")
     model = mlp()
@@ -173,8 +175,6 @@ def measured_in_group(strategy: str) -> int:
         nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-
-    from torch.distributed._tools.mem_tracker import MemTracker  # it imports torch._inductor
 
     step()
     Path("/proc/self/clear_refs").write_text("5")
