@@ -46,7 +46,7 @@ def follow_up(
         values = _without_eval(values)
     check_no_objects(run, task, values, overrides)
     which = weights or _evaluated(run, kept)
-    values |= {"task": task, "storage": parent_of(run), "init_from": _init_from(run, which)}
+    values |= {"task": task, "storage": run.parent.location, "init_from": _init_from(run, which)}
     default = f"{kept['name']}-{task}"
     job = job_of({**values, "name": default}, overrides, default)
     if "name" not in overrides:
@@ -112,12 +112,6 @@ def _init_from(run: Storage, which: Weights) -> str:
     name = {"best": BEST, "ema": EMA}.get(which) or weights_name(run)
     # An unfinished run has no weights file: use its newest checkpoint.
     return run.child(name).location if name is not None else run.location
-
-
-def parent_of(run: Storage) -> str:
-    """The folder or URL that holds a run directory."""
-    base, mark, query = run.location.partition("?") if "://" in run.location else (run.location, "", "")
-    return base.rstrip("/").rpartition("/")[0] + mark + query
 
 
 def _free_name(job: Job, default: str) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dp_ray.errors import Error, JobError, StorageError
-from dp_ray.follow_up import parent_of
 from dp_ray.in_process import devices_here
 from dp_ray.job import Job
 from dp_ray.job_file import job_of
@@ -72,7 +71,7 @@ def _job_kept(run: Storage, say: Callable[[str], None]) -> Job:
     if lost := list(kept["env"]):
         say(f"its env is not kept: set {', '.join(lost)} in the environment where the step needs it")
     loader = {**kept["loader"], "processes": 0}
-    return job_of({**kept, **WITHOUT, "loader": loader, "storage": parent_of(run)}, {}, kept["name"])
+    return job_of({**kept, **WITHOUT, "loader": loader, "storage": run.parent.location}, {}, kept["name"])
 
 
 def _check_objects(run: Storage, kept: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dp_ray.errors import JobError
-from dp_ray.follow_up import check_no_objects, parent_of
+from dp_ray.follow_up import check_no_objects
 from dp_ray.job import Job
 from dp_ray.job_file import job_of
 from dp_ray.job_plan import split_of
@@ -45,5 +45,5 @@ def _job_kept(run: Storage, overrides: Mapping[str, Any]) -> Job:
     if kept["task"] != "predict":
         raise JobError(f"retry: {run} is a run of task {kept['task']}; {NOT_A_PREDICTION[kept['task']]}")
     check_no_objects(run, "predict", {**kept, "eval": None}, {})
-    values = {**kept, "storage": parent_of(run), "env": {}}
+    values = {**kept, "storage": run.parent.location, "env": {}}
     return job_of(values, overrides, kept["name"])

@@ -67,6 +67,13 @@ class Storage:
         child._base = f"{self._base.rstrip('/')}/{name}"
         return child
 
+    @property
+    def parent(self) -> "Storage":
+        """The folder that holds this one, with the same connection."""
+        parent = copy.copy(self)
+        parent.path, parent._base = (one.rstrip("/").rpartition("/")[0] for one in (self.path, self._base))
+        return parent
+
     def guarded(self, before_commit: Callable[[], None]) -> "Storage":
         """The same folder, which calls `before_commit` before each file gets its name; if it raises, none does.
 

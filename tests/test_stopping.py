@@ -14,7 +14,6 @@ import pytest
 import dp_ray
 from dp_ray.errors import Error, JobError, RunInterrupted
 from dp_ray.rundir.claim import read_claim
-from dp_ray.rundir.lease import kept
 from dp_ray.rundir.lease_file import read_lease
 from dp_ray.rundir.progress_file import PROGRESS
 from dp_ray.rundir.stop_request import REQUEST, leave_request, take_request
@@ -141,15 +140,30 @@ def test_a_run_that_is_asked_twice_keeps_its_step_all_the_same(tmp_path: Path) -
     assert said.splitlines()[-1].startswith("interrupted after step ")
 
 
-def test_a_sweep_is_refused_with_the_run_to_stop_instead(tmp_path: Path) -> None:
-    trials = [{"run": "s-1", "state": "done"}, {"run": "s-2", "state": "running"}]
-    folder = Storage(str(tmp_path / "s"))
-    folder.create()
-    folder.write_text("sweep.json", json.dumps({"trials": trials}))
-    with kept(folder, "token", lambda: True):
-        with pytest.raises(JobError, match=r"s is a sweep: stop the run of a trial of it \(s-2\)"):
-            stop_run(str(tmp_path / "s"), True, print)
-        assert not folder.exists(REQUEST)
+@pytest.mark.slow
+def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    """By its folder; one that has ended says how far it came."""
+    dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.02}}  # 0.2 s a step
+    job, sweep = tmp_path / "job.yaml", Storage(str(tmp_path / "run-sweep"))
+    job.write_text(json.dumps({**KEYS, "dataset": dataset, "storage": str(tmp_path)}))
+    line = [sys.executable, "-m", "dp_ray", "sweep", str(job), "--over", "seed=1,2,3"]
+    said: list[str] = []
+    for waits in (True, False):
+        with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                assert within(
+                    120, lambda: (lease := read_lease(sweep)) is not None and lease.driver.pid == process.pid
+                )
+                told = stop_run(sweep.location, waits, said.append)
+                _, errors = process.communicate(timeout=120)
+            finally:
+                process.kill()
+        assert process.returncode == 130, errors
+        assert told == ("0 of its 3 trials are done; the same command goes on" if waits else "it was asked to stop")
+        assert "run the same command to go on" in errors.splitlines()[-1]
+    assert all(re.fullmatch(r"asked process .* to stop .*run-sweep-\d after its current step", one) for one in said)
+    with pytest.raises(JobError, match="is not running: 0 of its 3 trials are done; the same command goes on"):
+        stop_run(sweep.location, True, said.append)
 
 
 def test_a_request_for_an_earlier_driver_stops_nobody(tmp_path: Path, undisturbed: dp_ray.Result) -> None:
