@@ -140,7 +140,7 @@ def logs(name: str, follows: bool, address: str) -> None:
 @click.option("--address", help="The dashboard of the cluster on which the submitted run NAME is.")
 @click.option("--no-wait", is_flag=True, help="Do not wait until it has stopped.")
 def stop(run: str, address: str | None, no_wait: bool) -> None:
-    """Stop a run or a sweep after its current step, and keep its work: the same command as before goes on from there."""
+    """Stop a run or a sweep after its current step, and keep its work: the same command goes on from there."""
     say = _to_stderr
     if address is None:
         from dp_ray.stopping import stop_run

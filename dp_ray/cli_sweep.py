@@ -73,6 +73,8 @@ def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, a
             with collector_paused():
                 from dp_ray.sweeps import running
             running.check_jobs(jobs)
+            if not is_new:
+                running.check_places(record, base)
         if not dry_run and not record.is_over:
             flags = {key: given[key] for key in ("address", "quiet", "verbose")}
             running.run_sweep(record, base, running.How(flags, parallel, fail_fast, is_new, _suggest(definition)))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import threading
 import time
@@ -149,6 +150,12 @@ def test_a_dry_run_checks_and_shows_and_writes_nothing(
     ]
     assert status_of(monkeypatch, "sweep", job, "--dry-run", "--over", "model.args.z=1,2") == 2
     assert "takes no 'z', but x, y" in capsys.readouterr().err
+    taken = tmp_path / "runs" / "job-sweep-2" / "mine.txt"
+    taken.parent.mkdir(parents=True)
+    taken.touch()
+    assert status_of(monkeypatch, "sweep", job, "--dry-run", "--over", "model.args.x=1,2") == 2
+    assert "job-sweep-2: trial 2 would run there, and it is not empty" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "runs")
     search = [
         "--search",
         "optuna",
