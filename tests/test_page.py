@@ -96,7 +96,7 @@ def test_a_failed_run_shows_its_error_and_its_newest_steps(tmp_path: Path) -> No
         train(tmp_path, dataset={"target": "tests.test_page:Broken"}, checkpoint={"every_steps": 4})
     html = (tmp_path / "run" / REPORT).read_text()
     told = Elements(html).text
-    assert "✗ failed" in told and "DataError: sample 17" in told and "no such image" in told
+    assert "✗ failed" in told and "DataError: step 4, shard 0: sample 17" in told and "no such image" in told
     assert "▶ running" not in told, "its driver still held the lease when it wrote the page"
     assert re.search(r"<b>sample</b> 17", html)
     (loss,) = [one for chart in drawing(html)["charts"] for one in chart["series"] if one["source"] == "loss"]

@@ -216,13 +216,17 @@ EVAL = {"dataset": "tests.support.training:Pairs"}
         (
             {"collate": f"{HERE}:fails"},
             DataError,
-            "collate raised LookupError: nothing there; it got samples 0, 1, 2, 3",
+            "step 0, shard 0: collate raised LookupError: nothing there; it got samples 0, 1, 2, 3",
         ),
-        ({"dataset": f"{HERE}:FailingPairs"}, DataError, "sample 0 of the dataset raised LookupError: nothing there"),
+        (
+            {"dataset": f"{HERE}:FailingPairs"},
+            DataError,
+            "step 0, shard 0: sample 0 of the dataset raised LookupError: nothing there",
+        ),
         (
             {"eval": {"dataset": f"{HERE}:FailingPairs"}},
             DataError,
-            "sample 0 of eval.dataset raised LookupError: nothing there",
+            "evaluation step 0, shard 0: sample 0 of eval.dataset raised LookupError: nothing there",
         ),
         (
             {"optimizer": {"target": f"{HERE}:FailingSGD", "args": {"lr": 0.1}}},

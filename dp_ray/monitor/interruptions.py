@@ -1,5 +1,6 @@
 """The incidents of a run: printed on the console, and kept in its log."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -49,9 +50,12 @@ def interruption_of(
 ) -> Interruption:
     """The interruption after `step` that lost these workers; `hung` says how they hung, "" if they did not.
 
-    If the node of a lost worker does not answer, the node was lost.
+    If the node of a lost worker does not answer, the node was lost. An error of user code may come before the last
+    reports, and name a later step.
     """
     kind, what = message.kind, message.what
+    if kind is IncidentKind.ERROR and (named := re.match(r"step (\d+)\b", what)):
+        step = max(step, int(named[1]))
     if kind is IncidentKind.WORKER and any(control.is_gone(one.node_id) for one in lost):
         kind = IncidentKind.NODE
     if hung:

@@ -74,6 +74,8 @@ class ShapeReports:
 
     def close(self) -> None:
         """Pass on all reports, also those of unfinished steps, and finish the file."""
+        self._collector.emit()
+        self._on_steps = lambda step, rows: None  # the steps that are left are not done
         self._collector.close()
         self._file.close()
         if self._times:

@@ -137,7 +137,8 @@ class Evaluation:
             for shard in shards:
                 where = f"evaluation step {shard.step}, shard {shard.shard}"
                 with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
-                    _, batch = next(batches)
+                    with at(where):
+                        _, batch = next(batches)
                     if not (shard := real(shard)).rows:
                         continue
                     rows += shard.rows

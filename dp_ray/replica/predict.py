@@ -22,7 +22,7 @@ from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
-from dp_ray.replica.user_code import it_got, place, raising
+from dp_ray.replica.user_code import it_got, loaded, place, raising
 
 
 def predict(
@@ -60,7 +60,7 @@ def predict(
             ran, batches = 0, passes.before(shards, batches, real)
             for shard in shards:
                 with advised(job, place(shard), ShardSize(shard.rows, *cut)):
-                    indices, batch = next(batches)
+                    indices, batch = loaded(batches, shard)
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)
                         on_inputs(shard, indices, inputs)

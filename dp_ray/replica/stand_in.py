@@ -15,6 +15,7 @@ from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Done, Work
 from dp_ray.replica.carry import CarryingBatch
 from dp_ray.replica.read_requests import Indices
+from dp_ray.replica.user_code import loaded
 from dp_ray.replica.world import World, gathered
 from dp_ray.tensors.nested import map_leaves
 from dp_ray.tensors.raw import moved
@@ -54,14 +55,14 @@ class StandIns:
         """
         if self._is_agreed:
             return batches
-        loaded = [next(batches) for _ in shards]
+        first = [loaded(batches, shard) for shard in shards]
         filled = [
             StandIn(batch.batch if isinstance(batch, CarryingBatch) else batch, real(shard).rows)
-            for shard, (_, batch) in zip(shards, loaded, strict=True)
+            for shard, (_, batch) in zip(shards, first, strict=True)
             if real(shard).rows
         ]
         self._agree(filled[0] if filled else None)
-        return chain(loaded, batches)
+        return chain(first, batches)
 
     def _agree(self, mine: StandIn | None) -> None:
         """Take the worker's own stand-in, or else that of the first rank that has one."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +11,8 @@ from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
 from dp_ray.replica.world import is_lost_peer
 from dp_ray.text import listed
+
+Loaded = TypeVar("Loaded")
 
 
 @contextmanager
@@ -39,11 +41,20 @@ def at(where: str) -> Iterator[None]:
     except JobError:
         raise
     except Error as error:
-        raise type(error)(f"{where}: {error}") from error
+        placed = type(error)(f"{where}: {error}")
+        for note in getattr(error, "__notes__", ()):  # the user's frames in a loader process
+            placed.add_note(note)
+        raise placed from error
     except (Exception, SystemExit) as error:
         if is_lost_peer(error):
             raise
         raise ModelError(said(where, error)) from error
+
+
+def loaded(batches: Iterator[Loaded], shard: Shard) -> Loaded:
+    """The next batch, which is the shard's; the error of one that cannot be loaded names its step and shard."""
+    with at(place(shard)):
+        return next(batches)
 
 
 def read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:

@@ -9,43 +9,23 @@ attributes of its classes and whatever it patched in other modules are neither u
 """
 
 import gc
-import logging
-import multiprocessing
-import os
-import socket
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import thread as executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
-from torch import nn
 
+from dp_ray.task.settings import SETTINGS, Restore
 from dp_ray.tracebacks import is_installed
 
 END_SECONDS = 2.0  # how long threads and processes of a job may take to end by themselves
-
-Restore = Callable[[], object]
-
-_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_hooks_always_called",
-    "_global_forward_hooks_with_kwargs",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_buffer_registration_hooks",
-    "_global_module_registration_hooks",
-    "_global_parameter_registration_hooks",
-)
 
 
 @dataclass(frozen=True)
@@ -66,7 +46,7 @@ class Belongings:
 def isolated() -> Iterator[list[str]]:
     """After the block, restore this process; the list that it yields then names what remains."""
     belongings = Belongings.now()
-    restores = {name: take() for name, take in _SETTINGS.items()}
+    restores = {name: take() for name, take in SETTINGS.items()}
     remains: list[str] = []
     try:
         yield remains
@@ -150,172 +130,3 @@ def _open_files() -> set[str]:
 
 def _is_foreign_file(path: str) -> bool:
     return path.endswith((".so", ".py", ".pyc")) or "/ray/" in path or path.startswith(("/dev/", "/proc/", "/sys/"))
-
-
-def _environment() -> Restore:
-    before = dict(os.environ)
-
-    def restore() -> None:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-    return restore
-
-
-def _working_directory() -> Restore:
-    before = os.getcwd()
-    return lambda: os.chdir(before)
-
-
-def _lists() -> Restore:
-    """The lists of the interpreter and of torch that user code may add to."""
-    lists: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
-    kept = [(one, list(one)) for one in lists]
-
-    def restore() -> None:
-        for one, before in kept:
-            one[:] = before
-
-    return restore
-
-
-def _warnings() -> Restore:
-    caught = warnings.catch_warnings()
-    caught.__enter__()
-    return lambda: caught.__exit__(None, None, None)
-
-
-def _log_level() -> Restore:
-    before = logging.getLogger().level
-    return lambda: logging.getLogger().setLevel(before)
-
-
-def _hooks() -> Restore:
-    """The hooks of all modules."""
-    kept = [(one, dict(one)) for one in (getattr(nn.modules.module, name, {}) for name in _HOOKS)]
-
-    def restore() -> None:
-        for one, before in kept:
-            one.clear()
-            one.update(before)
-
-    return restore
-
-
-def _torch_settings() -> Restore:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    fill: Any = torch.utils.deterministic
-    fields = [
-        (owner, name, getattr(owner, name))
-        for owner, names in (
-            (cudnn, ("enabled", "benchmark", "deterministic", "fp32_precision")),
-            (matmul, ("fp32_precision", "allow_fp16_reduced_precision_reduction")),
-            (fill, ("fill_uninitialized_memory",)),
-        )
-        for name in names
-    ]
-    dtype, device = torch.get_default_dtype(), _default_device()
-    threads, precision = torch.get_num_threads(), _matmul_precision()
-    algorithms, warns = _deterministic_algorithms()
-    grad, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
-
-    def restore() -> None:
-        if _matmul_precision() != precision:
-            torch.set_float32_matmul_precision(precision)
-        for owner, name, value in fields:  # after the precision, which sets some of them
-            if getattr(owner, name) != value:
-                setattr(owner, name, value)
-        torch.set_default_dtype(dtype)
-        torch.set_default_device(device)
-        torch.set_num_threads(threads)
-        if _deterministic_algorithms() != (algorithms, warns):  # to set them imports torch's compiler: 2 s
-            torch.use_deterministic_algorithms(algorithms, warn_only=warns)
-        torch.set_grad_enabled(grad)
-        torch.autograd.set_detect_anomaly(anomaly)
-        for kind in ("cpu", "cuda"):
-            torch.set_autocast_enabled(kind, False)
-
-    return restore
-
-
-def _deterministic_algorithms() -> tuple[bool, bool]:
-    """Whether torch uses deterministic algorithms only, and whether it but warns where there is none."""
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _matmul_precision() -> str:
-    """Torch's precision of matrix products; "" if user code mixed torch's two interfaces to it."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return ""
-
-
-def _default_device() -> torch.device | None:
-    """The device that `torch.set_default_device` has set; None: none was set."""
-    found = torch.get_default_device()
-    return None if found.type == "cpu" else found
-
-
-def _calculation() -> Restore:
-    """How numpy and torch calculate, beyond what has a home above."""
-    numpy_errors, validates = np.geterr(), torch.distributions.Distribution._validate_args
-    flushes = _flushes_denormal()
-    cuda: Any = torch.backends.cuda
-    attention = [
-        (cuda.enable_flash_sdp, cuda.flash_sdp_enabled()),
-        (cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled()),
-        (cuda.enable_math_sdp, cuda.math_sdp_enabled()),
-    ]
-    dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-
-    def restore() -> None:
-        np.seterr(**numpy_errors)
-        torch.set_flush_denormal(flushes)
-        torch.distributions.Distribution.set_default_validate_args(validates)
-        for enable, was in attention:
-            enable(was)
-        for kind, dtype in dtypes:
-            torch.set_autocast_dtype(kind, dtype)
-
-    return restore
-
-
-def _flushes_denormal() -> bool:
-    """Whether numbers too small for fp32's full precision become 0; torch can set this but does not tell."""
-    return bool((torch.tensor([1e-40], device="cpu", dtype=torch.float32) * 1).item() == 0)
-
-
-def _interpreter() -> Restore:
-    collects, recursion, timeout = gc.isenabled(), sys.getrecursionlimit(), socket.getdefaulttimeout()
-    os.umask(umask := os.umask(0))  # the only way to read it
-    starts, disabled, hook = (
-        multiprocessing.get_start_method(allow_none=True),
-        logging.root.manager.disable,
-        sys.excepthook,
-    )
-
-    def restore() -> None:
-        (gc.enable if collects else gc.disable)()
-        os.umask(umask)
-        sys.setrecursionlimit(recursion)
-        socket.setdefaulttimeout(timeout)
-        multiprocessing.set_start_method(starts, force=True)
-        logging.disable(disabled)
-        sys.excepthook = hook
-
-    return restore
-
-
-_SETTINGS: dict[str, Callable[[], Restore]] = {
-    "its environment": _environment,
-    "its working directory": _working_directory,
-    "its module paths": _lists,
-    "its warnings": _warnings,
-    "its log level": _log_level,
-    "hooks of all modules": _hooks,
-    "torch's settings": _torch_settings,
-    "settings of calculation": _calculation,
-    "the interpreter's settings": _interpreter,
-}

@@ -4,8 +4,11 @@ import gc
 import logging
 import multiprocessing
 import os
+import resource
+import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -55,6 +58,16 @@ class Messy(nn.Module):
         socket.setdefaulttimeout(7)
         multiprocessing.set_start_method("spawn", force=True)
         logging.disable(logging.ERROR)
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        torch.backends.nnpack.set_flags(False)  # type: ignore[no-untyped-call]
+        torch.set_printoptions(precision=9)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        gc.set_threshold(7, 7, 7)
+        sys.setswitchinterval(0.5)
+        tempfile.tempdir = folder
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (900, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         torch.manual_seed(99)
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
 
@@ -97,6 +110,16 @@ def settings() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "anomaly": torch.is_anomaly_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "nnpack": torch._C._get_nnpack_enabled(),
+        "prints": torch._tensor_str.PRINT_OPTS.precision,
+        "sharing": torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
+        "thresholds": list(gc.get_threshold()),
+        "switches": sys.getswitchinterval(),
+        "temporary": tempfile.tempdir,
+        "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "cores": len(os.sched_getaffinity(0)),
         "random": torch.initial_seed(),
         "children": len(multiprocessing.active_children()),
     }
