@@ -156,27 +156,32 @@ def test_a_forked_process_ends_by_sigterm_and_leaves_ctrl_c_to_its_parent() -> N
 
 
 class Interrupts(nn.Module):
-    """An MLP whose 20th forward does what Ctrl-C in a terminal does: all processes of the group get SIGINT."""
+    """An MLP whose 20th forward does what Ctrl-C in a terminal does: all processes of the group get a signal."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
+        self.number = number
         self.inner = tests.support.training.mlp()
         self.forwards = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
         if self.forwards == 20:
-            os.killpg(0, signal.SIGINT)
+            os.killpg(0, self.number)
         outputs: torch.Tensor = self.inner(inputs)
         return outputs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("context", "processes"), [("fork", 2), ("spawn", 1)])
-def test_ctrl_c_in_a_terminal_reaches_the_processes_of_a_loader_too(
-    tmp_path: Path, context: str, processes: int
+@pytest.mark.parametrize(
+    ("context", "processes", "number"),
+    [("fork", 2, signal.SIGINT), ("spawn", 1, signal.SIGINT), ("fork", 2, signal.SIGTERM)],
+)
+def test_a_signal_to_the_group_stops_the_run_and_not_the_processes_of_its_loader(
+    tmp_path: Path, context: str, processes: int, number: int
 ) -> None:
-    keys = training(tmp_path, model="tests.test_stop_signals:Interrupts")
+    """As a terminal's Ctrl-C, and the SIGTERM of `timeout`."""
+    keys = training(tmp_path, model={"target": "tests.test_stop_signals:Interrupts", "args": {"number": int(number)}})
     keys["loader"] = {"processes": processes, "context": context}
     del keys["quiet"]
     (tmp_path / "job.yaml").write_text(json.dumps(keys))  # JSON is YAML

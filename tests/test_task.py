@@ -1,6 +1,9 @@
 """A job's whole task below Ray, against a plain loop over torch.chunk in one process."""
 
 import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +197,39 @@ def test_an_error_ends_the_loaders_processes(tmp_path: Path, model: str, dataset
     with pytest.raises(Error, match=says):
         run_alone(job, tmp_path)
     assert not multiprocessing.active_children()
+
+
+class Hangs(models.Rows):
+    """Rows of which those behind the first ones hang, or end the process that reads them."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= 14 and self.ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index >= 14:
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+def test_processes_in_the_midst_of_a_read_are_ended_within_a_second_or_two(tmp_path: Path) -> None:
+    loader = {"processes": 4, "context": "fork"}
+    job, began = job_of(models.RaisesOn(0), Hangs(ends=False), workers=1, loader=loader), time.monotonic()
+    with pytest.raises(ModelError, match="a number that I do not like"):
+        run_alone(job, tmp_path)
+    assert time.monotonic() - began < 10, "not five seconds for each of four"
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_of_a_loader_that_was_killed_is_told_by_step_and_shard(tmp_path: Path) -> None:
+    job = job_of(models.Linear(), Hangs(ends=True), workers=1, loader={"processes": 1, "context": "fork"})
+    says = r"step \d, shard 0: a process of the loader has ended in the midst of its work \(pid.* \d+\)"
+    with pytest.raises(DataError, match=says):
+        run_alone(job, tmp_path)
 
 
 def test_one_number_a_shard_cannot_be_merged(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Load one worker's shards: read the samples, collate them, check the rows, copy them to the device."""
 
 import functools
-import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -20,8 +19,8 @@ from dp_ray.replica.carry import Carrying, CarryingBatch, Plain, carried_keys, c
 from dp_ray.replica.collating import Batch, LoaderError, collate_of, collated, loader_error
 from dp_ray.replica.inputs import model_inputs
 from dp_ray.replica.item_keys import ItemKeys, item_keys
+from dp_ray.replica.loader_processes import begin_process
 from dp_ray.replica.look_ahead import look_ahead
-from dp_ray.replica.read_limit import arm_loader
 from dp_ray.replica.read_requests import IndexLists, ReadRequest
 from dp_ray.replica.rng import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.replica.sample_order import hold_blocks, order_of
@@ -259,7 +258,7 @@ def make_loader(
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
         persistent_workers=loader.persistent and processes > 0,
         multiprocessing_context=_context(loader, samples.dataset) if processes else None,
-        worker_init_fn=_begin_process,
+        worker_init_fn=begin_process,
     )
     return TimedLoader(made, samples.times, getattr(samples.dataset, "stop_reading_ahead", _nothing))
 
@@ -277,12 +276,6 @@ def num_processes(job: Job) -> int:
 def _context(loader: Loader, dataset: Any) -> str | None:
     """How the loader's processes are started; the datasets of dp_ray.data know what they cannot live with."""
     return loader.context or getattr(dataset, "loader_context", None)
-
-
-def _begin_process(process: int) -> None:
-    """Ignore SIGINT in a loader process: a terminal's Ctrl-C reaches it too, but the current step still needs it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    arm_loader(process)
 
 
 def checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:

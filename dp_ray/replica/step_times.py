@@ -5,8 +5,8 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from dp_ray.replica.loader_processes import end, started
 from dp_ray.replica.step_clock import Part, StepClock
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class TimedLoader(Iterator[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], times: StepTimes, at_end: Callable[[], None] = lambda: None) -> None:
-        self._batches = iter(loader)
+        self._batches = started(loader)
         self._times = times
         self._at_end = at_end
 
@@ -101,10 +101,7 @@ class TimedLoader(Iterator[Any]):
 
     def __exit__(self, *_: object) -> None:
         self._at_end()
-        # Not left to torch: the frames of an error hold the iterator. Once only the garbage collector finds it, the
-        # queue through which torch would end its processes is closed already, and torch waits for them for 5 s.
-        if isinstance(self._batches, _MultiProcessingDataLoaderIter):
-            self._batches._shutdown_workers()
+        end(self._batches)
 
     def __next__(self) -> Any:
         seconds, batch = next(self._batches)

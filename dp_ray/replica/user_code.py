@@ -1,5 +1,6 @@
 """Wrap errors of the user's code: the message names the job's key that raised, and what it got."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,6 +14,9 @@ from dp_ray.replica.world import is_lost_peer
 from dp_ray.text import listed
 
 Loaded = TypeVar("Loaded")
+_ENDED_LOADER = re.compile(
+    r"DataLoader worker \((?P<who>pid(?:\(s\))? [\d, ]+)\) (exited unexpectedly|is killed by signal)"
+)
 
 
 @contextmanager
@@ -30,6 +34,8 @@ def raising(
     except (Exception, SystemExit) as error:
         if kind is ModelError and is_lost_peer(error):
             raise
+        if (ended := ended_loader(error)) is not None:
+            raise ended from None
         raise kind(said(what, error, hint(error))) from error
 
 
@@ -48,7 +54,23 @@ def at(where: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if is_lost_peer(error):
             raise
+        if (ended := ended_loader(error)) is not None:
+            raise DataError(f"{where}: {ended}") from None
         raise ModelError(said(where, error)) from error
+
+
+def ended_loader(error: BaseException) -> DataError | None:
+    """What to raise for torch's error that a process of a DataLoader has ended; None for another error.
+
+    It comes from a signal's handler, so wherever the worker is just then.
+    """
+    found = _ENDED_LOADER.search(str(error))
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    return DataError(
+        f"a process of the loader has ended in the midst of its work ({found['who']}), as where the system kills one "
+        "because memory, or /dev/shm, is full: take fewer loader.processes or a smaller loader.prefetch"
+    )
 
 
 def loaded(batches: Iterator[Loaded], shard: Shard) -> Loaded:
