@@ -3,11 +3,12 @@
 import re
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from dp_ray.results.step_times_table import STEP_PARTS
-from dp_ray.results.time_split import WorkerSplit, shares_of
-from dp_ray.results.verdicts import Facts, Outside, decide, facts_of
+from dp_ray.results.time_split import WorkerSplit, shares_of, steady
+from dp_ray.results.verdicts import Facts, Outside, decide, facts_of, verdict_of
 from tests.support.cluster import ROOT
 
 
@@ -156,3 +157,45 @@ def test_shares_add_up() -> None:
     assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
     assert shares["forward"] == pytest.approx(19.2 / 52.8, abs=1e-4)
     assert sum(shares_of([split(0)]).values()) == 0
+
+
+def steps_of(checkpoints: dict[int, float], evaluations: dict[int, float]) -> pa.Table:
+    """Twenty steps of two workers, of which the first takes a second; and some, on rank 0, with these parts."""
+    steps = [step for step in range(20) for _ in range(2)]
+    ranks = [0, 1] * 20
+    columns: dict[str, Any] = {
+        "step": steps,
+        "attempt": [0] * 40,
+        "rank": ranks,
+        "node": ["a"] * 40,
+        "rows": [4] * 40,
+    }
+    columns |= {part: [0.0] * 40 for part in STEP_PARTS}
+    columns["forward"] = [0.01 if step else 1.0 for step in steps]
+    for part, found in (("checkpoint", checkpoints), ("evaluation", evaluations)):
+        columns[part] = [found.get(step, 1e-6) if rank == 0 else 0.0 for step, rank in zip(steps, ranks, strict=True)]
+    return pa.table(columns)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "evaluations", "left_out"),
+    [
+        ({}, {}, {0}),
+        ({4: 0.9, 9: 0.01, 14: 0.01}, {}, {0, 4}),
+        ({4: 0.9}, {}, {0}),
+        ({9: 0.5, 19: 0.01}, {4: 0.7, 9: 0.01}, {0, 4, 9}),
+        (dict.fromkeys(range(20), 0.01), {}, {0}),
+    ],
+)
+def test_what_is_done_once_is_left_out(
+    checkpoints: dict[int, float], evaluations: dict[int, float], left_out: set[int]
+) -> None:
+    shown = steady(steps_of(checkpoints, evaluations))
+    assert set(range(20)) - set(shown["step"].to_pylist()) == left_out
+
+
+def test_one_slow_checkpoint_is_not_the_storages_fault() -> None:
+    verdict = verdict_of(steps_of({4: 0.9, 9: 0.001, 14: 0.001}, {}), Facts())
+    assert verdict is not None and verdict.kind == "balanced"
+    verdict = verdict_of(steps_of({4: 0.9, 9: 0.2, 14: 0.2}, {}), Facts())
+    assert verdict is not None and verdict.kind == "checkpoint"

@@ -22,6 +22,7 @@ TITLES = {
 LAST = ("learning_rate", "gradient_norm", "rows_per_second", "data_wait_seconds")
 NOT_DRAWN = ("step", "epoch", "rows")
 FEW = 30  # points of a series that are drawn one by one
+EXACT = {"learning_rate"}  # values without noise, which are not smoothed
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def series_of(name: str, history: pa.Table, source: str, whole: int = WHOLE) -> 
         "numOdd": points.num_odd,
         "points": len(values),
         "isSparse": len(values) <= FEW,
+        "isStep": source in EXACT,
     }
 
 

@@ -4,11 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dp_ray.results.step_times_table import STEP_PARTS
 from dp_ray.text import percent
+
+RARE = ("checkpoint", "evaluation")  # parts that few steps have
+MUCH, LEAST = 10, 1e-4  # times the median, and seconds, from which on a step has such a part
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,28 @@ def split_line(split: Mapping[str, Any]) -> str:
 
 
 def steady(table: pa.Table) -> pa.Table:
-    """The steps that show where the time goes: those of the longest attempt, without its first step."""
+    """The steps that show where the time goes: those of the longest attempt, without what is done or imported once.
+
+    That is in its first step and, if there are more of the kind, in those of its first checkpoint and evaluation.
+    """
     attempts = table.group_by("attempt").aggregate([("step", "count"), ("step", "min")]).to_pylist()
     if not attempts:
         return table
     longest = max(attempts, key=lambda row: row["step_count"])
     of_attempt = table.filter(pc.equal(table["attempt"], longest["attempt"]))
     later = of_attempt.filter(pc.greater(of_attempt["step"], longest["step_min"]))
+    once = [step for part in RARE for step in _first_of(later, part)]
+    later = later.filter(pc.invert(pc.is_in(later["step"], pa.array(once, pa.int64()))))
     return later if len(later) else of_attempt
+
+
+def _first_of(table: pa.Table, part: str) -> list[int]:
+    """The first of those few steps that have this part; none if they are not few, or but one."""
+    steps = table.group_by("step").aggregate([(part, "max")]).sort_by("step")
+    seconds = steps[f"{part}_max"].to_numpy()
+    usual = float(np.median(seconds)) if len(seconds) else 0.0
+    having = np.flatnonzero(seconds > max(MUCH * usual, LEAST))
+    return [steps["step"][int(having[0])].as_py()] if len(having) > 1 else []
 
 
 def rows_per_second(table: pa.Table) -> float:

@@ -96,14 +96,14 @@ def _figures(snapshot: Snapshot) -> Iterator[str]:
         yield f"{snapshot.row.seconds:.1f} s"
 
 
-def _wrapped(parts: Iterator[str], width: int, indent: str = "") -> Iterator[str]:
+def _wrapped(parts: Iterator[str], width: int, indent: str = "", between: str = "  ") -> Iterator[str]:
     """Parts in lines, two spaces between them; none is cut in two."""
     line = ""
     for part in parts:
-        if line and len(line) + 2 + len(part) > width:
+        if line and len(line) + len(between) + len(part) > width:
             yield line
             line = ""
-        line = f"{line}  {part}" if line else indent + part
+        line = f"{line}{between}{part}" if line else indent + part
     if line:
         yield line
 
@@ -135,7 +135,7 @@ def _end(snapshot: Snapshot, width: int) -> Iterator[str]:
     if status == "unfinished":
         yield "its driver was killed; run the same command to resume"
     for line in text.splitlines():
-        yield from _wrapped(iter(line.split()), width) if len(line) > width else iter([line])
+        yield from _wrapped(iter(line.split()), width, between=" ") if len(line) > width else iter([line])
 
 
 def _redrawing(out: TextIO) -> Callable[[Snapshot], None]:
