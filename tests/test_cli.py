@@ -99,7 +99,7 @@ def test_a_run_in_this_process_and_its_report(
     assert status_of(monkeypatch, "report", str(tmp_path / "job"), "--shapes", "--json") == 0
     assert capsys.readouterr().out.splitlines() == [*lines, last]
     assert status_of(monkeypatch, "report", str(tmp_path / "job")) == 0
-    assert f"outputs_sha256  {result['outputs_sha256']}" in capsys.readouterr().out
+    assert f"outputs_sha256       {result['outputs_sha256']}" in capsys.readouterr().out
 
 
 def test_a_finished_run_is_not_run_again_unless_it_is_to_be_replaced(
@@ -160,7 +160,9 @@ def test_a_job_that_fails_tells_the_users_traceback_and_keeps_the_failure(tmp_pa
     )
     done = forked.ended(forked.dp_ray_program, "run", str(job), "--json")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == ("error: sample 7 of the dataset raised OSError: the disk has a hole")
+    assert done.stderr.splitlines()[-1] == (
+        "error: step 1, shard 0: sample 7 of the dataset raised OSError: the disk has a hole"
+    )
     assert 'raise OSError("the disk has a hole")' in done.stderr
     assert json.loads((tmp_path / "job" / "result.json").read_text())["status"] == "failed"
 

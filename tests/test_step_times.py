@@ -97,6 +97,9 @@ def test_a_loader_process_reads_while_the_model_runs(tmp_path: Path) -> None:
 class Failing:
     """Batches of which the second fails once, as those of a DataLoader whose process is late."""
 
+    num_workers = 0
+    multiprocessing_context = None
+
     def __init__(self) -> None:
         self.given = 0
 

@@ -23,7 +23,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """The loader's batches; its processes hold signals back until `begin_process`, but those of a "forkserver"."""
     context: Any = loader.multiprocessing_context or multiprocessing
     if not loader.num_workers or context.get_start_method() == "forkserver":
-        return iter(loader)  # the server would hold them back from all that is ever forked from it
+        return iter(loader)  # a server would hold them back from all that is ever forked from it
     resource_tracker.ensure_running()  # it lets signals through when it starts
     with _signals_held():
         return iter(loader)

@@ -25,6 +25,8 @@ def shown(values: Mapping[str, Any]) -> dict[str, str]:
         found["ema"] = f"decay {values['ema']['decay']:g}: {relative(values['ema']['weights'])}"
     if values.get("stopped_early"):
         found["stopped_early"] = values["stopped_early"]["text"]
+    if values.get("failure"):
+        found["failure"] = _failure(values["failure"])
     if values["time_split"]:
         found["time_split"] = split_line(values["time_split"])
     metrics = measured(values["metrics"])
@@ -35,8 +37,8 @@ def shown(values: Mapping[str, Any]) -> dict[str, str]:
 
 def key_lines(found: Mapping[str, str]) -> str:
     """One line for each key and value; a value's further lines are indented below its first."""
-    indent = "\n" + " " * WIDTH
-    return "\n".join(f"{key:{WIDTH - 1}} {value}".replace("\n", indent) for key, value in found.items())
+    width = max([WIDTH, *(len(key) + 1 for key in found)])
+    return "\n".join(f"{key:{width}}{value}".replace("\n", "\n" + " " * width) for key, value in found.items())
 
 
 def as_html(found: Mapping[str, str]) -> str:
@@ -47,6 +49,12 @@ def as_html(found: Mapping[str, str]) -> str:
 
 def _html(text: str) -> str:
     return escape(text).replace("\n", "<br>")
+
+
+def _failure(values: Mapping[str, Any]) -> str:
+    """Where a run failed, and the user's frames: `rank 0, node 10.0.0.2, step 7, sample 50`, then the frames."""
+    where = ", ".join(f"{key} {value}" for key, value in values.items() if key != "frames" and value is not None)
+    return f"{where}\n{values.get('frames') or ''}".rstrip()
 
 
 def _steps(total: int, steps: int, epochs: int) -> str:
