@@ -9,7 +9,7 @@ import pytest
 from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
-from dp_ray.replica.targets import bind, build, build_dataset, resolve
+from dp_ray.replica.targets import bind, bound, build, build_dataset, resolve
 
 USER_CODE = """
 import collections
@@ -25,6 +25,11 @@ def sized(n):
     return list(range(n))
 def iterable():
     return iter([1])
+class Stacks:
+    def __init__(self, times=1):
+        self.times = times
+    def __call__(self, items):
+        return items * self.times
 """
 
 
@@ -81,6 +86,32 @@ def test_importing_from_where_the_user_stands_leaves_the_path_alone() -> None:
     before = list(sys.path)
     build("model", Target(target="dp_ray_user:Thing"))
     assert sys.path == before
+
+
+@pytest.mark.usefixtures("user_code")
+def test_a_class_whose_objects_are_functions_is_built() -> None:
+    """As of a collator; `list` is a function of the items itself."""
+    assert bound("collate", Target(target="dp_ray_user:Stacks", args={"times": 2}))([1]) == [1, 1]
+    stacks = resolve("collate", Target(target="dp_ray_user:Stacks"))
+    assert bound("collate", stacks)([1]) == [1]
+    assert bound("collate", Target(target="builtins:list"))((1, 2)) == [1, 2]
+    assert bound("collate", list) is list
+
+
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("dp_ray_user:sized", "loss.args: dp_ray_user:sized takes no 'm', but n"),
+        ("dp_ray_user:iterable", "loss.args: dp_ray_user:iterable takes no 'm', but nothing"),
+        ("dp_ray_user:Stacks", "loss.args: dp_ray_user:Stacks takes no 'm', but times"),
+    ],
+)
+def test_a_function_that_does_not_take_its_args_is_told_before_it_is_called(target: str, says: str) -> None:
+    with pytest.raises(JobError) as caught:
+        bound("loss", Target(target=target, args={"m": 1}))
+    assert says in str(caught.value)
+    assert bound("loss", Target(target="torch:stack", args={"dim": 1})), "it has no signature"
 
 
 def test_an_object_is_what_it_is() -> None:

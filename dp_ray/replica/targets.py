@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from dp_ray.errors import DataError, Error, JobError
@@ -29,14 +30,28 @@ def build(key: str, target: Any) -> Any:
 def bound(key: str, target: Any) -> Any:
     """The function that the job's `key` names, with its args bound as keywords, or the object given from Python.
 
-    Raises JobError if it cannot be imported or called.
+    A class whose objects can be called is built. Raises JobError if it cannot be imported or called, or rejects args.
     """
     if not isinstance(target, Target):
-        return target
+        return target() if _makes_functions(target) else target
     found = resolve(key, target)
     if not callable(found):
         raise JobError(f"{key}: {target.label} is {found!r:.60}, which cannot be called")
+    if _makes_functions(found):
+        return bind(key, target)()
+    with suppress(ValueError):  # some built-in callables have no signature
+        takes = inspect.signature(found)
+        try:
+            takes.bind_partial(**target.args)
+        except TypeError as error:
+            says = _rejection(list(takes.parameters.values()), target.args, error)
+            raise JobError(f"{key}.args: {target.label} {says}") from None
     return functools.partial(found, **target.args) if target.args else found
+
+
+def _makes_functions(found: Any) -> bool:
+    """Whether it is a class whose objects can be called, as a collator's, unlike `list`."""
+    return inspect.isclass(found) and any("__call__" in vars(one) for one in found.__mro__)
 
 
 def build_dataset(job: Job, key: str = "dataset") -> Any:
