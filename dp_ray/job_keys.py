@@ -167,8 +167,8 @@ class JobKeys(WorkerKeys, WorkKeys):
     )
     collate: Targeted | None = Field(
         default=None,
-        description="A function that makes a batch of a list of samples, or a class of such ones; its args are keywords. Default: "
-        "torch's default_collate.",
+        description="A function that makes a batch of a list of samples, or a class of such; its args are keywords. "
+        "Default: torch's default_collate.",
     )
     scatter: Literal["samples", "batch"] = Field(
         default="samples",

@@ -24,20 +24,20 @@ def test_a_run_is_told_for_reading(
     result = train(here / "runs", "one")
     assert status_of(monkeypatch, "report", "runs/one") == 0
     told = capsys.readouterr().out.splitlines()
-    assert "steps           24 (3 epochs of 8)" in told
-    assert "run_dir         runs/one" in told
-    assert "weights         runs/one/weights.safetensors" in told
+    assert "steps                24 (3 epochs of 8)" in told
+    assert "run_dir              runs/one" in told
+    assert "weights              runs/one/weights.safetensors" in told
     assert ["metrics", "loss", f"{result.metrics['loss']:.6g}"] in [line.split() for line in told]
-    assert f"                right      {result.metrics['right']:.6g}" in told
+    assert f"{21 * ' '}right      {result.metrics['right']:.6g}" in told
     assert not any(str(here) in line for line in told)
 
 
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"epochs": 1}, "steps           8"),
-        ({"epochs": 3, "max_steps": 20}, "steps           20 (8 in an epoch)"),
-        ({"epochs": 3, "max_steps": 5}, "steps           5 (8 in an epoch)"),
+        ({"epochs": 1}, "steps                8"),
+        ({"epochs": 3, "max_steps": 20}, "steps                20 (8 in an epoch)"),
+        ({"epochs": 3, "max_steps": 5}, "steps                5 (8 in an epoch)"),
     ],
 )
 def test_the_steps_of_a_run_are_those_that_it_has(here: Path, keys: dict[str, Any], says: str) -> None:
