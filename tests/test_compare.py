@@ -65,7 +65,9 @@ def test_runs_of_one_job_differ_in_nothing(here: Path) -> None:
     first, second = train(here, "one"), train(here, "two")
     told = told_of(first, second).splitlines()
     assert told[0] == "the same job, the same weights"
-    assert told_of(first, train(here, "three", seed=1)).splitlines()[0] != told[0]
+    assert told_of(first, train(here, "three", seed=1)).splitlines()[0] == "different jobs, different weights"
+    kept = train(here, "four", checkpoint={"keep": 7})
+    assert told_of(first, kept).splitlines()[0] == "the same job (but for checkpoint.keep), the same weights"
 
 
 def test_curves_lie_side_by_side_on_one_scale(here: Path) -> None:

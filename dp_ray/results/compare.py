@@ -19,7 +19,7 @@ from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.history_file import history_so_far, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
 from dp_ray.storage import Storage
-from dp_ray.text import printable
+from dp_ray.text import listed, printable
 
 NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
 OF_EACH_DRIVER = ("started", "command", "folder", "plan")
@@ -160,10 +160,10 @@ def _curves(runs: Sequence[ComparedRun]) -> Iterator[str]:
 
 def _verdict(runs: Sequence[ComparedRun]) -> Iterator[str]:
     """Whether the runs have the same job, weights and outputs."""
-    counting = {
-        key for key in differing_keys(runs) if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT
-    }
-    yield "different jobs" if counting else "the same job"
+    differing = differing_keys(runs)
+    counting = {key for key in differing if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
+    alike = f"the same job (but for {listed(differing)})" if differing else "the same job"
+    yield "different jobs" if counting else alike
     for what in ("weights", "outputs"):
         found = [run.result.get(f"{what}_sha256") for run in runs]
         if all(found):
