@@ -3,9 +3,9 @@
 import io
 import itertools
 import os
-import select
 import pty
 import re
+import select
 import sys
 import threading
 import time
