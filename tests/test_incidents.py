@@ -14,13 +14,14 @@ import torch
 
 import dp_ray
 from dp_ray.cli_runs import report
-from dp_ray.errors import RunInterrupted, StorageError
+from dp_ray.errors import DataError, RunInterrupted, StorageError
 from dp_ray.job import Job
 from dp_ray.rundir.claim import claim
 from dp_ray.rundir.incidents import IncidentKind, Interruption
 from dp_ray.rundir.lease_file import LEASE
 from dp_ray.storage import Storage
 from tests.support import forked, models
+from tests.support.trainings import keys_of
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
 NEVER = {"every_steps": None, "every_seconds": None}
@@ -170,3 +171,26 @@ def test_what_is_no_run_is_an_error_as_before(tmp_path: Path, capsys: pytest.Cap
 )
 def test_an_interruption_names_its_step_once(kind: IncidentKind, what: str, told: str) -> None:
     assert str(Interruption(kind, what, 4)) == told
+
+
+class Holed(models.SlowPairs):
+    """96 pairs, of which one cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 17:
+            raise OSError("a hole")
+        return super().__getitem__(index)
+
+
+def test_a_failed_step_is_named_and_not_counted_as_done(tmp_path: Path) -> None:
+    """Of step 4 its first shard has run, and told of its shapes."""
+    keys = keys_of(dataset="tests.test_incidents:Holed", storage=str(tmp_path), name="run", shards=4)
+    with pytest.raises(DataError, match=r"^step 4, shard 1: sample 17 of the dataset raised OSError: a hole$"):
+        dp_ray.run(**keys)
+    (end,) = json.loads((tmp_path / "run" / "story.json").read_text())["interruptions"]
+    assert (end["step"], end["what"].partition(" by ")[0]) == (4, "ended after step 4")
+    failure = json.loads((tmp_path / "run" / "result.json").read_text())["failure"]
+    assert (failure["step"], failure["sample"]) == (4, 17)

@@ -101,6 +101,10 @@ def test_a_failed_run_shows_its_error_and_its_newest_steps(tmp_path: Path) -> No
     assert re.search(r"<b>sample</b> 17", html)
     (loss,) = [one for chart in drawing(html)["charts"] for one in chart["series"] if one["source"] == "loss"]
     assert loss["x"] == list(range(4)), "a checkpoint has four steps, and there is no fifth"
+    (rate,) = [
+        one for chart in drawing(html)["charts"] for one in chart["series"] if one["source"] == "learning_rate"
+    ]
+    assert rate["isStep"] and not loss["isStep"], "a learning rate is drawn as it was, and a loss smoothed"
     assert "in __getitem__" in told and "no such image: <script>" not in html
 
 

@@ -76,6 +76,13 @@ def test_the_screen_of_a_running_run() -> None:
     assert headline(snapshot()) == text
 
 
+def test_a_long_error_keeps_its_words_apart_as_they_were() -> None:
+    row = ListedRun("digits", "failed", "train", 3.0, 45, 90)
+    lines = screen(snapshot(row=row, error="DataError: " + "word " * 50), 60)
+    assert sum(line.count("word word") for line in lines) > 20
+    assert not any("word  word" in line for line in lines)
+
+
 def test_a_name_or_an_error_cannot_act_on_the_terminal() -> None:
     row = ListedRun("a\x1b[2Jb", "failed", note="no")
     lines = screen(Snapshot(row, {"workers": [{**WORKER, "node": "\x07"}]}, error="bad\x1b]0;title\x07\rthing"), 80)
