@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import dp_ray
 from dp_ray.cli_runs import report
 from dp_ray.errors import DataError, RunInterrupted, StorageError
 from dp_ray.job import Job
+from dp_ray.monitor.interruptions import interruption_of
+from dp_ray.monitor.messages import Interrupted
 from dp_ray.rundir.claim import claim
 from dp_ray.rundir.incidents import IncidentKind, Interruption
 from dp_ray.rundir.lease_file import LEASE
@@ -171,6 +174,13 @@ def test_what_is_no_run_is_an_error_as_before(tmp_path: Path, capsys: pytest.Cap
 )
 def test_an_interruption_names_its_step_once(kind: IncidentKind, what: str, told: str) -> None:
     assert str(Interruption(kind, what, 4)) == told
+
+
+def test_an_error_that_comes_before_the_last_reports_tells_the_step() -> None:
+    error = Interrupted(IncidentKind.ERROR, "step 7, shard 1: sample 50 of the dataset raised", (0,))
+    died = Interrupted(IncidentKind.WORKER, "SIGKILL", (0,))
+    assert interruption_of(error, [], "", 5, Mock()).step == 7
+    assert interruption_of(died, [], "", 5, Mock()).step == 5
 
 
 class Holed(models.SlowPairs):

@@ -1,5 +1,7 @@
 """Where the time of a worker's steps goes, against datasets and models that sleep for a known time."""
 
+import multiprocessing
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray.replica.loader_processes import started
 from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads, share_of_wait
 from tests.support.training import Pairs, mlp
 
@@ -92,6 +95,23 @@ def test_a_loader_process_reads_while_the_model_runs(tmp_path: Path) -> None:
     assert result[1] >= STEPS * 3 * SECONDS
     # The first wait is for the process's start; of the others nearly nothing is left.
     assert worker["data_wait_seconds"] < worker["loop_seconds"] - STEPS * 3 * SECONDS + 0.01
+
+
+class Masked(list[Any]):
+    """In place of a DataLoader: which signals are held back while its processes start."""
+
+    num_workers = 1
+    multiprocessing_context = multiprocessing.get_context("spawn")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([signal.pthread_sigmask(signal.SIG_BLOCK, ())])
+
+
+def test_signals_are_held_back_while_processes_start_and_not_after() -> None:
+    """Else one that still imports torch would end by a Ctrl-C, and the run by an error."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert next(started(Masked())) >= {signal.SIGINT, signal.SIGTERM}  # type: ignore[arg-type]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 class Failing:

@@ -91,7 +91,7 @@ class BatchGradient:
         rows = stop - start
         if self._sharded is not None:
             batches = self._stand_ins.look(shards, batches, real)
-        pending = [loaded(batches, shard)[1] for shard in shards[:1]]
+        pending = [loaded(batches, place(shard))[1] for shard in shards[:1]]
         shards = [real(shard) for shard in shards]
         filled = [shard for shard in shards if shard.rows]
         if missing := sum(len(shard.missing) for shard in shards):
@@ -106,7 +106,7 @@ class BatchGradient:
         if shards and shards[0].shard == 0 and not shards[0].rows:
             self._buffers.keep()  # without shard 0, the step leaves the buffers as they are
         for shard in shards:
-            batch = pending.pop() if pending else loaded(batches, shard)[1]
+            batch = pending.pop() if pending else loaded(batches, place(shard))[1]
             if not shard.rows:
                 continue
             if shard is not filled[0]:

@@ -24,7 +24,7 @@ from dp_ray.replica.stateful import keeps_state
 from dp_ray.replica.step import Metrics, OnShard, Step, StepOutput, as_row, run_step
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.targets import bound, build, resolve
-from dp_ray.replica.user_code import at, got, raising
+from dp_ray.replica.user_code import at, got, loaded, raising
 from dp_ray.replica.world import gathered
 from dp_ray.system.waiting import waiting
 
@@ -137,8 +137,7 @@ class Evaluation:
             for shard in shards:
                 where = f"evaluation step {shard.step}, shard {shard.shard}"
                 with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
-                    with at(where):
-                        _, batch = next(batches)
+                    _, batch = loaded(batches, where)
                     if not (shard := real(shard)).rows:
                         continue
                     rows += shard.rows

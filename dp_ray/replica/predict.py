@@ -60,7 +60,7 @@ def predict(
             ran, batches = 0, passes.before(shards, batches, real)
             for shard in shards:
                 with advised(job, place(shard), ShardSize(shard.rows, *cut)):
-                    indices, batch = loaded(batches, shard)
+                    indices, batch = loaded(batches, place(shard))
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)
                         on_inputs(shard, indices, inputs)

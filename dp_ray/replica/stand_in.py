@@ -15,7 +15,7 @@ from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Done, Work
 from dp_ray.replica.carry import CarryingBatch
 from dp_ray.replica.read_requests import Indices
-from dp_ray.replica.user_code import loaded
+from dp_ray.replica.user_code import loaded, place
 from dp_ray.replica.world import World, gathered
 from dp_ray.tensors.nested import map_leaves
 from dp_ray.tensors.raw import moved
@@ -55,7 +55,7 @@ class StandIns:
         """
         if self._is_agreed:
             return batches
-        first = [loaded(batches, shard) for shard in shards]
+        first = [loaded(batches, place(shard)) for shard in shards]
         filled = [
             StandIn(batch.batch if isinstance(batch, CarryingBatch) else batch, real(shard).rows)
             for shard, (_, batch) in zip(shards, first, strict=True)

@@ -33,7 +33,9 @@ def bound(key: str, target: Any) -> Any:
     A class whose objects can be called is built. Raises JobError if it cannot be imported or called, or rejects args.
     """
     if not isinstance(target, Target):
-        return target() if _makes_functions(target) else target
+        if not _makes_functions(target):
+            return target
+        target = Target(target=target)
     found = resolve(key, target)
     if not callable(found):
         raise JobError(f"{key}: {target.label} is {found!r:.60}, which cannot be called")

@@ -73,9 +73,9 @@ def ended_loader(error: BaseException) -> DataError | None:
     )
 
 
-def loaded(batches: Iterator[Loaded], shard: Shard) -> Loaded:
-    """The next batch, which is the shard's; the error of one that cannot be loaded names its step and shard."""
-    with at(place(shard)):
+def loaded(batches: Iterator[Loaded], where: str) -> Loaded:
+    """The next batch; the error of one that cannot be loaded says where it belongs, like `step 3, shard 1`."""
+    with at(where):
         return next(batches)
 
 

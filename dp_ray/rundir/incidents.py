@@ -10,6 +10,7 @@ from typing import Any
 from dp_ray.errors import StorageError
 from dp_ray.rundir.files import write_json
 from dp_ray.storage import Storage
+from dp_ray.text import counted
 
 INCIDENTS = "story.json"
 
@@ -60,7 +61,7 @@ class Interruption:
         """How the run was resumed, for people: from which step, after how long, how many steps are repeated."""
         if self.resumed_step is None:
             return "not resumed"
-        again = f", {self.step - self.resumed_step} steps again" if self.step > self.resumed_step else ""
+        again = f", {counted(self.step - self.resumed_step, 'step')} again" if self.step > self.resumed_step else ""
         after = "" if self.seconds is None else f" after {self.seconds:.1f} s"
         return f"resumed from step {self.resumed_step}{after}{again}"
 

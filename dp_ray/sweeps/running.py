@@ -157,7 +157,7 @@ def run_sweep(record: Record, base: Storage, how: How) -> None:
     definition, say = record.definition, Console(record.definition.name, how.flags["quiet"]).say
     if how.overwrite:
         remove_sweep(record.folder, base, say)
-    check_places(record, base)
+        check_places(record, base)  # else it is done before the workers start
     jobs = [definition.job(1, picked) for picked in definition.probes()]
     with record.held(say):
         sweep = Sweep(record, base, how, say)

@@ -1,6 +1,7 @@
 """Draws a watched run in the terminal, in place; elsewhere it prints a line when something has changed."""
 
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
@@ -96,14 +97,14 @@ def _figures(snapshot: Snapshot) -> Iterator[str]:
         yield f"{snapshot.row.seconds:.1f} s"
 
 
-def _wrapped(parts: Iterator[str], width: int, indent: str = "", between: str = "  ") -> Iterator[str]:
+def _wrapped(parts: Iterator[str], width: int, indent: str = "") -> Iterator[str]:
     """Parts in lines, two spaces between them; none is cut in two."""
     line = ""
     for part in parts:
-        if line and len(line) + len(between) + len(part) > width:
+        if line and len(line) + 2 + len(part) > width:
             yield line
             line = ""
-        line = f"{line}{between}{part}" if line else indent + part
+        line = f"{line}  {part}" if line else indent + part
     if line:
         yield line
 
@@ -135,7 +136,7 @@ def _end(snapshot: Snapshot, width: int) -> Iterator[str]:
     if status == "unfinished":
         yield "its driver was killed; run the same command to resume"
     for line in text.splitlines():
-        yield from _wrapped(iter(line.split()), width, between=" ") if len(line) > width else iter([line])
+        yield from textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [line]
 
 
 def _redrawing(out: TextIO) -> Callable[[Snapshot], None]:
