@@ -191,9 +191,9 @@ def test_the_history_is_read_from_the_device_at_once(tmp_path: Path, monkeypatch
     Slow.told.clear()
     sent: list[Any] = []
     history = History(Storage(str(tmp_path)), Split(20, 4, 1), ["loss"], [], 0, sent.append)
-    totals = [torch.tensor([number, 4.0], dtype=torch.float64).as_subclass(Slow) for number in range(3)]
-    for step, one in enumerate(totals):
-        history.add(step, Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False, torch.tensor(0.0)), {})
+    sums = [torch.tensor([number, 4.0, 0.0, 0.0], dtype=torch.float64).as_subclass(Slow) for number in range(3)]
+    for step, one in enumerate(sums):
+        history.add(step, Update(one, 0.1, torch.tensor(0.1 + step).as_subclass(Slow), False), {})
     history.flush()
     (logged,) = sent
     assert [row["loss"] for row in logged.rows] == [0.0, 0.25, 0.5]

@@ -153,10 +153,13 @@ class Unread:
     def __getattr__(self, name: str) -> Any:
         raise AssertionError("the device was asked")
 
+    def __getitem__(self, at: object) -> Any:
+        raise AssertionError("the device was asked")
+
 
 def test_numbers_are_read_only_when_they_are_asked_for() -> None:
     unread: Any = Unread()
-    update = Update(unread, 0.1, unread, False, unread)
+    update = Update(unread, 0.1, unread, False)
     view = TrainingView(3, 0, 12, 0.1, "runs/a", update, {"eval_loss": 1.0}, unread)
     assert "step=3" in repr(view) and (view.step, view.samples, view.learning_rate) == (3, 12, 0.1)
     with pytest.raises(AssertionError, match="the device was asked"):

@@ -148,8 +148,8 @@ def add_steps(history: History, split: Split, first: int, end: int) -> None:
     for step in range(first, end):
         loss = float("nan") if step == 3 else float(step)
         measured = {"eval_loss": 10.0 - step} if step % 2 else {}
-        totals = torch.tensor([loss, 1.0], dtype=torch.float64)
-        history.add(step, Update(totals, 0.1, torch.tensor(2.0), False, torch.tensor(0.0)), measured)
+        sums = torch.tensor([loss, 1.0, 0.0, 0.0], dtype=torch.float64)
+        history.add(step, Update(sums, 0.1, torch.tensor(2.0), False), measured)
 
 
 def test_pieces_of_the_history_become_one_and_holes_are_refused(tmp_path: Path) -> None:

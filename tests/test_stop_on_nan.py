@@ -123,13 +123,13 @@ def test_what_no_attempt_would_mend_is_not_tried_again() -> None:
 
 
 def test_the_watch_names_the_first_step_that_is_not_finite() -> None:
-    watch = LossWatch(CPU, "run")
+    watch = LossWatch("run")
     for step in (7, 8):
-        watch.take(step, torch.tensor(1.0))
+        watch.take(step, 1.0)
         watch.check()
     assert watch.is_finite()
     for step, total in ((9, float("inf")), (10, float("nan"))):
-        watch.take(step, torch.tensor(total))
+        watch.take(step, total)
         assert not watch.is_finite()
         with pytest.raises(NotFinite, match="step 9: the loss is inf"):
             watch.check()

@@ -17,7 +17,7 @@ from dp_ray.replica.out_of_memory import shapes_told
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.reducer import ShardSums
-from dp_ray.replica.reduction import DdpReduction, Reduction, check_one_type
+from dp_ray.replica.reduction import DdpReduction, Reduction, Work, check_one_type
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sharded import Sharded
@@ -25,13 +25,12 @@ from dp_ray.replica.sharded_reduction import ShardedReduction
 from dp_ray.replica.sharded_tree import TreeShardedReduction
 from dp_ray.replica.sparse import sparse_parameters
 from dp_ray.replica.stand_in import StandIns
+from dp_ray.replica.stats import Stats
 from dp_ray.replica.step import OnShard
 from dp_ray.replica.step_clock import Part, StepClock
 from dp_ray.replica.user_code import at, loaded, place, raising
 from dp_ray.replica.world import World
 from dp_ray.system.waiting import waiting
-
-MISSING = 1  # the column of the last row of the stats that counts the samples set aside; column 0 counts stop votes
 
 
 class BatchGradient:
@@ -60,6 +59,8 @@ class BatchGradient:
         self._seeds = ForwardSeeds(job.seed, model, world.device)
         self._loss = loss
         self._reduction: Reduction | None = None
+        self._stats: Stats | None = None
+        self._work: Work = None
         self._sharded = sharded
         self._stand_ins = StandIns(world)
         self.flops: Flops | None = None
@@ -77,13 +78,13 @@ class BatchGradient:
         shards: Sequence[Shard],
         batches: Iterator[tuple[Indices, Any]],
         on_shard: OnShard,
-        stats: torch.Tensor,
+        stats: Stats,
         real: Real = as_planned,
     ) -> None:
         """Set the gradients of step `step`, of which this worker runs `shards`; every rank calls this.
 
-        Sums `stats` over the workers, after each shard with rows has set its row: float64 [shards + 1, columns]. The
-        last row counts the samples that were set aside in its second column. `real` gives a shard without them.
+        Sums `stats` over the workers; by then each shard with rows is in them, and the number of samples set aside.
+        `real` gives a shard without those.
         """
         start, stop = split.batch(step)
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
@@ -95,7 +96,7 @@ class BatchGradient:
         shards = [real(shard) for shard in shards]
         filled = [shard for shard in shards if shard.rows]
         if missing := sum(len(shard.missing) for shard in shards):
-            stats[-1, MISSING] = missing
+            stats.set_aside(missing)
         if self._reduction is None:
             if filled and filled[0] is shards[0] and self._counts_flops:
                 self.flops = self._counted(shards[0], pending[0])
@@ -123,7 +124,7 @@ class BatchGradient:
         """Whether this worker counts operations: it runs a shard alone, which a sharded model does not allow."""
         return self._job.flops and self._world.rank == 0 and self._sharded is None
 
-    def _rest(self, stats: torch.Tensor, where: str, stand_ins: int, has_rows: bool) -> None:
+    def _rest(self, stats: Stats, where: str, stand_ins: int, has_rows: bool) -> None:
         """What this worker runs after its own shards, because the others wait for it."""
         assert self._reduction is not None
         self._stand_in(stats, where, stand_ins)
@@ -153,7 +154,17 @@ class BatchGradient:
         )
 
     def _begin_exchange(self) -> None:
+        """All of this worker's gradients are there; it waits for the other workers'."""
         self._clock.enter(Part.EXCHANGE)
+        if self._reduction is not None and self._reduction.sends_late:
+            self._send()
+            self._optimizer_step.take_norms(self._reduction.summed())
+
+    def _send(self) -> None:
+        """Start to sum the stats over the workers, and to share the buffers."""
+        assert self._reduction is not None and self._stats is not None
+        self._work = self._reduction.exchange(self._stats.numbers)
+        self._buffers.share()
 
     def _counted(self, shard: Shard, batch: Any) -> Flops:
         """The operations of a row of a shard, counted in a trial that changes no state."""
@@ -185,18 +196,17 @@ class BatchGradient:
             dist.all_reduce(found, dist.ReduceOp.MAX)
             return bool(found.item())
 
-    def _shard(
-        self, shard: Shard, batch: Any, rows: int, stats: torch.Tensor, is_last: bool, on_shard: OnShard
-    ) -> None:
+    def _shard(self, shard: Shard, batch: Any, rows: int, stats: Stats, is_last: bool, on_shard: OnShard) -> None:
         """Forward and backward of a shard; the reduction begins in the last one's backward."""
         reduction = self._reduction
         assert reduction is not None
         self.running = batch, shard.rows
         with reduction.shard(is_last):
             loss = self._forward(reduction.replica, shard, batch)
-            assert self._loss.row is not None
-            stats[shard.shard] = self._loss.row
-            on_shard(shard, batch, self._loss.step_output)
+            found = self._loss.found
+            assert found.row is not None
+            stats.put(shard.shard, found.row)
+            on_shard(shard, batch, found.step_output)
             if shard.shard == 0:
                 self._buffers.keep()
             self._clock.enter(Part.BACKWARD)
@@ -210,12 +220,12 @@ class BatchGradient:
         if not is_last:
             self._clock.enter(Part.OTHER)
 
-    def _stand_in(self, stats: torch.Tensor, where: str, count: int) -> None:
+    def _stand_in(self, stats: Stats, where: str, count: int) -> None:
         """Run the last `count` rounds of a step, in which this worker has no rows."""
         for left in reversed(range(count)):
             self._round_without_rows(stats, where, is_last=left == 0)
 
-    def _round_without_rows(self, stats: torch.Tensor, where: str, is_last: bool) -> None:
+    def _round_without_rows(self, stats: Stats, where: str, is_last: bool) -> None:
         """Forward and backward of a round in which this worker has no rows, with a loss of zero."""
         reduction = self._reduction
         assert reduction is not None and self._stand_ins.found is not None
@@ -228,13 +238,12 @@ class BatchGradient:
             else:
                 _backward(self._optimizer_step.scaled(loss), where)
 
-    def _without_rows(self, stats: torch.Tensor) -> None:
+    def _without_rows(self, stats: Stats) -> None:
         """The end of a step whose samples were all set aside: no worker runs the model."""
-        assert self._reduction is not None
-        work = self._reduction.exchange(stats)
-        self._buffers.share()
-        if work is not None:
-            work.wait()
+        self._stats = stats
+        self._send()
+        if self._work is not None:
+            self._work.wait()
 
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
         self._clock.enter(Part.FORWARD)
@@ -245,15 +254,16 @@ class BatchGradient:
         return loss
 
     def _last_backward(
-        self, reduction: Reduction, loss: torch.Tensor, stats: torch.Tensor, where: str, batch: Any = None
+        self, reduction: Reduction, loss: torch.Tensor, stats: Stats, where: str, batch: Any = None
     ) -> None:
         """The step's last backward; `stats` and buffers are sent at the same time."""
-        work = reduction.exchange(stats)
-        self._buffers.share()
+        self._stats, self._work = stats, None
+        if not reduction.sends_late:
+            self._send()
         with reduction.backward():
             _backward(self._optimizer_step.scaled(loss), where, batch)
-            if work is not None:
-                work.wait()
+            if self._work is not None:
+                self._work.wait()
 
 
 def _backward(loss: torch.Tensor, where: str, batch: Any = None) -> None:

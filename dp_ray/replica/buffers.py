@@ -42,11 +42,13 @@ class Buffers:
         """Set the buffers to their values before the step, for the next shard."""
         copy_all(self._tensors(), self._start)
 
-    @torch.no_grad()
     def share(self) -> None:
         """Start the broadcast of rank 0's buffers; every rank calls this once a step."""
-        if not self._places or not dist.is_initialized() or dist.get_world_size() == 1:
-            return
+        if self._places and dist.is_initialized() and dist.get_world_size() > 1:
+            self._share()
+
+    @torch.no_grad()
+    def _share(self) -> None:
         if dist.get_rank() == 0:
             buffers = self._kept or self._tensors()
             self._flat = torch.cat([_bytes(buffer).to(buffers[0].device) for buffer in buffers])

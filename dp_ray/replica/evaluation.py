@@ -21,7 +21,7 @@ from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.stateful import keeps_state
-from dp_ray.replica.step import Metrics, OnShard, Step, StepOutput, as_row, run_step
+from dp_ray.replica.step import Metrics, OnShard, Step, StepOutput, as_tensor, row_of, run_step
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.targets import bound, build, resolve
 from dp_ray.replica.user_code import at, got, loaded, raising
@@ -176,7 +176,7 @@ class Evaluation:
                 return step_output, None
             loss = [self._measures.loss(step_output, shard.rows)] if self._has_loss else []
             measured = [*loss, *self._measures(step_output, shard.rows)]
-            row = as_row(measured, self._device) if measured else None
+            row = as_tensor(row_of(measured, self._device), self._device) if measured else None
         self._clock.enter(Part.OTHER)
         return step_output, row
 

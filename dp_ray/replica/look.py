@@ -80,7 +80,7 @@ class Look:
         with self.unchanged(), advised(self._job, place(one.shard), size):
             with finder.forward(one.shard.shard):
                 loss = self.forward(one)
-            given = self._loss.step_output
+            given = self._loss.found.step_output
             found = row_losses(
                 self._job, self._step, self.model, copied(one.batch), given, one.shard.rows, self._device
             )

@@ -39,6 +39,8 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     ModelError if its size does not match the rows: it has fewer elements, or no dimension is `rows` long and the
     first one is no multiple of `rows`.
     """
+    if isinstance(value, Weighted):
+        return value
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value
         if _is_number(total) and _is_number(weight):
@@ -218,7 +220,7 @@ def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, t
         return losses  # probabilities: each row counts 1
     kept = target != loss.ignore_index
     if loss.weight is None:
-        return total_of(losses), kept.sum()
+        return Weighted(total_of(losses), kept.sum())
     return total_of(losses), total_of(loss.weight[target.where(kept, torch.zeros_like(target))] * kept)
 
 

@@ -20,14 +20,14 @@ class LossWatch:
     run's directory, for the message.
     """
 
-    def __init__(self, device: torch.device, run_dir: str) -> None:
-        self._sums = Lagged(device, StopVote.LAG)
+    def __init__(self, run_dir: str) -> None:
+        self._sums = Lagged(StopVote.LAG)
         self._run_dir = run_dir
         self._read = 0  # steps whose sums were read
         self._first: int | None = None  # the first step of this attempt
         self._found: tuple[int, float] | None = None
 
-    def take(self, step: int, total: torch.Tensor) -> None:
+    def take(self, step: int, total: torch.Tensor | float) -> None:
         """Take in the sum of a step's losses."""
         self._first = step if self._first is None else self._first
         found = self._sums.take(total)

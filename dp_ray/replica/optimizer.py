@@ -13,6 +13,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.job_parts import Optimizer, Scheduler
+from dp_ray.job_target import Target
 from dp_ray.replica.model import check_has_shape
 from dp_ray.replica.targets import bind, check_gives
 from dp_ray.replica.user_code import raising
@@ -178,13 +179,20 @@ def _scheduler_lengths(scheduler: Any) -> Iterator[str]:
         yield type(scheduler).__name__ + (f": {given}" if given else "")
 
 
-def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients together, computed in fp32 or wider."""
-    return norm_of_norms(norms_of(gradients), gradients) if gradients else torch.tensor(0.0)
+def total_norm(gradients: Sequence[torch.Tensor], known: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:
+    """The norm of all gradients together, computed in fp32 or wider; of some the norm may be `known`."""
+    if not gradients:
+        return torch.tensor(0.0)
+    if not known:
+        return norm_of_norms(norms_of(gradients), gradients)
+    others = iter(norms_of([one for one, norm in zip(gradients, known, strict=True) if norm is None]))
+    return norm_of_norms([next(others) if norm is None else norm for norm in known], gradients)
 
 
 def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The norm of each gradient, computed in fp32 or wider."""
+    if _are_plain(gradients):
+        return list(torch._foreach_norm(list(gradients)))
     if any(one.dtype in HALVES for one in gradients):
         return [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)) for one in gradients]
     found: dict[int, torch.Tensor] = {}
@@ -196,14 +204,23 @@ def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def norm_of_norms(norms: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients together, from the norm of each."""
-    here = [one.to(gradients[0].device) for one in norms]
     whole: torch.Tensor
+    if _are_plain([*gradients, *norms]):
+        whole = torch.linalg.vector_norm(torch.stack(list(norms)))
+        return whole
+    here = [one.to(gradients[0].device) for one in norms]
     if any(one.dtype in HALVES for one in gradients):
         whole = torch.linalg.vector_norm(torch.stack([one.double() for one in here])).float()
     else:
         ordered = [here[number] for numbers in _by_kind(gradients) for number in numbers]
         whole = torch.linalg.vector_norm(torch.stack(ordered))
     return whole
+
+
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors have one device and one dtype, which is no half."""
+    kinds = {(one.device, one.dtype) for one in tensors}
+    return len(kinds) == 1 and kinds.pop()[1] not in HALVES
 
 
 def _by_kind(gradients: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -229,6 +246,22 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def build_scaler(job: Job, device: torch.device) -> torch.amp.GradScaler | None:
     """The loss scaler for fp16, else None. It checks the reduced gradients, so all ranks skip the same steps."""
     return torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
+
+
+def runs_users_code(given: Any) -> bool:
+    """Whether an optimizer or a scheduler may run other code than torch's, which may draw random numbers."""
+    if given is None or not isinstance(given, Target):
+        return given is not None
+    named = isinstance(given.target, str)
+    module = given.target.partition(":")[0] if named else getattr(given.target, "__module__", "")
+    return module.split(".")[:2] != ["torch", "optim"] or not all(map(_is_plain, given.args.values()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument is a number, a text or a list of such, and no function."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | str)
 
 
 def _called(key: str, function: Any, first: Any) -> Any:

@@ -10,7 +10,15 @@ from torch import nn
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.replica.aligned import AlignedParts, check_elementwise, one_thread
-from dp_ray.replica.optimizer import Schedule, build_optimizer, build_scaler, load_optimizer, scale_by, total_norm
+from dp_ray.replica.optimizer import (
+    Schedule,
+    build_optimizer,
+    build_scaler,
+    load_optimizer,
+    norms_of,
+    scale_by,
+    total_norm,
+)
 from dp_ray.replica.sharded import Sharded, comm_device
 from dp_ray.replica.sparse import numbers_of
 from dp_ray.replica.user_code import raising
@@ -42,6 +50,7 @@ class OptimizerStep:
         self._grad_clip = job.grad_clip
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self._parameters = [instead.get(id(one), one) for one in trained]
+        self._known: dict[int, torch.Tensor] = {}
 
     @property
     def learning_rate(self) -> float:
@@ -65,7 +74,17 @@ class OptimizerStep:
         """The loss to call backward on: for fp16 the scaled one."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def apply(self, weight: torch.Tensor, rows: int, step: int) -> torch.Tensor:
+    def take_norms(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Compute the norms of gradients that will not change before `apply`, unless it must weigh or unscale them.
+
+        To be called while this worker waits for the others' gradients.
+        """
+        if self.scaler is None and self._sharded is None:
+            gradients = [one.grad for one in parameters if one.grad is not None]
+            if gradients and len(gradients) == len(parameters):
+                self._known.update(zip(map(id, parameters), norms_of(gradients), strict=True))
+
+    def apply(self, weight: torch.Tensor | float, rows: int, step: int) -> torch.Tensor:
         """Update the parameters and return the gradient's norm before clipping.
 
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
@@ -77,7 +96,8 @@ class OptimizerStep:
             self.scaler.unscale_(self.optimizer)
         with_gradient = [one for one in self._parameters if one.grad is not None]
         gradients = [numbers_of(one.grad) for one in with_gradient if one.grad is not None]
-        weigh_gradients(gradients, weight, rows)
+        if weigh_gradients(gradients, weight, rows):
+            self._known.clear()
         norm = self._norm(gradients, with_gradient)
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
@@ -99,7 +119,8 @@ class OptimizerStep:
 
     def _norm(self, gradients: list[torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
         if self._sharded is None or not gradients:
-            return total_norm(gradients)
+            known = [self._known.get(id(one)) for one in parameters] if self._known else ()
+            return total_norm(gradients, known)
         if self.aligned is None:
             return self._sharded.total_norm(gradients, parameters)
         return self.aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
@@ -111,6 +132,7 @@ class OptimizerStep:
         return nullcontext() if self._sharded is None else one_at_a_time(self.optimizer)
 
     def _drop_gradients(self) -> None:
+        self._known.clear()
         self.optimizer.zero_grad()
         if self.aligned is not None:
             self.aligned.give()
@@ -152,12 +174,16 @@ def one_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group.update(given)
 
 
-def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor, rows: int) -> None:
-    """Turn gradients of sum / rows into those of sum / weight, in place; with a weight of 0 they become 0."""
-    if weight.device.type != "cpu":  # without waiting for the device
+def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor | float, rows: int) -> bool:
+    """Turn gradients of sum / rows into those of sum / weight, in place; with a weight of 0 they become 0.
+
+    Returns whether they may have changed.
+    """
+    if isinstance(weight, torch.Tensor):  # without waiting for the device
         scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
-    elif (known := weight.item()) != rows:
-        torch._foreach_mul_(list(gradients), rows / known if known > 0 else 0.0)
+    elif weight != rows:
+        torch._foreach_mul_(list(gradients), rows / weight if weight > 0 else 0.0)
+    return isinstance(weight, torch.Tensor) or weight != rows
 
 
 def load_part(name: str, part: Any, state: Any) -> None:

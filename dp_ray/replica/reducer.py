@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from dp_ray.plan.reduction_tree import Node, climb, fold, leaf_pairs, nodes, parents
 from dp_ray.plan.split import worker_shards
+from dp_ray.replica.world import begin_sum
 from dp_ray.tensors.layout import is_dense
 
 Gradients = list[torch.Tensor | None]
@@ -146,11 +147,18 @@ class TreeReducer:
                 view.zero_().neg_()
         held = self._held(parameters, views)
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
+        if self._world_size == 2:
+            found = begin_sum(flat).get_future().then(_first_tensor)
+        else:
+            found = self._begin_exchange(flat, views, mine)
         if bucket.is_last():
             self._on_last()
-        if self._world_size == 2:
-            work = dist.all_reduce(flat, async_op=True)
-            return work.get_future().then(_first_tensor)  # type: ignore[no-any-return]
+        return found
+
+    def _begin_exchange(
+        self, flat: torch.Tensor, views: list[torch.Tensor], mine: Sequence[Gradients | None]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Start to add this worker's sums of a bucket to the others', in the thread."""
         # The sum that holds the last shard is in the bucket already. Each other sum gets a buffer of its own.
         flats = [
             flat if sums and sums[0] is views[0] else _laid_out(flat, views, sums or [None] * len(views))
@@ -265,21 +273,29 @@ class SumReducer:
     def __init__(self, on_last: Callable[[], None] = lambda: None) -> None:
         self.saw_last = False
         self._on_last = on_last
+        self._begun: list[tuple[dist.Work, list[torch.Tensor]]] = []
 
     def begin(self, filled: int, last: Node | None) -> None:
         """Begin a step; the arguments are those of `TreeReducer.begin`, unused here."""
         self.saw_last = False
+        self._begun = []
 
     def close(self) -> None:
         pass
 
+    def summed(self) -> list[torch.Tensor]:
+        """The parameters whose gradients are summed over the workers by now."""
+        return [one for work, parameters in self._begun if work.is_completed() for one in parameters]
+
     def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to sum a bucket over the workers; the future gives the sums, in the bucket's memory."""
+        work = begin_sum(bucket.buffer())
         if bucket.is_last():
             self.saw_last = True
             self._on_last()
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(_first_tensor)  # type: ignore[no-any-return]
+        else:
+            self._begun.append((work, bucket.parameters()))
+        return work.get_future().then(_first_tensor)
 
 
 Reducer = TreeReducer | SumReducer

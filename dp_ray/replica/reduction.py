@@ -14,7 +14,7 @@ from dp_ray.plan.reduction_tree import Node
 from dp_ray.replica.reducer import Reducer, ShardSums, SumReducer, TreeReducer
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import sum_over_workers
-from dp_ray.replica.world import World
+from dp_ray.replica.world import World, begin_sum, is_gpu
 from dp_ray.system.waiting import waiting
 from dp_ray.text import listed
 
@@ -27,6 +27,8 @@ class Reduction:
     A step calls `begin`; `shard` and `after` for each shard; `check`; `finish`. For its last backward it also calls
     `before_last`, `exchange` and `backward`; a worker without rows calls the last two alone.
     """
+
+    sends_late = False  # whether the reduction says when to send what goes beside the gradients
 
     def __init__(self, loss: ShardLoss, sums: ShardSums | None, sparse: Sequence[nn.Parameter]) -> None:
         self.replica: nn.Module = loss
@@ -54,6 +56,10 @@ class Reduction:
         """Start to sum `stats` over the workers, in place; None if there is nothing to wait for."""
         return None
 
+    def summed(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients are summed over the workers already, during the step's last backward."""
+        return ()
+
     def backward(self) -> AbstractContextManager[object]:
         """The context of the step's last backward."""
         return nullcontext()
@@ -80,7 +86,10 @@ class Reduction:
 
 
 class DdpReduction(Reduction):
-    """The reduction over several workers: DDP reduces each bucket as soon as the step's last backward fills it."""
+    """The reduction over several workers: DDP reduces each bucket as soon as the step's last backward fills it.
+
+    It calls `on_last` with the last bucket.
+    """
 
     def __init__(
         self,
@@ -93,6 +102,8 @@ class DdpReduction(Reduction):
         on_last: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(loss, sums, sparse)
+        # To start a collective on CPUs takes 0.3 ms, which costs nothing where this worker waits for the others.
+        self.sends_late = not is_gpu(world.device)
         self._parameters = parameters
         self._ddp = wrapped(loss, sparse, finds_unused)
         self.replica = self._ddp
@@ -116,8 +127,11 @@ class DdpReduction(Reduction):
 
     def exchange(self, stats: torch.Tensor) -> Work:
         """Start the all-reduce of `stats`, in place."""
-        work: Work = dist.all_reduce(stats, async_op=True)
-        return work
+        return begin_sum(stats)
+
+    def summed(self) -> Sequence[torch.Tensor]:
+        """Those of the buckets that are reduced; none if a fixed tree adds them, which takes most of this time."""
+        return self._reducer.summed() if isinstance(self._reducer, SumReducer) else ()
 
     def backward(self) -> AbstractContextManager[object]:
         """The context of the step's last backward, which waits for the other workers."""

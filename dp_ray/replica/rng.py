@@ -16,6 +16,7 @@ from torch import nn
 
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard
+from dp_ray.replica.world import is_gpu
 
 Draws = tuple[float, float, float]
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -28,7 +29,7 @@ def seed_all(number: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(number)
     if device is None:
         return
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.init()  # type: ignore[no-untyped-call]  # before it, torch lists no generator of a GPU
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:

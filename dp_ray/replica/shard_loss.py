@@ -1,6 +1,7 @@
 """The module that DDP wraps: it computes a shard's loss, or a zero loss on a worker without rows."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,9 +11,20 @@ from dp_ray.errors import ModelError
 from dp_ray.job import Job
 from dp_ray.replica.model import autocast
 from dp_ray.replica.reducer import zeros_that_add_nothing
-from dp_ray.replica.step import Metrics, Step, StepOutput, as_row, run_step
+from dp_ray.replica.step import Metrics, Row, Step, StepOutput, row_of, run_step
 
 ANCHOR_SIZE = 16  # elements, so that the gradients after it in a bucket stay aligned
+
+
+@dataclass
+class Found:
+    """What the last shard gave; `row` has the sums and weights of all measures.
+
+    An object of its own, because setting an attribute of a module is slow.
+    """
+
+    step_output: StepOutput = field(default_factory=StepOutput)
+    row: Row | None = None
 
 
 class ShardLoss(nn.Module):
@@ -27,8 +39,7 @@ class ShardLoss(nn.Module):
         self._device = device
         self.anchor: nn.Parameter | None = None
         self._reduced: list[nn.Parameter] = []
-        self.step_output = StepOutput()
-        self.row: torch.Tensor | None = None
+        self.found = Found()
 
     def prepare(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool) -> list[str]:
         """Prepare to be wrapped by DDP; returns the names of the parameters `ignored`, for DDP to ignore.
@@ -46,7 +57,7 @@ class ShardLoss(nn.Module):
         return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
 
     def forward(self, batch: Any, rows: int) -> torch.Tensor:
-        """The sum of the shard's losses; sets `step_output`, and `row` to the sums and weights of all measures.
+        """The sum of the shard's losses; sets `found`.
 
         Raises ModelError if the loss depends on no trained parameter.
         """
@@ -56,8 +67,8 @@ class ShardLoss(nn.Module):
             step_output = run_step(self._step, self.model, batch)
             loss = self._measures.loss(step_output, rows)
         with torch.no_grad():
-            self.row = as_row([loss, *self._measures(step_output, rows)], self._device)
-        self.step_output = step_output
+            self.found.row = row_of([loss, *self._measures(step_output, rows)], self._device)
+        self.found.step_output = step_output
         if not loss.sum.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
         return loss.sum if self.anchor is None else Anchored.apply(loss.sum, self.anchor)  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from dp_ray.replica.model import call_model
 from dp_ray.replica.out_of_memory import shapes_told
 from dp_ray.replica.targets import bound
 from dp_ray.replica.user_code import got, it_got, raising
-from dp_ray.replica.world import World
+from dp_ray.replica.world import World, is_gpu
 from dp_ray.tensors.nested import flatten, map_leaves
 from dp_ray.tensors.raw import moved
 
@@ -38,6 +38,8 @@ class StepOutput(NamedTuple):
 OnShard: TypeAlias = Callable[[Shard, Any, StepOutput], None]  # gets each shard with its batch and output
 
 NAMED = ("loss", "outputs", "target")
+
+Row: TypeAlias = list[float] | torch.Tensor  # sums and weights of a shard; on a GPU a tensor, float64
 
 
 def build_step(job: Job, world: World) -> Step:
@@ -144,9 +146,22 @@ class Metrics:
         return weighed
 
 
-def as_row(measured: list[Weighted], device: torch.device) -> torch.Tensor:
-    """Sums and weights in one tensor, float64 [2 * names]: sum, weight, sum, weight ..."""
-    return torch.stack([_scalar(number, device) for one in measured for number in one])
+def row_of(measured: list[Weighted], device: torch.device) -> Row:
+    """Sums and weights, 2 * names of them: sum, weight, sum, weight ... Those on a GPU stay there."""
+    numbers = [number for one in measured for number in one]
+    if not is_gpu(device) and all(map(_can_be_read, numbers)):
+        return [number.item() if isinstance(number, torch.Tensor) else number for number in numbers]
+    return torch.stack([_scalar(number, device) for number in numbers])
+
+
+def as_tensor(row: Row, device: torch.device) -> torch.Tensor:
+    """A row as a tensor on the device, float64."""
+    return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64, device=device)
+
+
+def _can_be_read(number: torch.Tensor | float) -> bool:
+    """Whether a number can be read without waiting for a GPU: it is on the CPU, and no fake tensor."""
+    return number.is_cpu if type(number) is torch.Tensor else not isinstance(number, torch.Tensor)
 
 
 def _scalar(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:

@@ -8,21 +8,23 @@ from dp_ray.system.waiting import waiting
 
 
 class Lagged:
-    """Reads a number of each step from the device; on a GPU only `lag` steps later, so that no step waits for it."""
+    """Reads a number of each step from a GPU, `lag` steps later, so that no step waits for it.
 
-    def __init__(self, device: torch.device, lag: int) -> None:
-        self._lag = lag if device.type == "cuda" else 0
-        self._numbers: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+    A number that is known already, as on a CPU, is read at once.
+    """
 
-    def take(self, number: torch.Tensor) -> float | None:
+    def __init__(self, lag: int) -> None:
+        self._lag = lag
+        self._numbers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def take(self, number: torch.Tensor | float) -> float | None:
         """Add this step's number, a scalar; returns that of `lag` steps before, None if there is none."""
-        if self._lag:
-            here = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(torch.cuda.current_stream(number.device))
-            self._numbers.append((here, copied))
-        else:
-            self._numbers.append((number, None))
+        if not isinstance(number, torch.Tensor):
+            return number
+        here = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(number.device))
+        self._numbers.append((here, copied))
         return _read(*self._numbers.popleft()) if len(self._numbers) > self._lag else None
 
     def ahead(self) -> list[float]:
@@ -30,10 +32,9 @@ class Lagged:
         return [_read(*one) for one in self._numbers]
 
 
-def _read(number: torch.Tensor, ready: "torch.cuda.Event | None") -> float:
+def _read(number: torch.Tensor, ready: "torch.cuda.Event") -> float:
     with waiting("the GPU, which may be in a collective"):
-        if ready is not None:
-            ready.synchronize()
+        ready.synchronize()
         return float(number.item())
 
 
@@ -45,9 +46,9 @@ class StopVote:
 
     LAG = 16
 
-    def __init__(self, device: torch.device) -> None:
-        self._votes = Lagged(device, self.LAG)
+    def __init__(self) -> None:
+        self._votes = Lagged(self.LAG)
 
-    def stops(self, votes: torch.Tensor) -> bool:
+    def stops(self, votes: torch.Tensor | float) -> bool:
         """Add this step's votes, the number of workers that ask to stop; returns whether to stop now."""
         return bool(self._votes.take(votes))

@@ -9,11 +9,11 @@ from torch import nn
 from dp_ray.job import Job
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard, Split
-from dp_ray.replica.batch_gradient import MISSING, BatchGradient
+from dp_ray.replica.batch_gradient import BatchGradient
 from dp_ray.replica.flops import Flops
 from dp_ray.replica.loss_watch import LossWatch
 from dp_ray.replica.model import synchronise
-from dp_ray.replica.optimizer import Schedule
+from dp_ray.replica.optimizer import Schedule, runs_users_code
 from dp_ray.replica.optimizer_step import OptimizerStep, load_part
 from dp_ray.replica.out_of_memory import ShardSize, advised, gpu_room
 from dp_ray.replica.quarantine import Real, as_planned
@@ -23,6 +23,7 @@ from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sharded_average import average_of
 from dp_ray.replica.sparse import make_gradients_dense
+from dp_ray.replica.stats import MISSING, VOTES, Stats
 from dp_ray.replica.step import Metrics, OnShard, Step
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.stop_vote import StopVote
@@ -32,17 +33,21 @@ from dp_ray.replica.world import World
 class Update(NamedTuple):
     """The results of a step on the whole batch; tensors are still on the device.
 
-    `totals` are the sums and weights of the loss and each metric, float64 [2 * names]. `learning_rate` is that of
-    the first parameter group. `gradient_norm` is the norm of the whole batch's gradient before clipping. `stops`
-    tells the worker to stop because one of the workers asked for it; all workers get it after the same step.
-    `missing` is the number of samples of the batch that were set aside.
+    `sums` are float64 [2 * names + 2]: sum and weight of the loss and of each metric; then the votes to stop, and the
+    number of samples that were set aside. `learning_rate` is that of the first parameter group. `gradient_norm` is
+    the norm of the whole batch's gradient before clipping. `stops` tells the worker to stop because one of the
+    workers asked for it; all workers get it after the same step.
     """
 
-    totals: torch.Tensor
+    sums: torch.Tensor
     learning_rate: float
     gradient_norm: torch.Tensor
     stops: bool
-    missing: torch.Tensor
+
+    @property
+    def totals(self) -> torch.Tensor:
+        """The sums and weights of the loss and each metric, float64 [2 * names]."""
+        return self.sums[:VOTES]
 
 
 class Trainer:
@@ -75,7 +80,9 @@ class Trainer:
         loss = ShardLoss(called, step, measures, job, world.device)
         self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world, self._clock, sharded)
         self.measure_names = list(measures.functions)
-        self._stop_vote = StopVote(world.device)
+        self._stop_vote = StopVote()
+        self._is_on_cpu = world.device.type == "cpu"
+        self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
         self.watch: LossWatch | None = None
 
     @property
@@ -145,7 +152,9 @@ class Trainer:
         `batches` gives the next shards' sample indices and batches. `on_shard` gets each shard with its batch and
         output. `wants_stop` asks all workers to stop. Raises ModelError, naming step and shard, for user errors.
         """
-        stats = self._stats(split.shards, wants_stop)
+        stats = self._stats(split.shards)
+        if wants_stop:
+            stats.vote()
         with advised(self._job, f"step {step}", _size_of(split, shards), lambda: self._that_fit(split)):
             self._gradient.compute(split, step, shards, batches, on_shard, stats, self.real)
         self._clock.enter(Part.UPDATE)
@@ -162,46 +171,42 @@ class Trainer:
         self, split: Split, step: int, shards: Sequence[Shard], batches: Iterator[tuple[Indices, Any]]
     ) -> list[float]:
         """The sum and weight of a step's loss, and then of each metric: the step without its update."""
-        stats = self._stats(split.shards, False)
+        stats = self._stats(split.shards)
         with advised(self._job, f"step {step}", _size_of(split, shards)):
             self._gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.real)
         self._optimizer_step.skip()
-        return stats[:-1].sum(0).tolist()
+        sums: list[float] = stats.numbers.sum(0).tolist()
+        return sums[:VOTES]
 
-    def _update(self, split: Split, step: int, stats: torch.Tensor) -> Update:
+    def _update(self, split: Split, step: int, stats: Stats) -> Update:
         """Update the parameters from their gradients."""
-        start, stop = split.batch(step)
-        # An optimizer may draw random numbers: they must be the same on all workers.
-        seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
-        totals, rate, missing = stats[:-1].sum(0), self._optimizer_step.learning_rate, stats[-1, MISSING]
+        if self._seeds_update:  # what runs until the next read may draw: the same numbers on all workers
+            seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
+        sums, rate = stats.numbers.sum(0), self._optimizer_step.learning_rate
+        known: Any = sums.tolist() if self._is_on_cpu else sums  # without waiting for a GPU
         if self.watch is not None:
-            self.watch.take(step, totals[0])
-        whole = split.whole(step)
-        if self._job.may_lose_rows and _has_no_rows(self._job, whole.rows, self.real(whole).rows, missing):
+            self.watch.take(step, known[0])
+        start, stop = split.batch(step)
+        if self._job.may_lose_rows and _has_no_rows(self._job, self.real(split.whole(step)), known[MISSING]):
             norm = self._optimizer_step.skip()
         else:
-            norm = self._optimizer_step.apply(totals[1], stop - start, step)
+            norm = self._optimizer_step.apply(known[1], stop - start, step)
         if self.average is not None and not self._optimizer_step.has_skipped:
             self.average.update()
-        return Update(totals, rate, norm, self._stop_vote.stops(stats[-1, 0]), missing)
+        return Update(sums, rate, norm, self._stop_vote.stops(known[VOTES]))
 
-    def _stats(self, shards: int, wants_stop: bool) -> torch.Tensor:
-        """A row of sums and weights for each shard, still zero; the last row counts votes to stop and more."""
-        columns = 2 + 2 * len(self.measure_names)
-        stats = torch.zeros(shards + 1, columns, dtype=torch.float64, device=self._world.device)
-        if wants_stop:
-            stats[-1, 0] = 1.0
-        return stats
+    def _stats(self, shards: int) -> Stats:
+        return Stats(shards, 1 + len(self.measure_names), self._world.device)
+
+
+def _has_no_rows(job: Job, whole: Shard, missing: torch.Tensor | float) -> bool:
+    """Whether a batch has lost all of its rows; a step waits for the device only if that many may be."""
+    is_possible = job.on_error is not None and whole.rows <= job.on_error.quarantine
+    return whole.rows == 0 or (is_possible and int(missing) == whole.stop - whole.start)
 
 
 def _size_of(split: Split, shards: Sequence[Shard]) -> ShardSize:
     return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
-
-
-def _has_no_rows(job: Job, planned: int, left: int, missing: torch.Tensor) -> bool:
-    """Whether a batch of so many planned rows has lost all; a step waits for the device only if that many may be."""
-    is_possible = job.on_error is not None and left <= job.on_error.quarantine
-    return left == 0 or (is_possible and int(missing) == planned)
 
 
 def _shards_that_fit(job: Job, world: World, split: Split, running: tuple[Any, int] | None) -> int | None:

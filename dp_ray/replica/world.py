@@ -1,5 +1,6 @@
 """A worker's place among the others (rank, node, devices), and collectives that also work in one process."""
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,12 @@ from dp_ray.errors import DataError
 from dp_ray.system.waiting import waiting
 
 CPU = torch.device("cpu")
+
+
+@functools.cache
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU; each look at a device's `type` makes a string."""
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,13 @@ def is_lost_peer(error: BaseException) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1 or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
+
+
+def begin_sum(tensor: torch.Tensor) -> dist.Work:
+    """Start to sum a tensor over all workers, in place; `dist.all_reduce` does the same after many checks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group.allreduce([tensor])
 
 
 def has_peers() -> bool:

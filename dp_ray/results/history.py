@@ -118,11 +118,10 @@ def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float, f
     """The totals, the gradient norm and the missing rows of each update, read from the device all at once."""
     if not updates:
         return []
-    rows = [
-        torch.cat([one.totals, one.gradient_norm.to(one.totals).reshape(1), one.missing.reshape(1)])
-        for one in updates
-    ]
-    return [(totals, norm, missing) for *totals, norm, missing in torch.stack(rows).tolist()]
+    sums = torch.stack([one.sums for one in updates])
+    norms = torch.stack([one.gradient_norm for one in updates]).to(sums)
+    rows = torch.cat([sums, norms.unsqueeze(1)], 1).tolist()
+    return [(totals, norm, missing) for *totals, _, missing, norm in rows]
 
 
 def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:

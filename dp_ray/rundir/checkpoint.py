@@ -39,9 +39,9 @@ class TrainState:
     best_by: list[str] = field(default_factory=list)  # the metric and the mode that `best` refers to
     stopping: dict[str, Any] = field(default_factory=dict)  # what early stopping counts; empty without it
 
-    def add(self, totals: torch.Tensor) -> None:
-        """Add a step's loss, as sum and weight, without waiting for the device."""
-        self._unread.append(totals)
+    def add(self, sums: torch.Tensor) -> None:
+        """Add a step's loss, whose sum and weight come first in `sums`, without waiting for the device."""
+        self._unread.append(sums)
         if len(self._unread) >= 256:
             self._read()
 
@@ -61,7 +61,7 @@ class TrainState:
 
     def _read(self) -> None:
         with waiting("the GPU, which may be in a collective"):
-            unread = torch.stack(self._unread).tolist() if self._unread else ()
+            unread = torch.stack(self._unread)[:, :2].tolist() if self._unread else ()
         for total, weight in unread:
             self.epoch_loss = [self.epoch_loss[0] + total, self.epoch_loss[1] + weight]
         self._unread = []

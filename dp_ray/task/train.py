@@ -71,7 +71,7 @@ def train(
         evaluation = Evaluation(job, step, measures, states, world.device, passes=passes_of(sharded, world))
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, attempt))
-        trainer.watch = LossWatch(world.device, str(run)) if job.stop_on_nan else None
+        trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
         trainer.real = Skipping(job, dataset) if quarantine is None else quarantine.real
         evaluator = Evaluator(job, trainer, evaluation, world, run, control, rows_on_driver, send, attempt)
         stopping = EarlyStopping(job, train_state, split.total_steps)

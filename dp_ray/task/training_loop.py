@@ -115,7 +115,7 @@ class TrainingLoop:
         """The values measured after the step: an evaluation's metrics and, at an epoch's end, the epoch's loss."""
         train_state = self._train_state
         train_state.step = step + 1
-        train_state.add(update.totals[:2])
+        train_state.add(update.sums)
         is_evaluated = self._evaluator.is_due(self._split, step)
         measured = self._evaluate(step) if is_evaluated else {}
         if (step + 1) % self._split.steps == 0:

@@ -32,6 +32,8 @@ def num_rows(tree: Any, dim: int = 0) -> int | None:
 
     Raises DataError, naming two leaves, if they differ.
     """
+    if isinstance(tree, torch.Tensor) and -tree.ndim <= dim < tree.ndim:  # most batches: no tree to walk
+        return tree.shape[rows_dim(tree, dim)]
     leaves, spec = flatten(tree)
     names = [quoted(keys) for keys in leaf_keys(spec)]
     rows: list[int] = []

@@ -161,7 +161,7 @@ def test_no_step_waits_for_the_gpu(cuda: torch.device, keys: dict[str, Any]) -> 
 
 
 def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.device) -> None:
-    watch, numbers = LossWatch(cuda, "run"), torch.tensor([1.0, float("nan")], device=cuda)
+    watch, numbers = LossWatch("run"), torch.tensor([1.0, float("nan")], device=cuda)
     with no_waits():
         for step in range(3, 3 + StopVote.LAG):
             watch.take(step, numbers[int(step >= 7)])
@@ -173,7 +173,7 @@ def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.devi
     watch.take(7 + StopVote.LAG, numbers[0])
     with pytest.raises(NotFinite, match="step 7: the loss is nan"):
         watch.check()
-    late = LossWatch(cuda, "run")
+    late = LossWatch("run")
     late.take(0, numbers[1])
     late.check()
     with pytest.raises(NotFinite, match="step 0: the loss is nan"):
@@ -181,7 +181,7 @@ def test_the_watch_over_losses_lags_on_a_gpu_and_names_the_step(cuda: torch.devi
 
 
 def test_the_stop_vote_lags_on_a_gpu_and_waits_for_no_later_step(cuda: torch.device) -> None:
-    vote = StopVote(cuda)
+    vote = StopVote()
     for step in range(3 * StopVote.LAG):
         asked = step >= 20
         assert vote.stops(torch.full((), float(asked), device=cuda)) == (step - StopVote.LAG >= 20)
