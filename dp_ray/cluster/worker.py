@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-import ray.train
 import torch
 
 from dp_ray.cluster.channel import send
 from dp_ray.cluster.heartbeat import Heartbeat
 from dp_ray.cluster.prints import forwarded_prints
 from dp_ray.cluster.process_group import process_group
+from dp_ray.cluster.ray_internals.context import place_of_this_worker
 from dp_ray.cluster.ray_internals.devices import assigned_devices
 from dp_ray.cluster.requests import GROUP, Ask, Terms, WorkerConfig
 from dp_ray.errors import JobError, WorkerError
@@ -64,7 +64,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
 
 def run_jobs(given: WorkerConfig) -> None:
     """Run the jobs that the channel holds, until it says that the session ends."""
-    rank, number = ray.train.get_context().get_world_rank(), 0
+    rank, number = place_of_this_worker().get_world_rank(), 0
     while (found := ray.get(given.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
         if found is Ask.RESTART:
             raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
@@ -130,7 +130,7 @@ def run_assigned(given: WorkerConfig, assigned: Assignment, attempt: str, world:
 
 def place(workers: int) -> World:
     """This worker's rank and node among the first `workers` of those that were started."""
-    context = ray.train.get_context()
+    context = place_of_this_worker()
     return World(
         rank=context.get_world_rank(),
         world_size=min(workers, context.get_world_size()),
@@ -154,7 +154,7 @@ def with_devices(world: World, job: Job) -> World:
 def workers_on_node(world: World) -> int:
     """How many workers of the job this worker's node has; Ray Train numbers the workers node by node."""
     first = world.rank - world.local_rank
-    started: int = ray.train.get_context().get_local_world_size()
+    started: int = place_of_this_worker().get_local_world_size()
     return min(world.world_size - first, started)
 
 

@@ -13,13 +13,8 @@ from dp_ray.cluster.channel import open_channel, receive
 from dp_ray.cluster.connect import check_fits, connected, is_connected, what_begins, worker_resources
 from dp_ray.cluster.early import EarlyConnection
 from dp_ray.cluster.gauges import gauged
-from dp_ray.cluster.launch import launch
-from dp_ray.cluster.node_control import RayNodeControl
-from dp_ray.cluster.ray_internals.failures import why_failed
-from dp_ray.cluster.ray_internals.trainer import ControlledTrainer
 from dp_ray.cluster.requests import Terms, WorkerConfig
 from dp_ray.cluster.resources import Resources
-from dp_ray.cluster.worker import Assignment
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job import Job
 from dp_ray.job_keys import WorkerKeys
@@ -29,7 +24,15 @@ from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.listening import listening
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir
+from dp_ray.system.imports import postponed
 from dp_ray.task.step_control import StopRequested
+
+with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
+    from dp_ray.cluster.launch import launch
+    from dp_ray.cluster.node_control import RayNodeControl
+    from dp_ray.cluster.ray_internals.failures import why_failed
+    from dp_ray.cluster.ray_internals.trainer import ControlledTrainer
+    from dp_ray.cluster.worker import Assignment
 
 CLOSE_SECONDS = 5.0
 LEAVE_SECONDS = 60.0  # more than Ray Train takes to start workers, and to end them

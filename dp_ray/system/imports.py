@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -42,38 +43,92 @@ def end_imports() -> None:
 
 
 class Postponed(ModuleType):
-    """Stands for a module in the modules that import it; it is imported when one of them first uses it."""
+    """Stands for a module in the modules that import it; it is imported when one of them first uses it.
 
-    def __init__(self, spec: ModuleSpec) -> None:
+    While `postponing`, a name of it is a PostponedName.
+    """
+
+    def __init__(self, spec: ModuleSpec, postponing: "_Postponing") -> None:
         super().__init__(spec.name)
-        self.__spec__, self.__file__ = spec, spec.origin
-        self.__path__ = list(spec.submodule_search_locations or ())  # its submodules can be imported without it
+        self.__postponing = postponing
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        _remove([self])
-        return getattr(importlib.import_module(self.__name__), name)
+        one = PostponedName(self.__name__, name)
+        return one if self.__postponing.goes_on else one.real()
+
+
+class PostponedName:
+    """Stands for what a module has by a name; imports the module when it is called, or asked for an attribute."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.__module = module
+        self.__name = name
+
+    def real(self) -> Any:
+        """What it stands for."""
+        return getattr(importlib.import_module(self.__module), self.__name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.real()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.real(), name)
+
+    def __instancecheck__(self, one: object) -> bool:
+        return isinstance(one, self.real())
+
+    def __or__(self, other: Any) -> Any:  # in an annotation
+        return self
+
+    __ror__ = __or__
+
+
+class _Postponing(MetaPathFinder, Loader):
+    """Finds stand-ins for modules and their submodules, as long as it `goes_on`."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.goes_on = True
+        self._made: list[str] = []
+        self._names = [name for name in names if name not in sys.modules and find_spec(name) is not None]
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """A stand-in's, if it is one of the modules or in one of them."""
+        is_postponed = any(fullname == name or fullname.startswith(f"{name}.") for name in self._names)
+        return ModuleSpec(fullname, self, is_package=True) if is_postponed else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The stand-in."""
+        self._made.append(spec.name)
+        return Postponed(spec, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs."""
+
+    def end(self) -> None:
+        """Forget the stand-ins: an import finds the modules themselves."""
+        self.goes_on = False
+        for name in reversed(self._made):  # a package after what is in it
+            module, (parent, _, child) = sys.modules.pop(name), name.rpartition(".")
+            if parent and vars(sys.modules[parent]).get(child) is module:
+                delattr(sys.modules[parent], child)
 
 
 @contextmanager
 def postponed(*names: str) -> Iterator[None]:
-    """Within the block, an import of these modules imports nothing yet; after it, they are imported as ever.
+    """Within the block, an import of these modules and their submodules imports nothing; after it, all is as ever.
 
-    Modules that were imported within the block import them when they use them, in most cases never.
+    Modules that were imported within the block import them when they use them, in most cases never. What they
+    have imported from them by name may be called or asked for attributes later, and stand in annotations, but it can
+    be no base class.
     """
-    stand_ins = []
-    for name in names:
-        if name not in sys.modules and (spec := find_spec(name)) is not None:
-            stand_ins.append(Postponed(spec))
-            sys.modules[name] = stand_ins[-1]
+    postponing = _Postponing(names)
+    sys.meta_path.insert(0, postponing)
     try:
         yield
     finally:
-        _remove(stand_ins)
-
-
-def _remove(stand_ins: list[Postponed]) -> None:
-    for one in stand_ins:
-        if sys.modules.get(one.__name__) is one:
-            del sys.modules[one.__name__]
+        sys.meta_path.remove(postponing)
+        postponing.end()

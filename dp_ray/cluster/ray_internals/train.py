@@ -11,15 +11,16 @@ from typing import Any
 
 import ray
 
+from dp_ray.cluster.ray_internals.controller import NoSynchronization
 from dp_ray.cluster.ray_internals.core import autoscales, label_of
 from dp_ray.cluster.ray_internals.failures import failure_of
 from dp_ray.cluster.ray_internals.train_worker import RayTrainWorker
 from dp_ray.cluster.restart_decision import Do, StartFailed, WorkersFailed
-from dp_ray.errors import JobError
 from dp_ray.system.environment import set_environment
 from dp_ray.system.imports import postponed
 
 with postponed("ray.data", "pandas"):
+    import ray.train.v2._internal.callbacks  # which the controller gets
     import ray.train.v2._internal.execution.worker_group.state
     import ray.train.v2._internal.execution.worker_group.worker_group
     from ray.train.v2._internal.constants import get_env_vars_to_propagate
@@ -158,46 +159,22 @@ class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return custom_runtime_env if takes_idle else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
 
-class NoSynchronization:
-    """In place of the actor behind ray.train.report, whose process costs two seconds; dp_ray does not call it."""
-
-    @classmethod
-    def options(cls, **_: Any) -> type["NoSynchronization"]:
-        """Take the actor's options."""
-        return cls
-
-    @classmethod
-    def remote(cls, **_: Any) -> "NoSynchronization":
-        """Start nothing."""
-        return cls()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise JobError("ray.train.report and its barriers are not for a job of dp_ray, which reports by itself")
-
-
 def _kill_unless_missing(actor: Any) -> None:
     if not isinstance(actor, NoSynchronization):
         ray.kill(actor)
 
 
-class WorkerController(TrainController):  # type: ignore[misc]
-    """Ray Train's controller; it sets its variables itself, so that Ray can take a process that runs already."""
+class OwnController(TrainController):  # type: ignore[misc]
+    """Ray Train's controller, which starts no needless process."""
 
     worker_group_cls = CleanWorkerGroup
 
-    def __init__(self, variables: dict[str, str], takes_idle: bool, **given: Any) -> None:
-        set_environment(variables)
+    def __init__(self, takes_idle: bool, **given: Any) -> None:
         CleanWorkerGroup.takes_idle = takes_idle
         package = ray.train.v2._internal.execution.worker_group  # in this process, which is the controller's own
         package.worker_group.SynchronizationActor = NoSynchronization
         package.state._shutdown_sync_actor = _kill_unless_missing
         super().__init__(**given)
-
-
-# A part of the command line of its process. Public: `ray list actors`.
-CONTROLLER_PROCESS = WorkerController.__name__
 
 
 _DECISIONS = {Do.RESTART: FailureDecision.RETRY, Do.GIVE_UP: FailureDecision.RAISE, Do.WAIT: FailureDecision.NOOP}

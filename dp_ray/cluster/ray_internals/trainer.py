@@ -1,5 +1,6 @@
 """Starts Ray Train's controller with our policies, from the driver."""
 
+import functools
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
@@ -8,12 +9,13 @@ from typing import Any
 
 import ray
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2.api import data_parallel_trainer
 
+from dp_ray.cluster.ray_internals.controller import WorkerController
 from dp_ray.cluster.ray_internals.core import label_of
-from dp_ray.cluster.ray_internals.train import WorkerController, WorkerRestarts, WorkerScaling, WorkersStart
+from dp_ray.cluster.ray_internals.train import OwnController, WorkerRestarts, WorkerScaling, WorkersStart
 from dp_ray.cluster.ray_internals.variables import WARN_BLOCKING
 
 _started_by: set[str] = set()  # the ids of this process as a driver, one for each connection
@@ -46,7 +48,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         super().__init__(*args, **keys)
         self._on_start = start
         self._is_own = is_own
-        self._unneeded: tuple[type[Any], ...] = (DatasetsCallback,)  # for Ray Data, which is not used
+        self._unneeded: tuple[type[Any], ...] = (_NoDatasets,)
         if is_own:
             self._unneeded += (PlacementGroupCleanerCallback,)  # the end of the job cleans up instead
         self._controller: Any = None
@@ -58,7 +60,12 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
 
     def _create_default_callbacks(self) -> list[Any]:
         """Add our callback, and drop those that start a needless process: together two seconds of each run."""
-        made = super()._create_default_callbacks()
+        rays_own = data_parallel_trainer.DatasetsCallback
+        data_parallel_trainer.DatasetsCallback = _NoDatasets
+        try:
+            made = super()._create_default_callbacks()
+        finally:
+            data_parallel_trainer.DatasetsCallback = rays_own
         return [self._on_start, *(one for one in made if type(one) not in self._unneeded)]
 
     def start(self) -> None:
@@ -76,7 +83,8 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         takes_idle = self._is_own and _is_first_start()
         runtime_env = {} if takes_idle else {"env_vars": variables}
         actor = ray.remote(num_cpus=0, label_selector=here, runtime_env=runtime_env)(WorkerController)
-        self._controller = actor.remote(variables, takes_idle, **{**given, **self._policies})
+        make = functools.partial(OwnController, takes_idle)
+        self._controller = actor.remote(variables, [ray.put((make, {**given, **self._policies}))])
         self._ended = self._controller.run.remote().future()
         return _Begun()
 
@@ -98,7 +106,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         error: BaseException | None
         try:
             self._ended.result()
-            error = ray.get(self._controller.get_result.remote()).error
+            error = ray.get(self._controller.error.remote())
         except ray.exceptions.RayError as lost:
             error = lost
         return error
@@ -107,6 +115,13 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         """Kill the controller, and with it its workers."""
         if self._controller is not None:
             ray.kill(self._controller)
+
+
+class _NoDatasets:
+    """In place of the callback for datasets of Ray Data, which imports it."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
 
 
 @dataclass(frozen=True)
