@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ from dp_ray.cluster.connect import in_ray_job
 from dp_ray.cluster.network import interface_of
 from dp_ray.cluster.ray_internals import forked_worker
 from dp_ray.cluster.ray_internals.core import wants_token
-from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG
+from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster.resources import capacity_for, free_for
 from dp_ray.cluster.workers import backend_of
 from dp_ray.errors import ClusterError
@@ -153,12 +154,15 @@ def made_up_gpus(cluster: Cluster) -> Iterator[str]:
     with handlers_kept(), temporary as sockets, ray_forks.forked_by(cluster.folder / ray_forks.SOCKET):
         own = {"include_dashboard": False, "temp_dir": sockets}
         ports = {"dashboard_agent_listen_port": free_port()}
-        nodes: Any = SeveralNodes(initialize_head=True, head_node_args={"num_cpus": 1, **own, **ports})
+        Path(sockets, "ray").mkdir()  # there, and not in Ray's usual folder, it notes the address
+        with mock.patch.dict(os.environ, {TMPDIR: sockets}):
+            nodes: Any = SeveralNodes(initialize_head=True, head_node_args={"num_cpus": 1, **own, **ports})
         for _ in range(2):
             nodes.add_node(num_cpus=4, num_gpus=2, dashboard_agent_listen_port=free_port())
         yield nodes.address
         ray.shutdown()
-        nodes.shutdown()
+        with mock.patch.dict(os.environ, {TMPDIR: sockets}):
+            nodes.shutdown()
     for key in set(os.environ) - set(before):
         del os.environ[key]
 

@@ -91,7 +91,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray.train.torch:TorchTrainer._create_default_callbacks": (),
     "ray.train.torch:TorchTrainer._initialize_and_run_controller": ("controller_init_kwargs",),
     "ray.train:ScalingConfig._resources_per_worker_not_none": None,
-    "ray.train.v2._internal.callbacks:DatasetsCallback": None,
+    "ray.train.v2._internal.callbacks:__path__": None,
     "ray.train.v2._internal.callbacks.placement_group_callback:PlacementGroupCleanerCallback": None,
     "ray.train.v2._internal.constants:get_env_vars_to_propagate": (),
     "ray.train.v2._internal.exceptions:WorkerGroupStartupFailedError": None,
@@ -103,6 +103,12 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
         "worker_group_context",
     ),
     "ray.train.v2._internal.execution.worker_group:WorkerGroupContext": ("num_workers",),
+    "ray.train.v2._internal.execution.context:get_train_context": (),
+    "ray.train.v2._internal.execution.context:TrainContext.get_local_rank": (),
+    "ray.train.v2._internal.execution.context:TrainContext.get_local_world_size": (),
+    "ray.train.v2._internal.execution.context:TrainContext.get_node_rank": (),
+    "ray.train.v2._internal.execution.context:TrainContext.get_world_rank": (),
+    "ray.train.v2._internal.execution.context:TrainContext.get_world_size": (),
     "ray.train.v2._internal.execution.controller:TrainController": (
         "train_fn_ref",
         "train_run_context",
@@ -152,6 +158,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray.train.v2._internal.execution.worker_group.worker:ActorMetadata": ("node_id",),
     "ray.train.v2._internal.execution.worker_group.worker:RayTrainWorker": None,
     "ray.train.v2._internal.execution.worker_group.worker:Worker": ("actor", "metadata"),
+    "ray.train.v2.api.data_parallel_trainer:DatasetsCallback": None,
 }
 # What our code must not only have but find used there: a text of the source of the thing.
 USED: dict[str, tuple[str, str]] = {
@@ -188,6 +195,10 @@ USED: dict[str, tuple[str, str]] = {
     "the worker group's state": (
         "ray.train.v2._internal.execution.worker_group:WorkerGroup",
         "self._worker_group_state: ",
+    ),
+    "the callback for datasets": (
+        "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer._create_default_callbacks",
+        "datasets_callback = DatasetsCallback(",
     ),
     "a worker group's barrier": (
         "ray.train.v2._internal.execution.worker_group:WorkerGroup._start_impl",

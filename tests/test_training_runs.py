@@ -1,5 +1,6 @@
 """Whole trainings on Ray: the same bits on any number of workers, through kills, and what a user sees of them."""
 
+import json
 import os
 import re
 import signal
@@ -66,6 +67,16 @@ def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run_in_se
     )
     with torch.inference_mode():
         assert torch.allclose(predicted.outputs, net(Digits().images), atol=1e-6)
+
+
+@pytest.mark.ray
+def test_a_worker_imports_nothing_of_ray_that_it_does_not_use(run: Run, tmp_path: Path) -> None:
+    """To import Ray Data, Ray Tune and the controller took a second of each worker's start."""
+    run(job_file(tmp_path, hooks={"on_end": "tests.support.models:note_modules"}), workers=2)
+    modules = set(json.loads((tmp_path / "run" / "modules.json").read_text()))
+    assert "ray.train" in modules
+    unused = {"ray.data", "ray.tune", "dp_ray.cluster.ray_internals.train"}
+    assert modules & unused == set()
 
 
 @pytest.mark.ray

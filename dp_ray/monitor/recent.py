@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from dp_ray.errors import StorageError
+from dp_ray.results.arrow_numbers import table_of_rows
 from dp_ray.rundir.history_file import HISTORY, RECENT, end_of_pieces, write_piece
 from dp_ray.storage import Storage
 
@@ -52,5 +53,6 @@ class RecentHistory:
 
 def _table_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
     """Rows as a table with all of their columns: only some rows have measured values."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return pa.table({name: [row.get(name) for row in rows] for name in names})
+    found = {name: value for row in reversed(rows) for name, value in row.items()}
+    kinds = ((name, pa.int64() if isinstance(value, int) else pa.float64()) for name, value in found.items())
+    return table_of_rows(rows, pa.schema(list(kinds)))

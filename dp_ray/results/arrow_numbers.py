@@ -1,5 +1,10 @@
-"""Arrow's columns of numbers as numpy arrays, without pandas: pyarrow's own `to_numpy` imports it, if installed."""
+"""Between Arrow's columns and numpy arrays without pandas, which pyarrow's own functions import, if it is installed.
 
+To import pandas takes half a second. `to_numpy`, `pa.array` and `pa.table` of lists do so, `pq.read_table` and
+`group_by` too; `pa.Array.from_buffers`, `pa.Table.from_arrays` of Arrow's arrays and `pq.ParquetFile` do not.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,3 +35,35 @@ def known_numbers(table: pa.Table, name: str) -> tuple[Numbers, Numbers]:
     if rows.column(1).null_count:
         rows = rows.drop_null()
     return numbers(rows.column(0)), numbers(rows.column(1)).astype(float)
+
+
+def array_of(values: Numbers) -> pa.Array:
+    """A vector of numbers as an Arrow array."""
+    if values.dtype == bool:
+        packed = pa.py_buffer(np.packbits(values, bitorder="little"))
+        return pa.Array.from_buffers(pa.bool_(), len(values), [None, packed])
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def array_of_texts(texts: Sequence[str]) -> pa.Array:
+    """Texts as an Arrow array."""
+    encoded = [text.encode() for text in texts]
+    starts = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    buffers = [None, pa.py_buffer(starts), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
+
+
+def array_of_some(values: Sequence[float | None], kind: pa.DataType) -> pa.Array:
+    """Numbers of Arrow's type `kind`, int64 or float64, as an Arrow array; some may be missing."""
+    known = np.array([value is not None for value in values], bool)
+    dtype = np.int64 if kind == pa.int64() else np.float64
+    filled = pa.py_buffer(np.array([0 if value is None else value for value in values], dtype))
+    valid = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(values), [valid, filled])
+
+
+def table_of_rows(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Rows of numbers as a table; what a row does not have is missing."""
+    columns = [array_of_some([row.get(field.name) for row in rows], field.type) for field in schema]
+    return pa.Table.from_arrays(columns, schema=schema)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.results.arrow_numbers import plain_values
+from dp_ray.results.arrow_numbers import array_of, plain_values
 from dp_ray.results.carried import CarriedColumn, kind_of
 from dp_ray.tensors.nested import Keys, TreeSpec, difference, flatten, is_plain, unflatten
 from dp_ray.tensors.raw import as_bytes
@@ -193,7 +193,7 @@ def to_arrow(column: CarriedColumn | Column, pieces: Sequence[Any]) -> pa.Array:
     if column.is_struct:
         return _variable(column, pieces)
     values = _to_numpy(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
-    flat = pa.array(values.reshape(-1))
+    flat = array_of(values.reshape(-1))
     kind = column.arrow_type
     if not isinstance(kind, pa.FixedShapeTensorType):
         return flat
@@ -303,10 +303,11 @@ def _variable(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
     rows = [row for piece in pieces for row in piece.unbind()]
     data = [_to_numpy(row).reshape(-1) for row in rows]
     offsets = np.cumsum([0, *(len(values) for values in data)], dtype=np.int64)
-    flat = pa.array(np.concatenate(data)) if data else pa.array([], column.arrow_type.field("data").type.value_type)
+    kind = column.arrow_type.field("data").type.value_type
+    flat = array_of(np.concatenate(data)) if data else pa.nulls(0, kind)
     shapes = pa.array([list(row.shape) for row in rows], pa.list_(pa.int64()))
     return pa.StructArray.from_arrays(
-        [pa.LargeListArray.from_arrays(pa.array(offsets), flat), shapes], names=["data", "shape"]
+        [pa.LargeListArray.from_arrays(array_of(offsets), flat), shapes], names=["data", "shape"]
     )
 
 

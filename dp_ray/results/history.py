@@ -9,6 +9,7 @@ import torch
 
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Update
+from dp_ray.results.arrow_numbers import table_of_rows
 from dp_ray.rundir.history_file import CLOCKED, forget, write_piece
 from dp_ray.storage import Storage
 from dp_ray.system.waiting import waiting
@@ -81,7 +82,7 @@ class History:
         if not rows:
             return lambda: None
         name = f"steps-{rows[0]['step']}-{rows[-1]['step'] + 1}.parquet"
-        table = pa.Table.from_pylist(rows, history_schema(self._names, list(self._extra)))
+        table = table_of_rows(rows, history_schema(self._names, list(self._extra)))
         return lambda: write_piece(self._folder, name, table)
 
     def _row(

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
+from dp_ray.results.arrow_numbers import array_of, numbers
 from dp_ray.results.columns import SAMPLE_INDEX, Layout, converted
 from dp_ray.storage import Storage
 
@@ -80,7 +81,7 @@ class PartReader:
     def take(self, boundary: int) -> pa.Table:
         """Remove and return the rows up to position `boundary`."""
         assert self.block is not None
-        count = int(np.searchsorted(self.block.column(POSITION).to_numpy(), boundary, side="right"))
+        count = int(np.searchsorted(numbers(self.block.column(POSITION)), boundary, side="right"))
         taken, self.block = self.block.slice(0, count), self.block.slice(count)
         return taken
 
@@ -104,7 +105,7 @@ def lay_out(table: pa.Table, had: Layout, wanted: Layout) -> pa.Table:
     columns = [table.column(name) for name in given]
     for before, after in zip(had.all_columns, wanted.all_columns, strict=True):
         columns.append(converted(before, after, table.column(before.name).combine_chunks()))
-    return pa.table(columns, schema=part_schema(wanted) if POSITION in given else wanted.schema)
+    return pa.Table.from_arrays(columns, schema=part_schema(wanted) if POSITION in given else wanted.schema)
 
 
 def part_schema(layout: Layout) -> pa.Schema:
@@ -153,12 +154,12 @@ class RowsInOrder:
 
 def _sorted(table: pa.Table) -> pa.Table:
     """The rows by their positions. They are not copied if they come in long runs, as large shards do."""
-    positions = table.column(POSITION).to_numpy()
+    positions = numbers(table.column(POSITION))
     if (positions[1:] > positions[:-1]).all():
         return table
     starts = np.array([0, *(np.flatnonzero(np.diff(positions) != 1) + 1)])
     if len(table) < LONG_RUN * len(starts):
-        return table.take(pa.array(np.argsort(positions, kind="stable")))
+        return table.take(array_of(np.argsort(positions, kind="stable")))
     lengths = np.diff([*starts, len(table)])
     runs = np.argsort(positions[starts], kind="stable")
     return pa.concat_tables([table.slice(starts[run], lengths[run]) for run in runs])

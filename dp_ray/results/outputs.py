@@ -17,6 +17,7 @@ from dp_ray.errors import StorageError
 from dp_ray.plan.file_cut import FileCut
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Range
+from dp_ray.results.arrow_numbers import array_of
 from dp_ray.results.carried import carried_arrays
 from dp_ray.results.columns import Layout, Rows, rows_of, to_arrow, without_objects
 from dp_ray.results.output_parts import part_schema
@@ -170,7 +171,7 @@ class PartFile:
             for number, column in enumerate(self.layout.all_columns)
         ]
         samples = np.concatenate([indices for _, indices, _ in group])
-        table = pa.table([pa.array(positions), pa.array(samples), *leaves], schema=self._schema)
+        table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
         blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
         self._writer.write_table(table, max_chunksize=max(1, len(positions) // blocks))
         self.bytes += table.nbytes

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.plan.order import Order
+from dp_ray.results.arrow_numbers import numbers
 from dp_ray.results.columns import METADATA, SAMPLE_INDEX, Layout
 from dp_ray.results.manifest import FileRecord, read_records, write_manifest
 from dp_ray.results.output_parts import AGAIN, POSITION
@@ -37,7 +38,7 @@ class RowProof:
 
     def take(self, block: pa.Table) -> None:
         """Prove the next rows; raises StorageError, which names the position, if others were to come."""
-        positions = block.column(POSITION).to_numpy()
+        positions = numbers(block.column(POSITION))
         expected = self._next(len(positions))
         wrong = np.flatnonzero(positions != expected)
         if len(wrong):
@@ -46,7 +47,7 @@ class RowProof:
             raise StorageError(f"the outputs of position {min(due, got)} {what}; {AGAIN}")
         if len(positions) and positions[-1] >= self._end:
             self.refuse(self._end)
-        self._check_samples(positions, block.column(SAMPLE_INDEX).to_numpy())
+        self._check_samples(positions, numbers(block.column(SAMPLE_INDEX)))
         self._at = int(positions[-1]) + 1 if len(positions) else self._at
 
     def refuse(self, position: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from dp_ray.plan.split import Shard
 from dp_ray.plan.work import Done
 from dp_ray.replica.world import World
+from dp_ray.results.arrow_numbers import array_of, array_of_texts
 from dp_ray.results.shape_recorder import Report, ShardSpan
 from dp_ray.results.shapes import Seen, ShardReport, decode_sizes
 
@@ -293,7 +294,7 @@ def table_of(collector: Collector, rows: ReportColumns) -> pa.Table:
     sizes = [collector.seen[number] for number in seen_numbers.tolist()]
 
     def named(numbers: Any, names: list[str]) -> pa.DictionaryArray:
-        return pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), pa.array(names, pa.string()))
+        return pa.DictionaryArray.from_arrays(array_of(numbers.astype(np.int32)), array_of_texts(names))
 
     columns = [
         rows.step,
@@ -306,4 +307,5 @@ def table_of(collector: Collector, rows: ReportColumns) -> pa.Table:
         named(seen, [one.output_size for one in sizes]),
         rows.milliseconds,
     ]
-    return pa.table([pa.array(column) for column in columns], schema=ReportFile.SCHEMA)
+    arrays = [one if isinstance(one, pa.Array) else array_of(one) for one in columns]
+    return pa.Table.from_arrays(arrays, schema=ReportFile.SCHEMA)

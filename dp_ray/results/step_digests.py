@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dp_ray.results.arrow_numbers import numbers, plain_values
 from dp_ray.results.columns import Column, Layout, from_arrow, raw_bytes
 from dp_ray.results.output_parts import POSITION
 
@@ -32,7 +33,7 @@ class StepDigests:
 
     def take(self, block: pa.Table) -> None:
         """Take the next rows, with their positions."""
-        steps = block.column(POSITION).to_numpy() // self._batch_size
+        steps = numbers(block.column(POSITION)) // self._batch_size
         borders = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
         for first, end in pairwise(borders):
             if first < end:
@@ -73,7 +74,7 @@ def _bytes_of(column: Column, rows: pa.Array) -> Iterator[memoryview]:
     """The raw bytes of a leaf's rows."""
     if column.is_stored_raw:
         flat = rows.storage.flatten() if isinstance(rows, pa.ExtensionArray) else rows
-        yield memoryview(flat.to_numpy()).cast("B")
+        yield memoryview(plain_values(flat).data).cast("B")
         return
     leaf = from_arrow(column, rows)
     for tensor in leaf if isinstance(leaf, list) else [leaf]:

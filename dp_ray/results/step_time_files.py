@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from dp_ray.errors import StorageError
 from dp_ray.replica.step_clock import PARTS, TimedStep
 from dp_ray.replica.world import World
+from dp_ray.results.arrow_numbers import array_of, array_of_texts
 from dp_ray.storage import Storage
 
 TIMES = "times"
@@ -109,8 +110,10 @@ def table_of(world: World, attempt: int, timed: TimedSteps) -> pa.Table:
     """Steps of a worker as rows of a file."""
     num = len(timed.steps)
     same = np.full(num, attempt, np.int32), np.full(num, world.rank, np.int32)
-    node = pa.DictionaryArray.from_arrays(np.zeros(num, np.int32), pa.array([world.node]))
-    return pa.Table.from_arrays([timed.steps, *same, node, timed.rows, *timed.seconds.T], schema=SCHEMA)
+    node = pa.DictionaryArray.from_arrays(array_of(np.zeros(num, np.int32)), array_of_texts([world.node]))
+    before = [array_of(one) for one in (timed.steps, *same)]
+    after = [array_of(one) for one in (timed.rows, *timed.seconds.T)]
+    return pa.Table.from_arrays([*before, node, *after], schema=SCHEMA)
 
 
 def part_numbers(folder: Storage) -> list[int]:

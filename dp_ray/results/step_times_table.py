@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
 from dp_ray.replica.step_clock import PARTS
+from dp_ray.results.arrow_numbers import array_of, numbers
 from dp_ray.results.step_time_files import COLUMNS, SCHEMA, TIMES, part_numbers
 from dp_ray.storage import Storage
 
@@ -23,12 +24,11 @@ def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:
     if a file is damaged.
     """
     folder = run.child(TIMES)
-    numbers = part_numbers(folder)
-    tables = [_part(folder, f"part-{number}.parquet") for number in numbers[-(newest or len(numbers)) :]]
-    whole = pa.concat_tables([SCHEMA.empty_table(), *tables]).unify_dictionaries()
-    return _with_waiting(
-        whole.take(_last_runs(*(whole.column(name).to_numpy() for name in ("step", "attempt", "rank"))))
-    )
+    parts = part_numbers(folder)
+    tables = [_part(folder, f"part-{number}.parquet") for number in parts[-(newest or len(parts)) :]]
+    whole = pa.concat_tables([pa.Table.from_batches([], SCHEMA), *tables]).unify_dictionaries()
+    kept = _last_runs(*(numbers(whole.column(name)) for name in ("step", "attempt", "rank")))
+    return _with_waiting(whole.take(array_of(kept)))
 
 
 def _part(folder: Storage, name: str) -> pa.Table:
@@ -58,10 +58,11 @@ def _with_waiting(table: pa.Table) -> pa.Table:
     An exchange ends at about the same moment on all workers. So the worker that arrives last has the shortest one, in
     which it waits for nobody; what the others have beyond that is waiting. No two workers' clocks are compared.
     """
-    exchange, step = table.column("exchange").to_numpy(), table.column("step").to_numpy()
+    exchange, step = numbers(table.column("exchange")), numbers(table.column("step"))
     begins = np.flatnonzero(np.diff(step, prepend=-1))
     shortest = np.minimum.reduceat(exchange, begins) if len(begins) else exchange
     own = np.repeat(shortest, np.diff(np.append(begins, len(step))))
     named = {name: table.column(name) for name in table.column_names}
-    named |= {"exchange": pa.array(own, pa.float32()), "waiting": pa.array(exchange - own, pa.float32())}
-    return pa.table({name: named[name] for name in (*COLUMNS, *STEP_PARTS)})
+    named |= {"exchange": array_of(own.astype(np.float32)), "waiting": array_of((exchange - own).astype(np.float32))}
+    names = [*COLUMNS, *STEP_PARTS]
+    return pa.Table.from_arrays([named[name] for name in names], names=names)

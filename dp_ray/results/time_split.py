@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from dp_ray.results.arrow_numbers import Numbers, array_of, numbers
 from dp_ray.results.step_times_table import STEP_PARTS
 from dp_ray.text import percent
 
@@ -33,17 +33,25 @@ class WorkerSplit:
 
 def worker_splits(table: pa.Table) -> list[WorkerSplit]:
     """Each worker's steps in a table of `read_step_times`, by rank; a rank that changed its node is there twice."""
-    sums = [("rows", "sum"), ("step", "count"), *((part, "sum") for part in STEP_PARTS)]
-    grouped = table.group_by(["rank", "node"]).aggregate(sums).to_pylist()
+    if not len(table):
+        return []
+    node = table["node"] if pa.types.is_dictionary(table["node"].type) else table["node"].dictionary_encode()
+    names = node.combine_chunks().dictionary.to_pylist()
+    rank, place = numbers(table["rank"]), numbers(node)
+    _, first, worker = np.unique(rank.astype(np.int64) * len(names) + place, return_index=True, return_inverse=True)
+    steps, rows, *seconds = (
+        np.bincount(worker, weights).tolist()
+        for weights in (None, numbers(table["rows"]), *(numbers(table[part]) for part in STEP_PARTS))
+    )
     found = [
         WorkerSplit(
-            row["rank"],
-            row["node"],
-            row["step_count"],
-            row["rows_sum"],
-            {part: row[f"{part}_sum"] for part in STEP_PARTS},
+            int(rank[row]),
+            names[place[row]],
+            steps[number],
+            int(rows[number]),
+            {part: each[number] for part, each in zip(STEP_PARTS, seconds, strict=True)},
         )
-        for row in grouped
+        for number, row in enumerate(first.tolist())
     ]
     return sorted(found, key=lambda one: (one.rank, one.node))
 
@@ -76,24 +84,25 @@ def steady(table: pa.Table) -> pa.Table:
 
     That is in its first step and, if there are more of the kind, in those of its first checkpoint and evaluation.
     """
-    attempts = table.group_by("attempt").aggregate([("step", "count"), ("step", "min")]).to_pylist()
-    if not attempts:
+    if not len(table):
         return table
-    longest = max(attempts, key=lambda row: row["step_count"])
-    of_attempt = table.filter(pc.equal(table["attempt"], longest["attempt"]))
-    later = of_attempt.filter(pc.greater(of_attempt["step"], longest["step_min"]))
-    once = [step for part in RARE for step in _first_of(later, part)]
-    later = later.filter(pc.invert(pc.is_in(later["step"], pa.array(once, pa.int64()))))
-    return later if len(later) else of_attempt
+    attempt, step = numbers(table["attempt"]), numbers(table["step"])
+    attempts, lengths = np.unique(attempt, return_counts=True)
+    longest = attempt == attempts[lengths.argmax()]
+    later = longest & (step > step[longest].min())
+    once = [found for part in RARE for found in _first_of(step[later], numbers(table[part])[later])]
+    later &= ~np.isin(step, once)
+    return table.filter(array_of(later if later.any() else longest))
 
 
-def _first_of(table: pa.Table, part: str) -> list[int]:
-    """The first of those few steps that have this part; none if they are not few, or but one."""
-    steps = table.group_by("step").aggregate([(part, "max")]).sort_by("step")
-    seconds = steps[f"{part}_max"].to_numpy()
-    usual = float(np.median(seconds)) if len(seconds) else 0.0
-    having = np.flatnonzero(seconds > max(MUCH * usual, LEAST))
-    return [steps["step"][int(having[0])].as_py()] if len(having) > 1 else []
+def _first_of(steps: Numbers, seconds: Numbers) -> list[int]:
+    """The first of those few steps that have a part, of these seconds; none if they are not few, or but one."""
+    known, which = np.unique(steps, return_inverse=True)
+    most = np.zeros(len(known))
+    np.maximum.at(most, which, seconds)
+    usual = float(np.median(most)) if len(most) else 0.0
+    having = np.flatnonzero(most > max(MUCH * usual, LEAST))
+    return [int(known[having[0]])] if len(having) > 1 else []
 
 
 def rows_per_second(table: pa.Table) -> float:

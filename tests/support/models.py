@@ -1,9 +1,12 @@
 """Models and datasets of the tests, each at its own corner of what a user may write."""
 
 import dataclasses
+import json
 import os
+import sys
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -277,3 +280,8 @@ class OnCaches(nn.Module):
 def cached(items: list[torch.Tensor]) -> Cache:
     rows = torch.stack(items)
     return Cache([rows, rows[:, None] * 3], "collated")
+
+
+def note_modules(view: Any) -> None:
+    """A hook that notes which modules its worker has imported."""
+    Path(view.run_dir, "modules.json").write_text(json.dumps(sorted(sys.modules)))
