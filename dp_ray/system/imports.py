@@ -55,8 +55,7 @@ class Postponed(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        one = PostponedName(self.__name__, name)
-        return one if self.__postponing.goes_on else one.real()
+        return PostponedName(self.__name__, name) if self.__postponing.goes_on else _imported(self.__name__, name)
 
 
 class PostponedName:
@@ -66,25 +65,25 @@ class PostponedName:
         self.__module = module
         self.__name = name
 
-    def real(self) -> Any:
-        """What it stands for."""
-        return getattr(importlib.import_module(self.__module), self.__name)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.real()(*args, **kwargs)
+        return _imported(self.__module, self.__name)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.real(), name)
+        return getattr(_imported(self.__module, self.__name), name)
 
     def __instancecheck__(self, one: object) -> bool:
-        return isinstance(one, self.real())
+        return isinstance(one, _imported(self.__module, self.__name))
 
     def __or__(self, other: Any) -> Any:  # in an annotation
         return self
 
     __ror__ = __or__
+
+
+def _imported(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 class _Postponing(MetaPathFinder, Loader):
@@ -112,7 +111,7 @@ class _Postponing(MetaPathFinder, Loader):
         """Forget the stand-ins: an import finds the modules themselves."""
         self.goes_on = False
         for name in reversed(self._made):  # a package after what is in it
-            module, (parent, _, child) = sys.modules.pop(name), name.rpartition(".")
+            module, (parent, _, child) = sys.modules.pop(name, None), name.rpartition(".")
             if parent and vars(sys.modules[parent]).get(child) is module:
                 delattr(sys.modules[parent], child)
 
