@@ -44,6 +44,11 @@ def test_numbers_of_which_some_are_missing_are_the_array_that_pyarrow_makes(valu
     assert made.equals(pa.array(values, kind))
 
 
+def test_a_fraction_is_not_cut_to_a_whole_number() -> None:
+    with pytest.raises(TypeError, match=r"float64.*int64"):
+        array_of_some([1, 2.5], pa.int64())
+
+
 def test_rows_are_the_table_that_pyarrow_makes() -> None:
     rows: list[dict[str, Any]] = [
         {"step": 0, "loss": 0.5},

@@ -33,6 +33,20 @@ def test_only_what_no_piece_holds_is_kept(tmp_path: Path) -> None:
     assert [step for step, _ in losses(run)] == list(range(6)) and losses(run)[4:] == [(4, 1.0), (5, 1.0)]
 
 
+def test_a_number_that_is_whole_at_first_keeps_its_fraction_later(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    run.child(HISTORY).create()
+    recent = RecentHistory(run)
+    recent.add([{"step": 0, "loss": 1}, {"step": 1, "loss": 0.5, "eval_rows": 3}])
+    recent.save()
+    table = history_so_far(run)
+    assert table is not None and table.column_names == ["step", "loss", "eval_rows"]
+    assert table.to_pylist() == [
+        {"step": 0, "loss": 1.0, "eval_rows": None},
+        {"step": 1, "loss": 0.5, "eval_rows": 3},
+    ]
+
+
 def test_a_step_that_runs_again_replaces_what_was_there(tmp_path: Path) -> None:
     run = Storage(str(tmp_path))
     first, second = RecentHistory(run), RecentHistory(run)

@@ -167,7 +167,7 @@ def steps_of(checkpoints: dict[int, float], evaluations: dict[int, float]) -> pa
         "step": steps,
         "attempt": [0] * 40,
         "rank": ranks,
-        "node": ["a"] * 40,
+        "node": pa.array(["a"] * 40).dictionary_encode(),
         "rows": [4] * 40,
     }
     columns |= {part: [0.0] * 40 for part in STEP_PARTS}

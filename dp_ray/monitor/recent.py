@@ -53,6 +53,7 @@ class RecentHistory:
 
 def _table_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
     """Rows as a table with all of their columns: only some rows have measured values."""
-    found = {name: value for row in reversed(rows) for name, value in row.items()}
-    kinds = ((name, pa.int64() if isinstance(value, int) else pa.float64()) for name, value in found.items())
-    return table_of_rows(rows, pa.schema(list(kinds)))
+    names = dict.fromkeys(name for row in rows for name in row)
+    have_fractions = {name for row in rows for name, value in row.items() if not isinstance(value, int | None)}
+    kinds = [(name, pa.float64() if name in have_fractions else pa.int64()) for name in names]
+    return table_of_rows(rows, pa.schema(kinds))

@@ -213,15 +213,17 @@ def _per_row(loss: Compare, batch_dim: int, outputs: torch.Tensor, target: torch
     return total_of(loss(outputs, target)), outputs.shape[rows_dim(outputs, batch_dim)]
 
 
-def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, target: torch.Tensor) -> Any:
+def _of_classes(
+    loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor | Weighted:
     """Cross entropy whose mean is torch's: divided by the classes' weights, without the ignored targets."""
-    losses = loss(outputs, target)
+    losses: torch.Tensor = loss(outputs, target)
     if target.is_floating_point():
         return losses  # probabilities: each row counts 1
     kept = target != loss.ignore_index
     if loss.weight is None:
         return Weighted(total_of(losses), kept.sum())
-    return total_of(losses), total_of(loss.weight[target.where(kept, torch.zeros_like(target))] * kept)
+    return Weighted(total_of(losses), total_of(loss.weight[target.where(kept, torch.zeros_like(target))] * kept))
 
 
 def _is_number(value: Any) -> bool:

@@ -137,6 +137,10 @@ class TreeReducer:
         # The group ends only with the process's others: a peer may still be reading the last exchange.
         self._thread.shutdown()
 
+    def summed(self) -> list[torch.Tensor]:
+        """The parameters whose gradients are known to be summed over the workers by now: none."""
+        return []
+
     def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to sum a bucket over the workers; the future gives the sums, in the bucket's memory."""
         self.saw_last = self.saw_last or bucket.is_last()

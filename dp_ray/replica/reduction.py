@@ -130,8 +130,8 @@ class DdpReduction(Reduction):
         return begin_sum(stats)
 
     def summed(self) -> Sequence[torch.Tensor]:
-        """Those of the buckets that are reduced; none if a fixed tree adds them, which takes most of this time."""
-        return self._reducer.summed() if isinstance(self._reducer, SumReducer) else ()
+        """Those of the buckets that are reduced."""
+        return self._reducer.summed()
 
     def backward(self) -> AbstractContextManager[object]:
         """The context of the step's last backward, which waits for the other workers."""

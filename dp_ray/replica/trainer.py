@@ -27,7 +27,7 @@ from dp_ray.replica.stats import MISSING, VOTES, Stats
 from dp_ray.replica.step import Metrics, OnShard, Step
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.stop_vote import StopVote
-from dp_ray.replica.world import World
+from dp_ray.replica.world import World, is_gpu
 
 
 class Update(NamedTuple):
@@ -81,7 +81,6 @@ class Trainer:
         self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world, self._clock, sharded)
         self.measure_names = list(measures.functions)
         self._stop_vote = StopVote()
-        self._is_on_cpu = world.device.type == "cpu"
         self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
         self.watch: LossWatch | None = None
 
@@ -183,7 +182,7 @@ class Trainer:
         if self._seeds_update:  # what runs until the next read may draw: the same numbers on all workers
             seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
         sums, rate = stats.numbers.sum(0), self._optimizer_step.learning_rate
-        known: Any = sums.tolist() if self._is_on_cpu else sums  # without waiting for a GPU
+        known: Any = sums if is_gpu(self._world.device) else sums.tolist()  # without waiting for a GPU
         if self.watch is not None:
             self.watch.take(step, known[0])
         start, stop = split.batch(step)

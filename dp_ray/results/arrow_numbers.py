@@ -55,12 +55,15 @@ def array_of_texts(texts: Sequence[str]) -> pa.Array:
 
 
 def array_of_some(values: Sequence[float | None], kind: pa.DataType) -> pa.Array:
-    """Numbers of Arrow's type `kind`, int64 or float64, as an Arrow array; some may be missing."""
+    """Numbers of Arrow's type `kind`, int64 or float64, as an Arrow array; some may be missing.
+
+    Raises TypeError if one of them is no such number.
+    """
     known = np.array([value is not None for value in values], bool)
     dtype = np.int64 if kind == pa.int64() else np.float64
-    filled = pa.py_buffer(np.array([0 if value is None else value for value in values], dtype))
+    filled = np.array([0 if value is None else value for value in values] or [0]).astype(dtype, casting="safe")
     valid = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
-    return pa.Array.from_buffers(kind, len(values), [valid, filled])
+    return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(filled)])
 
 
 def table_of_rows(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:

@@ -35,9 +35,8 @@ def worker_splits(table: pa.Table) -> list[WorkerSplit]:
     """Each worker's steps in a table of `read_step_times`, by rank; a rank that changed its node is there twice."""
     if not len(table):
         return []
-    node = table["node"] if pa.types.is_dictionary(table["node"].type) else table["node"].dictionary_encode()
-    names = node.combine_chunks().dictionary.to_pylist()
-    rank, place = numbers(table["rank"]), numbers(node)
+    names = table["node"].combine_chunks().dictionary.to_pylist()
+    rank, place = numbers(table["rank"]), numbers(table["node"])
     _, first, worker = np.unique(rank.astype(np.int64) * len(names) + place, return_index=True, return_inverse=True)
     steps, rows, *seconds = (
         np.bincount(worker, weights).tolist()
