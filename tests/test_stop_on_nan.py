@@ -18,9 +18,9 @@ from dp_ray.monitor.messages import Ending
 from dp_ray.plan.order import Order
 from dp_ray.replica.loss_watch import LossWatch, NotFinite
 from dp_ray.storage import Storage
-from dp_ray.task.step_control import StepControl
 from tests.support.cli import status_of
 from tests.support.group import ProcessExit, history_of, run_group
+from tests.support.slowness import Slow
 from tests.support.training import Scores
 from tests.support.trainings import job_of, keys_of
 
@@ -37,13 +37,17 @@ def job(workers: int, **keys: Any) -> Job:
     return job_of("mlp", DATA, workers=workers, **{**given, **keys})
 
 
-class Begun(StepControl):
-    """Notes the steps that each worker begins, in a file of its process."""
+class Begun(Slow):
+    """Notes the steps that each worker begins, in a file of its process; its storage is slower than a step."""
+
+    hears_times = False
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(commit=0.5)
         self._folder = folder
 
     def before(self, step: int) -> None:
+        super().before(step)
         with (self._folder / f"begun-{os.getpid()}").open("a") as file:
             file.write(f"{step}\n")
 

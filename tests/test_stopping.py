@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import dp_ray
 from dp_ray.errors import Error, JobError, RunInterrupted
@@ -22,6 +23,7 @@ from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
 from tests.support.drivers import SLOW, told
+from tests.support.models import SlowPairs
 from tests.support.within import within
 
 if TYPE_CHECKING:  # boto3 is slow to import
@@ -123,7 +125,7 @@ def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
 
 @pytest.mark.slow
 def test_a_run_that_is_asked_twice_keeps_its_step_all_the_same(tmp_path: Path) -> None:
-    dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.3}}  # 3 s a step
+    dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.6}}  # 6 s a step
     job, run = tmp_path / "job.yaml", Storage(str(tmp_path / "run"))
     job.write_text(json.dumps({**KEYS, "dataset": dataset, "storage": str(tmp_path)}))
     line = [sys.executable, "-m", "dp_ray", "run", str(job)]
@@ -164,6 +166,29 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert all(re.fullmatch(r"asked process .* to stop .*run-sweep-\d after its current step", one) for one in said)
     with pytest.raises(JobError, match="is not running: 0 of its 3 trials are done; the same command goes on"):
         stop_run(sweep.location, True, said.append)
+
+
+class AsksAtItsEnd(SlowPairs):
+    """Has its own run asked to stop when its last sample is read, which is sooner than its driver looks."""
+
+    def __init__(self, run_dir: str) -> None:
+        super().__init__(seconds=0.0)
+        self.run = Storage(run_dir)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == len(self) - 1:
+            lease = read_lease(self.run)
+            assert lease is not None
+            leave_request(self.run, lease.token)
+        return super().__getitem__(index)
+
+
+def test_a_request_that_comes_too_late_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dp_ray.driver.TELL_SECONDS", 60.0)
+    dataset = {"target": AsksAtItsEnd, "args": {"run_dir": str(tmp_path / "run")}}
+    result = dp_ray.run(**{**KEYS, "dataset": dataset, "epochs": 1, "shuffle": False}, storage=str(tmp_path))
+    assert result.status == "done"
+    assert not (tmp_path / "run" / REQUEST).exists()
 
 
 def test_a_request_for_an_earlier_driver_stops_nobody(tmp_path: Path, undisturbed: dp_ray.Result) -> None:

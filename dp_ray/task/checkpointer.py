@@ -42,6 +42,10 @@ class Keeper:
         """Save the last step, unless it is saved, and wait until it is written."""
         if self._train_state.step != self._saved:
             self.save()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written."""
         self._writer.wait()
 
     def close(self) -> None:

@@ -1,17 +1,18 @@
 """The loop of a training: its steps, and what follows each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
+from dp_ray.replica.loss_watch import NotFinite
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.step import OnShard
 from dp_ray.replica.step_clock import Part
 from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Trainer, Update
 from dp_ray.replica.user_code import raising
-from dp_ray.replica.world import World
+from dp_ray.replica.world import World, gathered
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.task.checkpointer import Checkpointer, PieceKeeper
@@ -79,7 +80,7 @@ class TrainingLoop:
             if stops:
                 break
         if self._trainer.watch is not None:
-            self._trainer.watch.check_all()
+            self._end_at_loss(self._trainer.watch.check_all)
         self._profiler.close()
         recorder.on_times(self._clock.rest())
         self._control.through()
@@ -109,7 +110,20 @@ class TrainingLoop:
             return
         if self._checkpointer:
             self._checkpointer.log(step, update)
-        watch.check()
+        self._end_at_loss(watch.check)
+
+    def _end_at_loss(self, check: Callable[[], None]) -> None:
+        """Let a `check` raise NotFinite only once all workers have written what they keep: the first to end ends all.
+
+        Every rank calls this after the same step.
+        """
+        try:
+            check()
+        except NotFinite:
+            if self._checkpointer:
+                self._checkpointer.wait()
+            gathered(None)
+            raise
 
     def _measure(self, step: int, update: Update) -> dict[str, float]:
         """The values measured after the step: an evaluation's metrics and, at an epoch's end, the epoch's loss."""
