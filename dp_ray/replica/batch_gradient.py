@@ -1,7 +1,7 @@
 """The gradient of a whole batch: forward and backward of this worker's shards, reduced over all workers."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class BatchGradient:
     """Computes the gradient of the summed loss of a batch, divided by the batch's rows, on every worker.
 
     `optimizer_step` scales the loss, if the job has a loss scaler. The reduction is built in the first step.
+    `while_waiting` is called once a step, on CPUs, while the gradients are summed over the workers.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class BatchGradient:
         world: World,
         clock: StepClock,
         sharded: Sharded | None = None,
+        while_waiting: Callable[[], object] = lambda: None,
     ) -> None:
         self._job = job
+        self._while_waiting = while_waiting
         self._clock = clock
         self._world = world
         self._optimizer_step = optimizer_step
@@ -61,6 +64,7 @@ class BatchGradient:
         self._reduction: Reduction | None = None
         self._stats: Stats | None = None
         self._work: Work = None
+        self._step = 0
         self._sharded = sharded
         self._stand_ins = StandIns(world)
         self.flops: Flops | None = None
@@ -86,6 +90,7 @@ class BatchGradient:
         Sums `stats` over the workers; by then each shard with rows is in them, and the number of samples set aside.
         `real` gives a shard without those.
         """
+        self._step = step
         start, stop = split.batch(step)
         # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
         # only once `stats` is summed; then `weigh_gradients` corrects it. Of most losses the weight is the rows.
@@ -114,7 +119,6 @@ class BatchGradient:
                 self._buffers.restore()
             self._shard(shard, batch, rows, stats, shard is filled[-1] and not stand_ins, on_shard)
         self._rest(stats, f"step {step}", stand_ins, has_rows=bool(filled))
-        self._reduction.check(step)
         self._buffers.finish()
         self._reduction.finish()
         self._clock.enter(Part.OTHER)
@@ -150,15 +154,14 @@ class BatchGradient:
         if unused == "auto":
             unused = self._finds_unused(shards, batches)
         return DdpReduction(
-            self._loss, sums, self._world, self._parameters, self._sparse, bool(unused), self._begin_exchange
+            self._loss,
+            sums,
+            self._world,
+            self._parameters,
+            self._sparse,
+            bool(unused),
+            lambda: self._clock.enter(Part.EXCHANGE),
         )
-
-    def _begin_exchange(self) -> None:
-        """All of this worker's gradients are there; it waits for the other workers'."""
-        self._clock.enter(Part.EXCHANGE)
-        if self._reduction is not None and self._reduction.sends_late:
-            self._send()
-            self._optimizer_step.take_norms(self._reduction.summed())
 
     def _send(self) -> None:
         """Start to sum the stats over the workers, and to share the buffers."""
@@ -256,12 +259,19 @@ class BatchGradient:
     def _last_backward(
         self, reduction: Reduction, loss: torch.Tensor, stats: Stats, where: str, batch: Any = None
     ) -> None:
-        """The step's last backward; `stats` and buffers are sent at the same time."""
+        """The step's last backward; `stats` and buffers are sent at the same time, or after it with the gradients."""
         self._stats, self._work = stats, None
-        if not reduction.sends_late:
+        if not reduction.waits_later:
             self._send()
         with reduction.backward():
             _backward(self._optimizer_step.scaled(loss), where, batch)
+        reduction.check(self._step)
+        if reduction.waits_later:
+            self._send()
+            self._while_waiting()
+        with reduction.backward():
+            for parameters in reduction.summed():
+                self._optimizer_step.take_norms(parameters)
             if self._work is not None:
                 self._work.wait()
 

@@ -191,6 +191,8 @@ def total_norm(gradients: Sequence[torch.Tensor], known: Sequence[torch.Tensor |
 
 def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The norm of each gradient, computed in fp32 or wider."""
+    if not gradients:
+        return []
     if _are_plain(gradients):
         return list(torch._foreach_norm(list(gradients)))
     if any(one.dtype in HALVES for one in gradients):

@@ -51,6 +51,7 @@ class OptimizerStep:
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self._parameters = [instead.get(id(one), one) for one in trained]
         self._known: dict[int, torch.Tensor] = {}
+        self._has_weighed = False
 
     @property
     def learning_rate(self) -> float:
@@ -77,10 +78,11 @@ class OptimizerStep:
     def take_norms(self, parameters: Sequence[torch.Tensor]) -> None:
         """Compute the norms of gradients that will not change before `apply`, unless it must weigh or unscale them.
 
-        To be called while this worker waits for the others' gradients.
+        To be called while this worker waits for the others' gradients. Where the last step's were weighed, it does
+        nothing: the next ones will be too.
         """
-        if self.scaler is None and self._sharded is None:
-            gradients = [one.grad for one in parameters if one.grad is not None]
+        if self.scaler is None and self._sharded is None and not self._has_weighed:
+            gradients = [numbers_of(one.grad) for one in parameters if one.grad is not None]
             if gradients and len(gradients) == len(parameters):
                 self._known.update(zip(map(id, parameters), norms_of(gradients), strict=True))
 
@@ -96,7 +98,8 @@ class OptimizerStep:
             self.scaler.unscale_(self.optimizer)
         with_gradient = [one for one in self._parameters if one.grad is not None]
         gradients = [numbers_of(one.grad) for one in with_gradient if one.grad is not None]
-        if weigh_gradients(gradients, weight, rows):
+        self._has_weighed = weigh_gradients(gradients, weight, rows)
+        if self._has_weighed:
             self._known.clear()
         norm = self._norm(gradients, with_gradient)
         if self._grad_clip is not None:

@@ -13,7 +13,7 @@ Bytes that one of W workers sends for a bucket of B bytes, if each worker's shar
 for 2 and 4 workers, and if W is a power of two that divides the shards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +28,8 @@ from dp_ray.replica.world import begin_sum
 from dp_ray.tensors.layout import is_dense
 
 Gradients = list[torch.Tensor | None]
+Sums = torch.futures.Future[torch.Tensor]
+Begun = dist.Work | Sums  # a bucket's sum, which can be waited for
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:
@@ -85,6 +87,36 @@ class ShardSums:
         self.held = {}
 
 
+class Later:
+    """The sums of a step's buckets, for which DDP's backward waits; or with `waits_later` the worker does after it.
+
+    So it can do something else meanwhile. A bucket's memory is that of its gradients: the sums appear in them.
+    """
+
+    def __init__(self, waits_later: bool) -> None:
+        self._waits_later = waits_later
+        self._begun: list[tuple[Begun, list[torch.Tensor]]] = []
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._begun = []
+
+    def given(self, bucket: GradBucket, begun: Begun) -> Sums:
+        """What DDP's hook gives for a bucket whose sum was begun."""
+        if not self._waits_later:
+            return begun if isinstance(begun, torch.futures.Future) else begun.get_future().then(_first_tensor)
+        self._begun.append((begun, bucket.parameters()))
+        at_once: Sums = torch.futures.Future()
+        at_once.set_result(bucket.buffer())
+        return at_once
+
+    def summed(self) -> Iterator[list[torch.Tensor]]:
+        """Wait for each bucket in turn, and give its parameters."""
+        for begun, parameters in self._begun:
+            begun.wait()
+            yield parameters
+
+
 class TreeReducer:
     """DDP's communication hook that sums buckets over the workers in the order of the tree.
 
@@ -92,10 +124,16 @@ class TreeReducer:
     """
 
     def __init__(
-        self, sums: ShardSums, world_size: int, rank: int, on_last: Callable[[], None] = lambda: None
+        self,
+        sums: ShardSums,
+        world_size: int,
+        rank: int,
+        on_last: Callable[[], object] = lambda: None,
+        waits_later: bool = False,
     ) -> None:
         self.saw_last = False
         self._on_last = on_last
+        self._later = Later(waits_later)
         self._sums = sums
         self._root = sums.root
         self._world_size = world_size
@@ -116,6 +154,7 @@ class TreeReducer:
         `last` is this worker's last node, whose gradients DDP puts into the buckets; None if it has no rows.
         """
         self.saw_last = False
+        self._later.begin()
         self._last = last
         if filled not in self._plans:
             self._plans[filled] = self._plan(filled)
@@ -137,12 +176,12 @@ class TreeReducer:
         # The group ends only with the process's others: a peer may still be reading the last exchange.
         self._thread.shutdown()
 
-    def summed(self) -> list[torch.Tensor]:
-        """The parameters whose gradients are known to be summed over the workers by now: none."""
-        return []
+    def summed(self) -> Iterator[list[torch.Tensor]]:
+        """Wait for the buckets that the hook did not wait for; gives each one's parameters once it is summed."""
+        return self._later.summed()
 
-    def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start to sum a bucket over the workers; the future gives the sums, in the bucket's memory."""
+    def hook(self, _: object, bucket: GradBucket) -> Sums:
+        """Start to sum a bucket over the workers; the sums come into the bucket's memory."""
         self.saw_last = self.saw_last or bucket.is_last()
         flat, parameters = bucket.buffer(), bucket.parameters()
         views = self._views(flat, parameters)
@@ -152,16 +191,16 @@ class TreeReducer:
         held = self._held(parameters, views)
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
         if self._world_size == 2:
-            found = begin_sum(flat).get_future().then(_first_tensor)
+            begun: Begun = begin_sum(flat)
         else:
-            found = self._begin_exchange(flat, views, mine)
+            begun = self._begin_exchange(flat, views, mine)
         if bucket.is_last():
             self._on_last()
-        return found
+        return self._later.given(bucket, begun)
 
     def _begin_exchange(
         self, flat: torch.Tensor, views: list[torch.Tensor], mine: Sequence[Gradients | None]
-    ) -> torch.futures.Future[torch.Tensor]:
+    ) -> Sums:
         """Start to add this worker's sums of a bucket to the others', in the thread."""
         # The sum that holds the last shard is in the bucket already. Each other sum gets a buffer of its own.
         flats = [
@@ -274,32 +313,30 @@ class SumReducer:
     DDP's own hook averages over the workers. Here each loss is already divided by the rows of the whole batch.
     """
 
-    def __init__(self, on_last: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_last: Callable[[], object] = lambda: None, waits_later: bool = False) -> None:
         self.saw_last = False
         self._on_last = on_last
-        self._begun: list[tuple[dist.Work, list[torch.Tensor]]] = []
+        self._later = Later(waits_later)
 
     def begin(self, filled: int, last: Node | None) -> None:
         """Begin a step; the arguments are those of `TreeReducer.begin`, unused here."""
         self.saw_last = False
-        self._begun = []
+        self._later.begin()
 
     def close(self) -> None:
         pass
 
-    def summed(self) -> list[torch.Tensor]:
-        """The parameters whose gradients are summed over the workers by now."""
-        return [one for work, parameters in self._begun if work.is_completed() for one in parameters]
+    def summed(self) -> Iterator[list[torch.Tensor]]:
+        """Wait for the buckets that the hook did not wait for; gives each one's parameters once it is summed."""
+        return self._later.summed()
 
-    def hook(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start to sum a bucket over the workers; the future gives the sums, in the bucket's memory."""
+    def hook(self, _: object, bucket: GradBucket) -> Sums:
+        """Start to sum a bucket over the workers; the sums come into the bucket's memory."""
         work = begin_sum(bucket.buffer())
         if bucket.is_last():
             self.saw_last = True
             self._on_last()
-        else:
-            self._begun.append((work, bucket.parameters()))
-        return work.get_future().then(_first_tensor)
+        return self._later.given(bucket, work)
 
 
 Reducer = TreeReducer | SumReducer

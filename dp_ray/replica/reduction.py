@@ -1,7 +1,7 @@
 """A step's gradients over all shards and workers: one interface, with a one-worker and a DDP version."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -28,7 +28,7 @@ class Reduction:
     `before_last`, `exchange` and `backward`; a worker without rows calls the last two alone.
     """
 
-    sends_late = False  # whether the reduction says when to send what goes beside the gradients
+    waits_later = False  # whether the last backward does not wait for the other workers' gradients
 
     def __init__(self, loss: ShardLoss, sums: ShardSums | None, sparse: Sequence[nn.Parameter]) -> None:
         self.replica: nn.Module = loss
@@ -56,13 +56,13 @@ class Reduction:
         """Start to sum `stats` over the workers, in place; None if there is nothing to wait for."""
         return None
 
-    def summed(self) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients are summed over the workers already, during the step's last backward."""
-        return ()
-
     def backward(self) -> AbstractContextManager[object]:
-        """The context of the step's last backward."""
+        """The context of the step's last backward, and of what waits for the other workers after it."""
         return nullcontext()
+
+    def summed(self) -> Iterator[list[torch.Tensor]]:
+        """Wait for the other workers' gradients, after the last backward; gives parameters as theirs are summed."""
+        return iter(())
 
     def after(self, shard: int, is_last: bool) -> None:
         """After a shard's backward, take its gradients, unless autograd is to add the next shard's to them."""
@@ -99,16 +99,17 @@ class DdpReduction(Reduction):
         parameters: dict[str, nn.Parameter],
         sparse: Sequence[nn.Parameter],
         finds_unused: bool,
-        on_last: Callable[[], None] = lambda: None,
+        on_last: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(loss, sums, sparse)
-        # To start a collective on CPUs takes 0.3 ms, which costs nothing where this worker waits for the others.
-        self.sends_late = not is_gpu(world.device)
+        # On CPUs the time until the sums are there is used, and to start a collective takes 0.3 ms of it.
+        self.waits_later = not is_gpu(world.device)
         self._parameters = parameters
         self._ddp = wrapped(loss, sparse, finds_unused)
         self.replica = self._ddp
         ranks = world.world_size, world.rank
-        self._reducer: Reducer = SumReducer(on_last) if sums is None else TreeReducer(sums, *ranks, on_last)
+        how = on_last, self.waits_later
+        self._reducer: Reducer = SumReducer(*how) if sums is None else TreeReducer(sums, *ranks, *how)
         self._ddp.register_comm_hook(None, self._reducer.hook)
 
     def begin(self, shards: Sequence[int], filled: int) -> None:
@@ -129,13 +130,13 @@ class DdpReduction(Reduction):
         """Start the all-reduce of `stats`, in place."""
         return begin_sum(stats)
 
-    def summed(self) -> Sequence[torch.Tensor]:
-        """Those of the buckets that are reduced."""
-        return self._reducer.summed()
-
     def backward(self) -> AbstractContextManager[object]:
-        """The context of the step's last backward, which waits for the other workers."""
+        """The context of what waits for the other workers: on GPUs the backward itself."""
         return waiting("the other workers' gradients")
+
+    def summed(self) -> Iterator[list[torch.Tensor]]:
+        """The parameters of each bucket in turn."""
+        return self._reducer.summed()
 
     def after(self, shard: int, is_last: bool) -> None:
         """Take a shard's gradients, but leave the last shard's to DDP."""

@@ -1,6 +1,6 @@
 """The state of a training on one worker, and its step: the whole batch's gradient, then the update."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,10 @@ class Update(NamedTuple):
 
 
 class Trainer:
-    """The training state on one worker, the same on all workers, and the step that changes it."""
+    """The training state on one worker, the same on all workers, and the step that changes it.
+
+    `while_waiting` is called once a step, on CPUs, while the gradients are summed over the workers.
+    """
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Trainer:
         world: World,
         clock: StepClock | None = None,
         sharded: Sharded | None = None,
+        while_waiting: Callable[[], object] = lambda: None,
     ) -> None:
         self.model = model
         self.sharded = sharded
@@ -78,7 +82,9 @@ class Trainer:
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         loss = ShardLoss(called, step, measures, job, world.device)
-        self._gradient = BatchGradient(job, model, loss, self._optimizer_step, world, self._clock, sharded)
+        self._gradient = BatchGradient(
+            job, model, loss, self._optimizer_step, world, self._clock, sharded, while_waiting
+        )
         self.measure_names = list(measures.functions)
         self._stop_vote = StopVote()
         self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
@@ -151,7 +157,7 @@ class Trainer:
         `batches` gives the next shards' sample indices and batches. `on_shard` gets each shard with its batch and
         output. `wants_stop` asks all workers to stop. Raises ModelError, naming step and shard, for user errors.
         """
-        stats = self._stats(split.shards)
+        stats = Stats(split.shards, 1 + len(self.measure_names), self._world.device)
         if wants_stop:
             stats.vote()
         with advised(self._job, f"step {step}", _size_of(split, shards), lambda: self._that_fit(split)):
@@ -170,7 +176,7 @@ class Trainer:
         self, split: Split, step: int, shards: Sequence[Shard], batches: Iterator[tuple[Indices, Any]]
     ) -> list[float]:
         """The sum and weight of a step's loss, and then of each metric: the step without its update."""
-        stats = self._stats(split.shards)
+        stats = Stats(split.shards, 1 + len(self.measure_names), self._world.device)
         with advised(self._job, f"step {step}", _size_of(split, shards)):
             self._gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.real)
         self._optimizer_step.skip()
@@ -193,9 +199,6 @@ class Trainer:
         if self.average is not None and not self._optimizer_step.has_skipped:
             self.average.update()
         return Update(sums, rate, norm, self._stop_vote.stops(known[VOTES]))
-
-    def _stats(self, shards: int) -> Stats:
-        return Stats(shards, 1 + len(self.measure_names), self._world.device)
 
 
 def _has_no_rows(job: Job, whole: Shard, missing: torch.Tensor | float) -> bool:

@@ -9,14 +9,16 @@ from torch import nn
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_plan import split_of
+from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.activation_checkpointing import recompute_blocks
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.replica.loss_watch import LossWatch
 from dp_ray.replica.model import build_model, compiled
+from dp_ray.replica.one_ahead import OneAhead
 from dp_ray.replica.passes import passes_of
-from dp_ray.replica.quarantine import load_good
+from dp_ray.replica.quarantine import Quarantine, load_good
 from dp_ray.replica.skipping import Skipping
 from dp_ray.replica.step import build_step
 from dp_ray.replica.step_clock import clock_on
@@ -60,10 +62,9 @@ def train(
     world = world.with_inputs_on(input_device(job, model, world.devices))
     measures, states = build_metrics(job)
     check_watched(job, states)
-    step = build_step(job, world)
-    called = compiled(model, job)
-    times = StepTimes(clock_on(world.device))
-    with closing(Trainer(job, model, called, step, measures, world, times.clock, sharded)) as trainer:
+    step, called = build_step(job, world), compiled(model, job)
+    times, ahead = StepTimes(clock_on(world.device)), OneAhead()
+    with closing(Trainer(job, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
         attempt = begin_attempt(run).attempt
         cut = cut_of(job, split, dataset)
         train_state = restore(job, trainer, split, cut, run, send)
@@ -83,7 +84,7 @@ def train(
         loop = TrainingLoop(trainer, split, train_state, *after, control, times, profiler)
         work = Work(split, world.world_size, world.rank, start=stopping.next_step)
         with (
-            closing(load_good(job, dataset, work, world.device, quarantine, times=times)) as batches,
+            closing(ahead.passing(load_good(job, dataset, work, world.device, quarantine, times=times))) as batches,
             closing(checkpointer) if checkpointer else nullcontext(),
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,
@@ -91,11 +92,18 @@ def train(
         ):
             loop.run(work, batches, world, recorder, reporting(recorder, probe))
             send_figures(trainer, times, world, send)
+    forget_ahead(run, quarantine, train_state.step, split)
     if stopping.next_step < split.total_steps:
         control.leave()
     control.end()
     keep_weights(job, trainer, run, attempt, train_state, send, world)
     tell_end(stopping, hooks, world, send)
+
+
+def forget_ahead(run: Storage, quarantine: Quarantine | None, steps: int, split: Split) -> None:
+    """Forget what was set aside of batches that were read ahead of a training that has ended after `steps`."""
+    if quarantine is not None and steps < split.total_steps:
+        forget_from(run, lambda step, _: step < steps)
 
 
 def tell_end(stopping: EarlyStopping, hooks: Hooks | None, world: World, send: Send) -> None:

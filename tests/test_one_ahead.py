@@ -1,0 +1,200 @@
+"""A worker of several reads its next batch while the others' gradients come; nothing else is to change by it."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dp_ray.plan.order import Order
+from dp_ray.replica.one_ahead import Batches, OneAhead
+from dp_ray.rundir.quarantine_files import count_quarantined
+from dp_ray.storage import Storage
+from dp_ray.task.step_control import StepControl
+from tests.support.group import ProcessExit, history_of, run_group
+from tests.support.training import Pairs, mlp
+from tests.support.trainings import job_of
+
+pytestmark = pytest.mark.usefixtures("in_project")
+
+HERE = "tests.test_one_ahead"
+SECONDS = 0.3
+USED: dict[str, Any] = {"find_unused_parameters": False}  # else a trial runs the first shard once more
+
+
+def numbered(count: int, read: list[int], fails: bool = False) -> Batches:
+    try:
+        for number in range(count):
+            read.append(number)
+            yield np.array([number]), None
+        if fails:
+            read.append(count)
+            raise OSError("no more")
+    finally:
+        read.append(-1)
+
+
+@given(st.integers(0, 6), st.booleans(), st.lists(st.sampled_from(["next", "read"]), max_size=20))
+def test_batches_come_in_order_and_at_most_one_is_ahead(count: int, fails: bool, calls: list[str]) -> None:
+    read: list[int] = []
+    ahead, given, ended = OneAhead(), 0, False
+    batches = ahead.passing(numbered(count, read, fails))
+    for call in calls:
+        if call == "read":
+            ahead.read()
+            begun = [one for one in read if one >= 0]
+            assert len(begun) <= given + 1
+            continue
+        try:
+            assert next(batches)[0] == [given]
+            given += 1
+        except OSError:
+            assert fails and given == count and not ended
+            ended = True
+        except StopIteration:
+            assert given == count and (ended or not fails)
+            ended = True
+    batches.close()
+    ahead.read()
+    assert read.count(-1) == (1 if read else 0), "what it reads from is closed"
+    assert sorted(read)[read.count(-1) :] == list(range(len(read) - read.count(-1)))
+
+
+def test_nothing_is_read_before_the_first_batch_is_asked_for() -> None:
+    read: list[int] = []
+    ahead = OneAhead()
+    ahead.read()
+    batches = ahead.passing(numbered(2, read))
+    ahead.read()
+    assert read == []
+    assert next(batches)[0] == [0]
+
+
+class Noted(Pairs):
+    """Notes when each sample is read, on a clock that all processes share, in a file of the rank."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(24)
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Any:
+        note(self.folder, ["read", index, time.monotonic()])
+        return super().__getitem__(index)
+
+
+class LateOnRank1(torch.autograd.Function):
+    """A backward that takes a while on rank 1."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, folder: str) -> torch.Tensor:
+        ctx.folder = folder
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if torch.distributed.get_rank() == 1:
+            time.sleep(SECONDS)
+        note(ctx.folder, ["backward", -1, time.monotonic()])
+        return gradients[0], None
+
+
+class Late(nn.Module):
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.first, self.rest, self.folder = nn.Linear(6, 6), mlp(), folder
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.rest(LateOnRank1.apply(self.first(inputs), self.folder))  # type: ignore[no-untyped-call]
+        return outputs
+
+
+def note(folder: str, what: Any) -> None:
+    with Path(folder, f"rank-{torch.distributed.get_rank()}.jsonl").open("a") as file:
+        file.write(f"{json.dumps(what)}\n")
+
+
+def noted(folder: Path, rank: int) -> list[Any]:
+    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_the_next_batch_is_read_before_the_other_workers_gradients_are_there(tmp_path: Path, bitwise: bool) -> None:
+    model = {"target": f"{HERE}:Late", "args": {"folder": str(tmp_path)}}
+    data = {"target": f"{HERE}:Noted", "args": {"folder": str(tmp_path)}}
+    job = job_of(model, data, workers=2, batch_size=8, epochs=1, shuffle=False, bitwise=bitwise, **USED)
+    run_group(job, tmp_path / "run")
+    mine, theirs = noted(tmp_path, 0), noted(tmp_path, 1)
+    read = {index: at for what, index, at in mine if what == "read"}
+    assert sorted(read) == [*range(4), *range(8, 12), *range(16, 20)]
+    my_ends, ends = ([at for what, _, at in noted if what == "backward"] for noted in (mine, theirs))
+    assert len(my_ends) == len(ends) == 3
+    for step in (0, 1):
+        assert my_ends[step] < read[8 * (step + 1)] < ends[step] - SECONDS / 4
+    assert len(history_of(tmp_path / "run")) == 3
+
+
+class StopsAfter(StepControl):
+    """Asks for an end after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._last = step
+
+    def before(self, step: int) -> None:
+        self.wants_stop = step >= self._last
+
+    def leave(self) -> None:
+        """The run goes on another time."""
+
+
+def bad_in(step: int, **how: Any) -> dict[str, Any]:
+    """Pairs of which a sample of rank 1 in a step, of batches of 7, cannot be read."""
+    index = Order(101, 0, 0, shuffle=True)[step * 7 + 5]
+    return {"target": "tests.support.bad_data:Broken", "args": {"raises": [index]}, **how}
+
+
+def test_an_error_of_a_batch_that_does_not_run_is_none(tmp_path: Path) -> None:
+    job = job_of("mlp", bad_in(4), workers=2)
+    with pytest.raises(ProcessExit, match=r"step 4.*\n?.*no such image"):
+        run_group(job, tmp_path / "goes-on")
+    run_group(job, tmp_path / "stops", StopsAfter(3))
+    assert len(history_of(tmp_path / "stops")) == 4
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_a_sample_of_a_batch_that_does_not_run_is_not_set_aside(tmp_path: Path, last: int) -> None:
+    job = job_of("mlp", bad_in(4), workers=2, on_error={"quarantine": 3})
+    run_group(job, tmp_path, StopsAfter(last))
+    assert len(history_of(tmp_path)) == last + 1
+    assert count_quarantined(Storage(str(tmp_path))) == last - 3
+
+
+def test_a_stop_by_early_stopping_is_the_same(tmp_path: Path) -> None:
+    never_better = {"metric": "eval_loss", "patience": 1, "min_delta": 1e9}
+    keys = {"eval": {"dataset": "tests.support.training:Pairs", "every_steps": 2}, "early_stopping": never_better}
+    job = job_of("mlp", bad_in(4), workers=2, on_error={"quarantine": 3}, **keys)
+    run_group(job, tmp_path)
+    assert len(history_of(tmp_path)) == 4
+    assert count_quarantined(Storage(str(tmp_path))) == 0
+
+
+def test_what_is_ahead_is_let_go_with_its_batches() -> None:
+    closed: list[int] = []
+
+    def batches() -> Iterator[Any]:
+        yield from numbered(3, closed)
+
+    ahead = OneAhead()
+    passing = ahead.passing(batches())  # type: ignore[arg-type]
+    next(passing)
+    ahead.read()
+    passing.close()
+    assert closed == [0, 1, -1]
+    ahead.read()
+    assert closed == [0, 1, -1]
