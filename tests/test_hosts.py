@@ -35,6 +35,7 @@ def up(three_hosts: list[Host]) -> list[Host]:
         if not host.is_up:
             host.kill()
             host.join()
+            host.wait_until_up()
     return three_hosts
 
 

@@ -17,10 +17,13 @@ import psutil
 import pytest
 
 from dp_ray.cluster.ray_internals.variables import AUTH_MODE, AUTH_TOKEN
+from tests.support import host_forks, ray_forks
+from tests.support.cluster import SYSTEM_CONFIG
 
 PORT = 6379
 # How soon Ray calls a silent node dead: by default after about a minute.
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
+CONFIG = json.dumps({**HEALTH, **json.loads(SYSTEM_CONFIG)})
 ENVIRONMENT = {**os.environ, AUTH_MODE: "token", AUTH_TOKEN: secrets.token_hex(32)}
 
 
@@ -68,18 +71,25 @@ class Host:
         return subprocess.run(line, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=ENVIRONMENT)
 
     def start_ray(self, *args: str) -> None:
-        """Start this host's Ray node and wait until it runs."""
-        line = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={self.address}", *args]
+        """Start this host's Ray node; its workers are forked, and nobody reads their logs."""
+        line = [
+            sys.executable,
+            ray_forks.__file__,
+            str(self.folder),
+            "start",
+            f"--node-ip-address={self.address}",
+            *args,
+        ]
         line += ["--num-cpus=2", "--disable-usage-stats", "--object-store-memory=200000000", "--block"]
-        line += ['--resources={"slot": 1}']
+        line += ['--resources={"slot": 1}', "--include-log-monitor=false"]
         log = (self.folder / f"host-{self.number}.log").open("wb")
         with log:
             self.processes.append(
                 subprocess.Popen(self.command(*line), stdout=log, stderr=log, cwd="/", env=ENVIRONMENT)
             )
-        self._wait_until_up()
 
-    def _wait_until_up(self) -> None:
+    def wait_until_up(self) -> None:
+        """Wait until its Ray node runs."""
         log = self.folder / f"host-{self.number}.log"
         until = time.monotonic() + 90
         while "Ray runtime started" not in log.read_text(errors="replace"):
@@ -93,7 +103,7 @@ class Host:
         return bool(self.processes) and self.processes[-1].poll() is None
 
     def join(self) -> None:
-        """Start this host's Ray node as one of the first host's cluster."""
+        """Start this host's Ray node as one of the first host's cluster; that takes a while."""
         self.start_ray(f"--address=10.77.0.1:{PORT}")
 
     def cut(self) -> None:
@@ -127,14 +137,20 @@ def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     try:
         ip("link", "set", bridge, "up")
         # A folder of its own: in Ray's usual one stands the address by which other tests find their Ray.
-        with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as sockets:
+        with (
+            tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as sockets,
+            ray_forks.served(folder / ray_forks.SOCKET, f"--gcs-address=10.77.0.1:{PORT}", host_forks.__file__),
+        ):
             made += [Host(number, folder, Path(sockets)) for number in range(1, count + 1)]
             for host in made:
                 _connect(host, bridge)
             head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={sockets}"]
-            made[0].start_ray(*head, f"--system-config={json.dumps(HEALTH)}")
+            made[0].start_ray(*head, f"--system-config={CONFIG}")
+            made[0].wait_until_up()
             for host in made[1:]:
                 host.join()
+            for host in made[1:]:
+                host.wait_until_up()
             yield made
             for host in reversed(made):
                 host.kill()

@@ -1,8 +1,8 @@
 """A program, `ray start`, whose workers are forked by dp_ray's fork server, as those of a Ray that dp_ray starts.
 
 A worker that Ray starts anew imports Ray and torch for three seconds of a core, and the tests start hundreds. Code
-of the project is not imported before the fork: each worker imports what its job has sent. The hosts of
-`tests/support/hosts.py` have Ray's own workers.
+of the project is not imported before the fork: each worker imports what its job has sent. All hosts of
+`tests/support/hosts.py` share one server.
 """
 
 import json
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,14 @@ MODULES += ["sklearn.datasets", "tensorboardX", "click", "rich", "attr", "pytest
 
 
 def main() -> None:
-    """Start the fork server in the folder that the first argument names, then be `ray` with the others."""
+    """Start the fork server in the folder that the first argument names, then be `ray` with the others.
+
+    If a server is there already, take that one.
+    """
     folder, *arguments = sys.argv[1:]
-    with served(Path(folder) / SOCKET, gcs_address(arguments)) as server, forked_by(server):
+    path = Path(folder) / SOCKET
+    serving = nullcontext(path) if path.exists() else served(path, gcs_address(arguments))
+    with serving as server, forked_by(server):
         from ray.scripts import scripts
 
         sys.argv = ["ray", *arguments]
@@ -37,17 +42,17 @@ def main() -> None:
 
 
 @contextmanager
-def served(path: Path, cluster: str) -> Iterator[Path]:
+def served(path: Path, cluster: str, program: str = fork_server.__file__) -> Iterator[Path]:
     """Run the fork server while the block runs. It imports nothing from PYTHONPATH: each worker has one of its own.
 
-    `cluster` is an argument by which its workers find their cluster.
+    `cluster` is an argument by which its workers find their cluster. `program` is the server's own.
     """
     given = json.dumps([[str(HERE), *sys.path], MODULES])
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(forking.WAITING)
-        line = [sys.executable, fork_server.__file__, str(listener.fileno()), given, cluster]
+        line = [sys.executable, program, str(listener.fileno()), given, cluster]
         server = subprocess.Popen(line, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=own)
     try:
         yield path
