@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from dp_ray.errors import Error, RunInterrupted
@@ -198,7 +198,7 @@ class Execution:
             with (
                 planned_stops(self._ask_to_stop) as stop,
                 recorded_about(self._storage, *told),
-                self._heeds_requests(stop),
+                repeated("stop requests", self._look_seconds, lambda: self._heed_request(stop)),
             ):
                 self._follow()
                 check_ours(self._claimed)
@@ -222,15 +222,6 @@ class Execution:
     def _look_seconds(self) -> float:
         """How often it is looked for a request to stop: an object store counts each look."""
         return RENEW_SECONDS if self._storage.is_atomic else TELL_SECONDS
-
-    @contextlib.contextmanager
-    def _heeds_requests(self, stop: Callable[[], object]) -> Iterator[None]:
-        """Look for requests to stop while the block runs; one that comes too late to be heeded is removed."""
-        try:
-            with repeated("stop requests", self._look_seconds, lambda: self._heed_request(stop)):
-                yield
-        finally:
-            take_request(self._storage, self._claimed.token)
 
     def _heed_request(self, stop: Callable[[], object]) -> None:
         """Stop the run if `dp-ray stop` asks for it; asked again, it stops after its step all the same."""

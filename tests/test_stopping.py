@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ import dp_ray
 from dp_ray.errors import Error, JobError, RunInterrupted
 from dp_ray.rundir.claim import read_claim
 from dp_ray.rundir.lease_file import read_lease
-from dp_ray.rundir.progress_file import PROGRESS
 from dp_ray.rundir.stop_request import REQUEST, leave_request, take_request
 from dp_ray.stopping import stop_run
 from dp_ray.storage import Storage
@@ -123,18 +123,35 @@ def test_a_driver_that_is_killed_while_it_is_waited_for_is_told(
     assert "has ended without a word, it is unfinished; dp-ray report tells" in told_later[0]
 
 
+class HeldBack(SlowPairs):
+    """Says in a folder that it is read, and gives no sample as long as `held` is there."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(seconds=0.0)
+        self.folder = Path(folder)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        (self.folder / "reads").touch()
+        while (self.folder / "held").exists():
+            time.sleep(0.05)
+        return super().__getitem__(index)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_asked_twice_keeps_its_step_all_the_same(tmp_path: Path) -> None:
-    dataset = {"target": "tests.support.models:SlowPairs", "args": {"seconds": 0.6}}  # 6 s a step
+    held = tmp_path / "held"
+    held.touch()
+    dataset = {"target": "tests.test_stopping:HeldBack", "args": {"folder": str(tmp_path)}}
     job, run = tmp_path / "job.yaml", Storage(str(tmp_path / "run"))
     job.write_text(json.dumps({**KEYS, "dataset": dataset, "storage": str(tmp_path)}))
     line = [sys.executable, "-m", "dp_ray", "run", str(job)]
     with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert within(60, lambda: run.exists(PROGRESS))
+            assert within(60, (tmp_path / "reads").exists)
             for _ in range(2):
                 assert stop_run(str(tmp_path / "run"), False, print) == "it was asked to stop"
                 assert within(60, lambda: not run.exists(REQUEST))
+            held.unlink()
             _, said = process.communicate(timeout=60)
         finally:
             process.kill()

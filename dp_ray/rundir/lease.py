@@ -8,6 +8,7 @@ from dataclasses import replace
 from dp_ray.errors import JobError, StorageError
 from dp_ray.rundir.claim import RunDir, is_ours
 from dp_ray.rundir.lease_file import EXPIRE_SECONDS, LEASE, Lease, read_lease, write_lease
+from dp_ray.rundir.stop_request import take_request
 from dp_ray.storage import Storage
 from dp_ray.system.process import is_dead, machine, this_process
 from dp_ray.system.repeating import repeated
@@ -44,10 +45,14 @@ def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
 def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """Hold the lease of a claimed run directory while the block runs, and renew it in the background.
 
-    It records how many steps are done, for the next driver in case this one is killed.
+    It records how many steps are done, for the next driver in case this one is killed. At the end, a request to stop
+    that came too late is removed.
     """
-    with kept(claimed.storage, claimed.token, lambda: is_ours(claimed), steps_done):
-        yield
+    try:
+        with kept(claimed.storage, claimed.token, lambda: is_ours(claimed), steps_done):
+            yield
+    finally:
+        take_request(claimed.storage, claimed.token)
 
 
 @contextmanager
