@@ -37,9 +37,10 @@ hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile("dp_ray")
 
 
-# With `--dist loadgroup` two processes run the tests, each with a cluster of its own: these files, which wait much,
-# and all others.
-BESIDE = {"tests/test_first_start.py", "tests/test_hosts.py", "tests/test_submitted.py", "tests/test_wheel.py"}
+# With `--dist loadgroup` two processes run the tests, each with a cluster of its own: these files, which wait much or
+# have no use for a session, and all others.
+_BESIDE = "cluster", "first_start", "hosts", "ray_internals", "shards_auto", "submitted", "sweeps", "wheel"
+BESIDE = {f"tests/test_{one}.py" for one in _BESIDE}
 
 MANY_MODULES = 50
 LAST = -1000  # below the priority of everything else that multiprocessing does when a process ends
