@@ -28,7 +28,7 @@ from dp_ray.task.train import train
 
 ROWS, BATCH = 40_960, 1024
 BLOCK = 5  # steps in a turn, of which the first is not measured
-WARM, ROUNDS, ROUND = 4, 5, 15  # turns of each side that are not measured; rounds that are, of so many turns each
+WARM, ROUNDS, ROUND = 4, 3, 15  # turns of each side that are not measured; rounds that are, of so many turns each
 PAIRS = ROUNDS * ROUND
 STEPS = BLOCK * (WARM + PAIRS) + 1
 EPOCHS = -(-STEPS * BATCH // ROWS)
