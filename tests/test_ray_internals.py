@@ -42,6 +42,10 @@ FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
 ALLOWED = {
     ("dp_ray/cli_options.py", "RAY_ADDRESS"),  # documented; it stands in the command line's help, which loads no Ray
     ("tests/conftest.py", "RAY_CLIENT_MODE"),  # Ray leaves it behind
+    (
+        "tests/support/host_forks.py",
+        "RAY_RAYLET_PID",
+    ),  # whose host a worker enters; it imports nothing of the project
     ("tests/support/ray_forks.py", "ray._private.parameter.RayParams"),  # forks the workers of the tests' cluster
 }
 
