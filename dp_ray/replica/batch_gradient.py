@@ -62,8 +62,6 @@ class BatchGradient:
         self._seeds = ForwardSeeds(job.seed, model, world.device)
         self._loss = loss
         self._reduction: Reduction | None = None
-        self._stats: Stats | None = None
-        self._work: Work = None
         self._step = 0
         self._sharded = sharded
         self._stand_ins = StandIns(world)
@@ -163,11 +161,11 @@ class BatchGradient:
             lambda: self._clock.enter(Part.EXCHANGE),
         )
 
-    def _send(self) -> None:
+    def _send(self, reduction: Reduction, stats: Stats) -> Work:
         """Start to sum the stats over the workers, and to share the buffers."""
-        assert self._reduction is not None and self._stats is not None
-        self._work = self._reduction.exchange(self._stats.numbers)
+        work = reduction.exchange(stats.numbers)
         self._buffers.share()
+        return work
 
     def _counted(self, shard: Shard, batch: Any) -> Flops:
         """The operations of a row of a shard, counted in a trial that changes no state."""
@@ -243,10 +241,9 @@ class BatchGradient:
 
     def _without_rows(self, stats: Stats) -> None:
         """The end of a step whose samples were all set aside: no worker runs the model."""
-        self._stats = stats
-        self._send()
-        if self._work is not None:
-            self._work.wait()
+        assert self._reduction is not None
+        if (work := self._send(self._reduction, stats)) is not None:
+            work.wait()
 
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
         self._clock.enter(Part.FORWARD)
@@ -260,20 +257,18 @@ class BatchGradient:
         self, reduction: Reduction, loss: torch.Tensor, stats: Stats, where: str, batch: Any = None
     ) -> None:
         """The step's last backward; `stats` and buffers are sent at the same time, or after it with the gradients."""
-        self._stats, self._work = stats, None
-        if not reduction.waits_later:
-            self._send()
+        work = None if reduction.waits_later else self._send(reduction, stats)
         with reduction.backward():
             _backward(self._optimizer_step.scaled(loss), where, batch)
         reduction.check(self._step)
         if reduction.waits_later:
-            self._send()
+            work = self._send(reduction, stats)
             self._while_waiting()
         with reduction.backward():
             for parameters in reduction.summed():
                 self._optimizer_step.take_norms(parameters)
-            if self._work is not None:
-                self._work.wait()
+            if work is not None:
+                work.wait()
 
 
 def _backward(loss: torch.Tensor, where: str, batch: Any = None) -> None:

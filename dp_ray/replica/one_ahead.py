@@ -1,6 +1,7 @@
 """Reads a worker's next batch where the worker would otherwise wait for the others."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
+from concurrent.futures import Future
 
 from dp_ray.replica.collating import Batch
 
@@ -15,7 +16,7 @@ class OneAhead:
 
     def __init__(self) -> None:
         self._batches: Batches | None = None
-        self._ahead: Callable[[], Batch] | None = None  # gives the batch, or raises the error of its reading
+        self._ahead: Future[Batch] | None = None  # the batch, or the error of its reading
 
     def passing(self, batches: Batches) -> Batches:
         """The same batches; one that was read ahead is there at once. Closing it closes `batches`."""
@@ -24,7 +25,7 @@ class OneAhead:
             while True:
                 ahead, self._ahead = self._ahead, None
                 try:
-                    batch = next(batches) if ahead is None else ahead()
+                    batch = next(batches) if ahead is None else ahead.result()
                 except StopIteration:
                     return
                 del ahead  # it holds the batch, which may be large
@@ -37,16 +38,9 @@ class OneAhead:
         """Read the next batch now; nothing happens before the first one is asked for."""
         if self._batches is None or self._ahead is not None:
             return
+        ahead: Future[Batch] = Future()
         try:
-            batch = next(self._batches)
+            ahead.set_result(next(self._batches))
         except Exception as error:
-            self._ahead = _raising(error)
-        else:
-            self._ahead = lambda: batch
-
-
-def _raising(error: Exception) -> Callable[[], Batch]:
-    def fail() -> Batch:
-        raise error
-
-    return fail
+            ahead.set_exception(error)
+        self._ahead = ahead

@@ -87,22 +87,33 @@ class ShardSums:
         self.held = {}
 
 
-class Later:
-    """The sums of a step's buckets, for which DDP's backward waits; or with `waits_later` the worker does after it.
+class Reducer:
+    """DDP's communication hook: it sums each bucket over the workers, in its memory, which is the gradients'.
 
-    So it can do something else meanwhile. A bucket's memory is that of its gradients: the sums appear in them.
+    DDP's backward waits for the sums; or with `waits_later` the worker does after it, and can do something else
+    before. `on_last` is called once all gradients of a step are there.
     """
 
-    def __init__(self, waits_later: bool) -> None:
+    def __init__(self, on_last: Callable[[], object], waits_later: bool) -> None:
+        self.saw_last = False
+        self._on_last = on_last
         self._waits_later = waits_later
         self._begun: list[tuple[Begun, list[torch.Tensor]]] = []
 
-    def begin(self) -> None:
-        """Begin a step."""
+    def begin(self, filled: int, last: Node | None) -> None:
+        """Begin a step in which the first `filled` shards have rows.
+
+        `last` is this worker's last node, whose gradients DDP puts into the buckets; None if it has no rows.
+        """
+        self.saw_last = False
         self._begun = []
 
-    def given(self, bucket: GradBucket, begun: Begun) -> Sums:
-        """What DDP's hook gives for a bucket whose sum was begun."""
+    def hook(self, _: object, bucket: GradBucket) -> Sums:
+        """Start to sum a bucket."""
+        begun = self._begin(bucket)
+        if bucket.is_last():
+            self.saw_last = True
+            self._on_last()
         if not self._waits_later:
             return begun if isinstance(begun, torch.futures.Future) else begun.get_future().then(_first_tensor)
         self._begun.append((begun, bucket.parameters()))
@@ -110,30 +121,31 @@ class Later:
         at_once.set_result(bucket.buffer())
         return at_once
 
+    def _begin(self, bucket: GradBucket) -> Begun:
+        raise NotImplementedError
+
     def summed(self) -> Iterator[list[torch.Tensor]]:
-        """Wait for each bucket in turn, and give its parameters."""
+        """Wait for the buckets that the backward did not wait for; gives each one's parameters once it is summed."""
         for begun, parameters in self._begun:
             begun.wait()
             yield parameters
 
+    def close(self) -> None:
+        """Stop the threads."""
 
-class TreeReducer:
-    """DDP's communication hook that sums buckets over the workers in the order of the tree.
 
-    It calls `on_last` once all gradients of a step are there, before it sums the last bucket.
-    """
+class TreeReducer(Reducer):
+    """Sums buckets in the order of the tree."""
 
     def __init__(
         self,
         sums: ShardSums,
         world_size: int,
         rank: int,
-        on_last: Callable[[], object] = lambda: None,
-        waits_later: bool = False,
+        on_last: Callable[[], object],
+        waits_later: bool,
     ) -> None:
-        self.saw_last = False
-        self._on_last = on_last
-        self._later = Later(waits_later)
+        super().__init__(on_last, waits_later)
         self._sums = sums
         self._root = sums.root
         self._world_size = world_size
@@ -149,12 +161,8 @@ class TreeReducer:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # one a GPU: a model may be on several
 
     def begin(self, filled: int, last: Node | None) -> None:
-        """Begin a step in which the first `filled` shards have rows.
-
-        `last` is this worker's last node, whose gradients DDP puts into the buckets; None if it has no rows.
-        """
-        self.saw_last = False
-        self._later.begin()
+        """Begin a step; the workers' nodes depend on how many shards have rows."""
+        super().begin(filled, last)
         self._last = last
         if filled not in self._plans:
             self._plans[filled] = self._plan(filled)
@@ -176,13 +184,7 @@ class TreeReducer:
         # The group ends only with the process's others: a peer may still be reading the last exchange.
         self._thread.shutdown()
 
-    def summed(self) -> Iterator[list[torch.Tensor]]:
-        """Wait for the buckets that the hook did not wait for; gives each one's parameters once it is summed."""
-        return self._later.summed()
-
-    def hook(self, _: object, bucket: GradBucket) -> Sums:
-        """Start to sum a bucket over the workers; the sums come into the bucket's memory."""
-        self.saw_last = self.saw_last or bucket.is_last()
+    def _begin(self, bucket: GradBucket) -> Begun:
         flat, parameters = bucket.buffer(), bucket.parameters()
         views = self._views(flat, parameters)
         for view, parameter in zip(views, parameters, strict=True):
@@ -191,12 +193,8 @@ class TreeReducer:
         held = self._held(parameters, views)
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
         if self._world_size == 2:
-            begun: Begun = begin_sum(flat)
-        else:
-            begun = self._begin_exchange(flat, views, mine)
-        if bucket.is_last():
-            self._on_last()
-        return self._later.given(bucket, begun)
+            return begin_sum(flat)
+        return self._begin_exchange(flat, views, mine)
 
     def _begin_exchange(
         self, flat: torch.Tensor, views: list[torch.Tensor], mine: Sequence[Gradients | None]
@@ -307,39 +305,14 @@ def _in_own_dtype(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat
 
 
-class SumReducer:
-    """DDP's communication hook that sums buckets by all-reduce.
+class SumReducer(Reducer):
+    """Sums buckets by all-reduce.
 
     DDP's own hook averages over the workers. Here each loss is already divided by the rows of the whole batch.
     """
 
-    def __init__(self, on_last: Callable[[], object] = lambda: None, waits_later: bool = False) -> None:
-        self.saw_last = False
-        self._on_last = on_last
-        self._later = Later(waits_later)
-
-    def begin(self, filled: int, last: Node | None) -> None:
-        """Begin a step; the arguments are those of `TreeReducer.begin`, unused here."""
-        self.saw_last = False
-        self._later.begin()
-
-    def close(self) -> None:
-        pass
-
-    def summed(self) -> Iterator[list[torch.Tensor]]:
-        """Wait for the buckets that the hook did not wait for; gives each one's parameters once it is summed."""
-        return self._later.summed()
-
-    def hook(self, _: object, bucket: GradBucket) -> Sums:
-        """Start to sum a bucket over the workers; the sums come into the bucket's memory."""
-        work = begin_sum(bucket.buffer())
-        if bucket.is_last():
-            self.saw_last = True
-            self._on_last()
-        return self._later.given(bucket, work)
-
-
-Reducer = TreeReducer | SumReducer
+    def _begin(self, bucket: GradBucket) -> Begun:
+        return begin_sum(bucket.buffer())
 
 
 def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:

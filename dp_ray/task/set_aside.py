@@ -8,7 +8,7 @@ from dp_ray.job import Job
 from dp_ray.replica.quarantine import Quarantine, find_reference
 from dp_ray.replica.screening import Reference
 from dp_ray.replica.skipping import Skipping
-from dp_ray.replica.world import broadcast, gathered, is_rank_0
+from dp_ray.replica.world import broadcast, is_rank_0
 from dp_ray.rundir.files import read_json, write_json
 from dp_ray.rundir.quarantine_files import QuarantineFiles, forget
 from dp_ray.storage import Storage
@@ -56,9 +56,8 @@ def quarantine_of(found: SetAside | None) -> Quarantine | None:
 def forget_from(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
     """On rank 0, remove what was set aside in steps that are run again, or that are not run after all.
 
-    Other ranks may set samples aside only before it begins, and after a broadcast of rank 0 at its end.
+    Other ranks may set samples aside only after a broadcast of rank 0.
     """
-    gathered(None)
     if is_rank_0():
         forget(run, is_kept)
     broadcast("")

@@ -25,7 +25,7 @@ from dp_ray.replica.step_clock import clock_on
 from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.strategy import sharded_model
 from dp_ray.replica.trainer import Trainer
-from dp_ray.replica.world import World
+from dp_ray.replica.world import World, gathered
 from dp_ray.results.shape_recorder import Recorder
 from dp_ray.results.shapes import Probe
 from dp_ray.rundir.checkpoint import TrainState
@@ -103,6 +103,7 @@ def train(
 def forget_ahead(run: Storage, quarantine: Quarantine | None, steps: int, split: Split) -> None:
     """Forget what was set aside of batches that were read ahead of a training that has ended after `steps`."""
     if quarantine is not None and steps < split.total_steps:
+        gathered(None)  # all have read what they read ahead
         forget_from(run, lambda step, _: step < steps)
 
 

@@ -5,8 +5,8 @@ A host is a network and a mount namespace, as `tests/support/hosts.py` makes the
 
 import ctypes
 import json
-import runpy
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,17 @@ RAYLET = "RAY_RAYLET_PID"  # in the environment of each worker
 
 def main() -> None:
     """Serve, with the arguments of the fork server."""
-    server: dict[str, Any] = runpy.run_path(str(SERVER))
-    names: dict[str, Any] = server["main"].__globals__  # not those that run_path gives: a copy
-    take_place = names["take_place"]
+    spec: Any = spec_from_file_location("fork_server", SERVER)
+    server: Any = module_from_spec(spec)
+    spec.loader.exec_module(server)
+    take_place = server.take_place
 
     def take_place_on_host(request: Any) -> None:
         enter_host_of(int(request.environment[RAYLET]))
         take_place(request)
 
-    names["take_place"] = take_place_on_host
-    names["main"](int(sys.argv[1]), *json.loads(sys.argv[2]))
+    server.take_place = take_place_on_host
+    server.main(int(sys.argv[1]), *json.loads(sys.argv[2]))
 
 
 def enter_host_of(pid: int) -> None:
