@@ -24,7 +24,7 @@ from dp_ray.results.time_split import rows_per_second, split_line, steady, time_
 from dp_ray.results.verdicts import Outside, facts_of, verdict_of
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
-from dp_ray.rundir.history_file import best_of, summary
+from dp_ray.rundir.history_file import best_of, is_of_many, summary
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
 from dp_ray.rundir.quarantine_files import count_quarantined, has_set_aside, merge_quarantine
 from dp_ray.rundir.unfinished import kept_steps
@@ -77,7 +77,7 @@ def summary_of(result: Result, is_resumed: bool) -> str:
 def _metrics_text(result: Result) -> str:
     """The metrics; of a training first those of an epoch and of the evaluation, then those of the last batch."""
     values = measured(result.metrics)
-    is_whole = {name: result.task != "train" or name.startswith(("eval_", "epoch_")) for name in values}
+    is_whole = {name: result.task != "train" or is_of_many(name) for name in values}
     whole = "".join(f", {name} {value}" for name, value in values.items() if is_whole[name])
     of_batch = ", ".join(f"{name} {value}" for name, value in values.items() if not is_whole[name])
     return whole + (f", last batch: {of_batch}" if of_batch else "")

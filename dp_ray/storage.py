@@ -40,8 +40,10 @@ class Storage:
         try:
             url = location if "://" in location else Path(location).expanduser().absolute().as_posix()
             self.fs, self.path = pafs.FileSystem.from_uri(url)
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise StorageError(f"storage {location!r}: is no folder and no URL like s3://...: {error}") from None
+        except (ValueError, NotImplementedError) as error:
+            raise StorageError(f"storage {location!r} is no folder, and no URL of a store: {error}") from None
+        except OSError as error:
+            raise StorageError(f"storage {location!r} cannot be reached: {error}") from None
 
         is_local = isinstance(self.fs, pafs.LocalFileSystem)
         base, mark, query = (self.path, "", "") if is_local else location.partition("?")

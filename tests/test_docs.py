@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 import benchmarks.__main__
-import jobs.digits  # noqa: F401  (scikit-learn's first import sets environment variables)
 from dp_ray import cli
 from dp_ray.cli_options import load
 from dp_ray.job import Job

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+import dp_ray
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_plan import plan_of
@@ -14,7 +16,7 @@ from dp_ray.replica.skipping import Skipping
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop
 from tests.support.group import history_of, run_group, weights_of
-from tests.support.trainings import assert_as_good_loop, job_of
+from tests.support.trainings import assert_as_good_loop, job_of, keys_of
 
 FINGERPRINT = "70614b8d5f9b41aefba58d21b6c6b86ad7e27843d0109194b9c113091a8602ed"  # of before there was the key
 ORDER = Order(101, 0, 0, shuffle=True)
@@ -71,6 +73,15 @@ def test_shards_without_what_is_skipped() -> None:
 def test_training_is_that_of_one_process_without_them(tmp_path: Path, workers: int, bitwise: bool) -> None:
     run_group(job(workers=workers, bitwise=bitwise), tmp_path)
     assert_as_good_loop(tmp_path, SKIP)
+
+
+def test_the_metrics_of_a_run_are_of_its_last_batch_with_rows(tmp_path: Path) -> None:
+    """The last of three batches of the dataset has none."""
+    keys = keys_of(storage=str(tmp_path), name="run", batch_size=40, skip=[*range(80, 101)], epochs=2)
+    result = dp_ray.run(**keys)
+    losses = pq.read_table(tmp_path / "run" / "metrics.parquet").column("loss").to_pylist()
+    assert [loss == loss for loss in losses] == [True, True, False] * 2
+    assert result.metrics == {"loss": losses[4], "epoch_loss": pytest.approx((losses[3] + losses[4]) / 2)}
 
 
 @pytest.mark.slow

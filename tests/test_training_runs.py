@@ -18,7 +18,6 @@ from dp_ray.driver import Options
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.verify import verify
-from jobs.digits import Digits, Net
 from tests.support import models
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster, Run
@@ -28,6 +27,8 @@ from tests.support.sessions import share
 
 @pytest.mark.ray
 def test_the_digits_train_to_the_same_weights_on_any_number_of_workers(run_in_session: Run, tmp_path: Path) -> None:
+    from jobs.digits import Digits, Net  # scikit-learn is slow to import
+
     here = run_in_session("jobs/digits.yaml", workers=0, name="here", epochs=2)
     there = run_in_session("jobs/digits.yaml", workers=3, name="there", epochs=2)
     assert there.weights_sha256 == here.weights_sha256

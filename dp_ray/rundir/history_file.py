@@ -130,11 +130,21 @@ def read_history(run: Storage) -> Iterator[dict[str, Any]]:
 
 
 def summary(run: Storage) -> dict[str, float]:
-    """The last value of each measured column: loss, metrics, epoch_loss, eval_..."""
+    """The last value of each measured column: loss, metrics, epoch_loss, eval_...; a batch without rows has measured
+    nothing.
+    """
     table = _read(run, METRICS)
+    with_rows = np.flatnonzero(np.from_dlpack(table.column("rows").combine_chunks()))
+    until_rows = table.slice(0, int(with_rows[-1]) + 1 if len(with_rows) else 0)
     not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
-    columns = {name: table.column(name).drop_null() for name in table.column_names if name not in not_measured}
+    names = [name for name in table.column_names if name not in not_measured]
+    columns = {name: (table if is_of_many(name) else until_rows).column(name).drop_null() for name in names}
     return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
+
+
+def is_of_many(name: str) -> bool:
+    """Whether a training's metric is of an epoch or an evaluation, and not of one batch."""
+    return name.startswith(("eval_", "epoch_"))
 
 
 def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict[str, Any] | None:

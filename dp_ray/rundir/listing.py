@@ -85,6 +85,10 @@ def _folders(base: Storage) -> list[str]:
         raise JobError(f"{base} is a run, not a folder of runs; `dp-ray report` shows it")
     try:
         found = base.fs.get_file_info(pafs.FileSelector(base.path))
+    except FileNotFoundError:
+        raise JobError(f"{base}: there is no such folder; `dp-ray list` takes one that holds runs") from None
+    except NotADirectoryError:
+        raise JobError(f"{base} is a file, not a folder of runs") from None
     except OSError as error:
         raise JobError(f"{base}: cannot be listed: {error}") from None
     return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
