@@ -152,10 +152,7 @@ class Storage:
 
     def read_text(self, name: str) -> str:
         """A file's contents, decoded as UTF-8."""
-        with (
-            self._named(f"cannot read {name}"),
-            self.fs.open_input_stream(self.file(name), compression=None) as stream,
-        ):
+        with self._named(f"cannot read {name}"), self._stream_of(name) as stream:
             return stream.read().decode()  # type: ignore[no-any-return]
 
     def write_text(self, name: str, text: str) -> None:
@@ -170,10 +167,7 @@ class Storage:
 
     def read_bytes(self, name: str) -> bytes:
         """A file's contents."""
-        with (
-            self._named(f"cannot read {name}"),
-            self.fs.open_input_stream(self.file(name), compression=None) as stream,
-        ):
+        with self._named(f"cannot read {name}"), self._stream_of(name) as stream:
             return stream.read()  # type: ignore[no-any-return]
 
     def _stream_of(self, name: str) -> pa.NativeFile:
@@ -183,10 +177,7 @@ class Storage:
     def sha256(self, name: str) -> str:
         """The SHA-256 of a file's bytes, in hexadecimal; the file is read in pieces."""
         digest = hashlib.sha256()
-        with (
-            self._named(f"cannot read {name}"),
-            self.fs.open_input_stream(self.file(name), compression=None) as stream,
-        ):
+        with self._named(f"cannot read {name}"), self._stream_of(name) as stream:
             while piece := stream.read(PIECE):
                 digest.update(piece)
         return digest.hexdigest()

@@ -77,7 +77,11 @@ def test_a_real_run_and_a_failed_one_are_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [("nope", "nope: there is no such folder"), ("file", "file is a file, not a folder of runs"), ("run", "is a run")],
+    [
+        ("nope", "nope: there is no such folder"),
+        ("file", "file is a file, not a folder of runs"),
+        ("run", "is a run"),
+    ],
 )
 def test_what_holds_no_runs_is_named(tmp_path: Path, given: str, says: str) -> None:
     (tmp_path / "file").touch()
