@@ -26,6 +26,7 @@ from tests.support import models
 from tests.support.cluster import ROOT, Cluster
 from tests.support.pages import blocks_of
 from tests.support.sessions import share
+from tests.support.trainings import keys_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -144,8 +145,11 @@ def test_workers_with_remains_are_started_anew_with_the_reason(
 def test_fifty_jobs_leave_workers_as_they_were(session: Session, tmp_path: Path, in_project: Path) -> None:
     def run(number: int) -> list[psutil.Process]:
         keys: dict[str, Any] = {"storage": str(tmp_path), "name": f"run-{number}", "quiet": True}
-        loader = {"processes": 1} if number % 10 == 0 else {}
-        result = session.run("jobs/tutorial.yaml", workers=2, loader=loader, **keys)
+        if number % 2:
+            result = session.run(**keys_of(**keys, workers=2, bitwise=number % 4 == 1))
+        else:
+            loader = {"processes": 1} if number % 10 == 0 else {}
+            result = session.run("jobs/tutorial.yaml", workers=2, loader=loader, **keys)
         return [psutil.Process(pid) for pid in pids(result)]
 
     def measured(workers: list[psutil.Process]) -> list[tuple[int, int, int]]:

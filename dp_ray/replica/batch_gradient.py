@@ -158,7 +158,7 @@ class BatchGradient:
             self._parameters,
             self._sparse,
             bool(unused),
-            lambda: self._clock.enter(Part.EXCHANGE),
+            functools.partial(self._clock.enter, Part.EXCHANGE),
         )
 
     def _send(self, reduction: Reduction, stats: Stats) -> Work:

@@ -31,6 +31,7 @@ class ShardedReduction(Reduction):
         self._unwatched = self._units
         self._is_standing_in = False
         self._exchanges = True
+        self._watching: list[Any] = []  # what removes the hooks on parameters
         self.replica = self._forward  # type: ignore[assignment]
         for one in sharded.replicated.values():
             self._watch(one, one)
@@ -83,6 +84,11 @@ class ShardedReduction(Reduction):
             if id(one) in unused:
                 one.grad = None
 
+    def close(self) -> None:
+        """Remove the hooks: the garbage collector does not see them, and so would keep the model for ever."""
+        for one in self._watching:
+            one.remove()
+
     def _forward(self, batch: Any, rows: int) -> torch.Tensor:
         loss: torch.Tensor = self._sharded.run(self._own_loss, batch, rows)
         for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
@@ -102,7 +108,7 @@ class ShardedReduction(Reduction):
         """Note when a backward gives a parameter a gradient."""
         if gathered.requires_grad:
             note = functools.partial(self._note, id(parameter))
-            gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            self._watching.append(gathered.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
 
     def _note(self, number: int, _: torch.Tensor) -> None:
         if not self._is_standing_in:
