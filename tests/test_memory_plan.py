@@ -172,6 +172,18 @@ def test_what_fits_a_gpu() -> None:
     assert [MemoryPlan(1, (one,), size).fits(one) for size in (None, 10 * GIB, 9 * GIB)] == [None, True, False]
 
 
+@pytest.mark.parametrize(
+    ("total", "unit", "shown"),
+    [(3 * GIB, "GiB", "3.000"), (GIB // 8, "GiB", "0.125"), (50 * 2**20, "MiB", "50.000"), (512, "KiB", "0.500")],
+)
+def test_its_unit_is_one_in_which_there_is_something_to_see(total: int, unit: str, shown: str) -> None:
+    small = WorkerMemory("ddp", 2, 1, (DeviceMemory("cpu", 0, 0, 0, 0, 0, 0),))
+    large = WorkerMemory("ddp", 1, 1, (DeviceMemory("cpu", 0, 0, 0, 0, 0, total),))
+    first, _, line, _ = MemoryPlan(1, (large, small)).lines()
+    assert first == f"memory of a worker in {unit}, with shards of 1 row:"
+    assert line.split()[-1] == shown
+
+
 @pytest.mark.parametrize(("most", "counts"), [(0, [1]), (3, [1, 2, 3]), (20, [*range(1, 9), 16, 20])])
 def test_the_numbers_of_workers(most: int, counts: list[int]) -> None:
     assert worker_counts(most) == counts
@@ -186,7 +198,7 @@ def test_the_command_says_it_in_text_and_json(
 
     keys = ("--workers", "2")
     shown = run_cli("plan", "jobs/digits.yaml", "--gpu-memory", "40", *keys)
-    assert "memory of a worker in GiB, with shards of 4 rows:" in shown
+    assert "memory of a worker in MiB, with shards of 4 rows:" in shown
     assert len([line for line in shown.splitlines() if line.endswith("fits 40 GiB")]) == 4
     (line,) = run_cli("plan", "jobs/digits.yaml", "--memory", "--json", *keys).splitlines()
     memory = json.loads(line)["memory"]

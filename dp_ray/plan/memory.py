@@ -8,6 +8,7 @@ from dp_ray.plan.split import num_filled
 from dp_ray.text import counted
 
 GIB = 2**30
+UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
 USABLE = 0.9  # of a GPU: the rest is for CUDA's context, its libraries' workspaces, and gaps between tensors
 
 
@@ -68,15 +69,17 @@ class MemoryPlan:
         return {**asdict(one), "devices": [asdict(device) for device in one.devices], **_given("fits", fits)}
 
     def lines(self) -> Iterator[str]:
-        """The plan as text: a line for each device of a worker."""
-        yield f"memory of a worker in GiB, with shards of {counted(self.rows, 'row')}:"
+        """The plan as text: a line for each device of a worker, in the largest unit of which any of them has a tenth."""
+        most = max((one.total for one in self.workers), default=0)
+        unit = next((unit for unit, size in UNITS.items() if most >= size / 10), "KiB")
+        yield f"memory of a worker in {unit}, with shards of {counted(self.rows, 'row')}:"
         names = ("parameters", "gradients", "optimizer", "buffers", "activations", "total")
         yield f"  {'':<30}{''.join(f'{name:>12}' for name in names)}"
         for one in self.workers:
             for device in one.devices:
                 where = f", {device.device}" if len(one.devices) > 1 else ""
                 who = f"{one.strategy} on {counted(one.workers, 'worker')}{where}"
-                numbers = "".join(f"{getattr(device, name) / GIB:>12.3f}" for name in names)
+                numbers = "".join(f"{getattr(device, name) / UNITS[unit]:>12.3f}" for name in names)
                 yield f"  {who:<30}{numbers}{self._verdict(one)}"
         yield from self.remarks
 
