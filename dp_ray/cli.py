@@ -15,6 +15,7 @@ from dp_ray.cli_options import (
     INJECT,
     JOB,
     JSON,
+    NAME,
     OVERWRITE,
     PROFILE,
     QUIET,
@@ -72,7 +73,7 @@ def cli() -> None:
 @click.argument("job_files", metavar="JOB.yaml", nargs=-1, required=True, type=click.Path())
 @WORKERS
 @SETTINGS
-@click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
+@NAME
 @STORAGE
 @ADDRESS
 @OVERWRITE
@@ -130,6 +131,8 @@ def _run_one(execute: Callable[[Job], Any], job: Job, as_json: bool, keep_going:
 @JOB
 @WORKERS
 @SETTINGS
+@NAME
+@STORAGE
 @click.option("--memory", is_flag=True, help="Also the memory of a worker's devices, for each number of workers.")
 @click.option(
     "--gpu-memory",
@@ -142,12 +145,14 @@ def plan(
     job_file: str,
     workers: str | None,
     settings: tuple[str, ...],
+    name: str | None,
+    storage: str | None,
     memory: bool,
     gpu_memory: float | None,
     as_json: bool,
 ) -> None:
     """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
-    job = load(job_file, workers, settings)
+    job = load(job_file, workers, settings, name=name, storage=storage)
     from dp_ray.plan.table import table
     from dp_ray.planning import plan_job, plan_memory_of
 

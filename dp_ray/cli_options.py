@@ -22,6 +22,7 @@ INJECT = click.option(
 PROFILE = click.option(
     "--profile", metavar="STEPS[:RANK]", help="Trace steps with torch.profiler: 10-20:0, 10-20:slowest, slowest."
 )
+NAME = click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
 STORAGE = click.option("--storage", help="Folder or URL of the run directories.")
 ADDRESS = click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
 SHAPES = click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -24,6 +25,7 @@ from dp_ray.planning import plan_job
 from dp_ray.preparing import prepare
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
+from tests.support.cli import status_of
 from tests.support.cluster import ROOT
 from tests.support.training import Pairs
 from tests.support.trainings import keys_of
@@ -228,6 +230,23 @@ def trainings(folder: Path, **keys: Any) -> dict[str, Any]:
     """The keys of a training of 26 steps an epoch; without `quiet`, which is no key of a job."""
     found = keys_of(storage=str(folder), name="run", eval=EVAL, epochs=1, **{"seed": 3, **keys})
     return {key: value for key, value in found.items() if key != "quiet"}
+
+
+def test_the_command_plans_the_run_of_another_name_and_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run that its remark is about is that of STORAGE/NAME."""
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(trainings(tmp_path / "first") | {"name": "one"}))
+    dp_ray.run(job, quiet=True)
+
+    def shown(*args: str) -> str:
+        assert status_of(monkeypatch, "plan", str(job), *args) == 0
+        return capsys.readouterr().out
+
+    assert f"{tmp_path}/first/one holds this run, finished" in shown()
+    assert "a run would not start" not in shown("--name", "two")
+    assert "a run would not start" not in shown("--storage", str(tmp_path / "second"))
 
 
 def test_a_training_that_is_longer_now_is_planned_as_it_goes_on(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class MemoryPlan:
         return {**asdict(one), "devices": [asdict(device) for device in one.devices], **_given("fits", fits)}
 
     def lines(self) -> Iterator[str]:
-        """The plan as text: a line for each device of a worker, in the largest unit of which any of them has a tenth."""
+        """The plan as text: a line for each device of a worker, in a unit that shows the largest."""
         most = max((one.total for one in self.workers), default=0)
         unit = next((unit for unit, size in UNITS.items() if most >= size / 10), "KiB")
         yield f"memory of a worker in {unit}, with shards of {counted(self.rows, 'row')}:"
