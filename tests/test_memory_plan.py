@@ -1,5 +1,6 @@
 """`dp-ray plan --memory`: what a worker's devices will hold, against what plain torch and a real group hold."""
 
+import gc
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.plan.memory import GIB, DeviceMemory, MemoryPlan, WorkerMemory, worker_counts
 from dp_ray.planning import plan_memory_of
+from dp_ray.replica.freed_memory import free_memory
 from dp_ray.replica.memory_of_job import _copies_of_gradient as copies_of_gradient
 from tests.support import training
 from tests.support.cli import status_of
@@ -182,6 +184,17 @@ def test_its_unit_is_one_in_which_there_is_something_to_see(total: int, unit: st
     first, _, line, _ = MemoryPlan(1, (large, small)).lines()
     assert first == f"memory of a worker in {unit}, with shards of 1 row:"
     assert line.split()[-1] == shown
+
+
+def test_the_models_that_were_planned_are_gone() -> None:
+    def models() -> int:
+        free_memory()
+        return sum(issubclass(type(one), nn.Module) for one in gc.get_objects())
+
+    before = models()
+    for _ in range(2):
+        plan_memory_of(job_of("mlp", "Pairs", workers=2), None)
+    assert models() <= before
 
 
 @pytest.mark.parametrize(("most", "counts"), [(0, [1]), (3, [1, 2, 3]), (20, [*range(1, 9), 16, 20])])

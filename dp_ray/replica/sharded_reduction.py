@@ -1,6 +1,7 @@
 """A step's gradients where each worker holds a part of the model: FSDP sums each worker's slice in the backward."""
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -31,7 +32,6 @@ class ShardedReduction(Reduction):
         self._unwatched = self._units
         self._is_standing_in = False
         self._exchanges = True
-        self._watching: list[Any] = []  # what removes the hooks on parameters
         self.replica = self._forward  # type: ignore[assignment]
         for one in sharded.replicated.values():
             self._watch(one, one)
@@ -84,11 +84,6 @@ class ShardedReduction(Reduction):
             if id(one) in unused:
                 one.grad = None
 
-    def close(self) -> None:
-        """Remove the hooks: the garbage collector does not see them, and so would keep the model for ever."""
-        for one in self._watching:
-            one.remove()
-
     def _forward(self, batch: Any, rows: int) -> torch.Tensor:
         loss: torch.Tensor = self._sharded.run(self._own_loss, batch, rows)
         for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
@@ -105,12 +100,16 @@ class ShardedReduction(Reduction):
         return loss
 
     def _watch(self, gathered: torch.Tensor, parameter: nn.Parameter) -> None:
-        """Note when a backward gives a parameter a gradient."""
-        if gathered.requires_grad:
-            note = functools.partial(self._note, id(parameter))
-            self._watching.append(gathered.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+        """Note when a backward gives a parameter a gradient.
 
-    def _note(self, number: int, _: torch.Tensor) -> None:
+        The garbage collector does not see such a hook; if that held the model, the model would stay for ever.
+        """
+        if gathered.requires_grad:
+            note = functools.partial(_note, weakref.ref(self), id(parameter))
+            gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def note(self, number: int) -> None:
+        """Note that the parameter of this id got a gradient."""
         if not self._is_standing_in:
             self._used.add(number)
             self._sharded.round.used.add(number)
@@ -140,3 +139,8 @@ class ShardedReduction(Reduction):
         with waiting("the other workers' gradients"):
             dist.all_reduce(torch.view_as_real(numbers) if numbers.is_complex() else numbers)
         parameter.grad.copy_(numbers)
+
+
+def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tensor) -> None:
+    if (one := reduction()) is not None:
+        one.note(number)

@@ -4,7 +4,6 @@ The model, its gradients, the optimizer's state and the worker's shards are all 
 of the step means nothing. The model is made for the trial, and is gone after it.
 """
 
-import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from dp_ray.replica.activation_checkpointing import recompute_blocks
 from dp_ray.replica.collating import Batch
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import build_metrics
+from dp_ray.replica.freed_memory import free_memory
 from dp_ray.replica.inputs import PredictInputs
 from dp_ray.replica.model import autocast, build_model, compiled, evaluating
 from dp_ray.replica.optimizer_step import OptimizerStep
@@ -69,13 +69,7 @@ def why_not(job: Job, world: World, data: Data, evaluated: Data | None) -> str:
             raise
         return str(error).splitlines()[0].rstrip(".")
     finally:
-        _free_memory()
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:

@@ -8,7 +8,6 @@ Imported modules stay imported, as in one Python process that runs the jobs in t
 attributes of its classes and whatever it patched in other modules are neither undone nor named.
 """
 
-import gc
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 
+from dp_ray.replica.freed_memory import free_memory
 from dp_ray.task.settings import SETTINGS, Restore
 from dp_ray.tracebacks import is_installed
 
@@ -53,7 +53,8 @@ def isolated() -> Iterator[list[str]]:
     finally:
         remains += [name for name, restore in reversed(restores.items()) if not _succeeds(restore)]
         _end_processes(belongings)
-        _free_memory()
+        _free_kernels()
+        free_memory()
         remains += _remains(belongings)
 
 
@@ -91,13 +92,10 @@ def _end(processes: list[psutil.Process]) -> None:
             one.kill()
 
 
-def _free_memory() -> None:
-    """Free what only reference cycles hold, the kernels that were compiled, and the GPU memory that torch keeps."""
+def _free_kernels() -> None:
+    """Forget what was compiled; it holds the models."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
 
 
 def _remains(before: Belongings) -> list[str]:

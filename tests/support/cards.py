@@ -1,6 +1,7 @@
 """Models on a device whose memory holds so many rows: they raise torch's own error if they get more."""
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,25 @@ class Stopped(Card):
 
 
 class CardOfBlocks(training.Blocks):
-    """A language model of blocks. Its second one holds `most` rows, and so many on rank 1."""
+    """A language model of blocks. Its second one holds `most` rows, and so many on rank 1.
+
+    One such model fits at a time.
+    """
 
     def __init__(self, most: int, most_on_1: int) -> None:
+        if any(one() is not None for one in _made):
+            raise torch.OutOfMemoryError(FULL)
         super().__init__()
+        _made.append(weakref.ref(self))
         self.most = most_on_1 if rank() == 1 else most
         self.layers[1].register_forward_pre_hook(self._check)
 
     def _check(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args[0]) > self.most:
             raise torch.OutOfMemoryError(FULL)
+
+
+_made: "list[weakref.ref[CardOfBlocks]]" = []  # in this process
 
 
 class Wide(nn.Module):

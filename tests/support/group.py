@@ -3,7 +3,6 @@
 The processes stay from one group to the next of the same test, and end with it: none inherits another's state.
 """
 
-import gc
 import threading
 import traceback
 from contextlib import suppress
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.job import Job
+from dp_ray.replica.freed_memory import free_memory
 from dp_ray.replica.world import World
 from dp_ray.rundir.history_file import CLOCKED
 from dp_ray.rundir.ledger import PARTS
@@ -157,7 +157,7 @@ def _serve(pipe: Connection) -> None:
             fork_from_this(but=pipe.fileno())
         is_first = False
         _work(pipe, *given)
-        gc.collect()  # a model under DDP is in cycles, and holds its group: three threads that wake all the time
+        free_memory()  # a model under DDP is in cycles, and holds its group: three threads that wake all the time
 
 
 def _work(
