@@ -1,5 +1,6 @@
 """The streams of the loader and of the reducer, under load: the numbers of one stream."""
 
+import gc
 import itertools
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica import data
 from dp_ray.replica.batch_gradient import BatchGradient
 from dp_ray.replica.data import load_shards, on_device
+from dp_ray.replica.freed_memory import free_memory
 from dp_ray.replica.loss_watch import LossWatch, NotFinite
 from dp_ray.replica.model import build_model
 from dp_ray.replica.reducer import ShardSums
@@ -104,6 +106,25 @@ def test_a_thousand_steps_through_the_reducers_stream_are_those_without_it(
         assert bits(tmp_path / "reduced") == bits(tmp_path / "plain")
     ours, theirs = (history_of(tmp_path / name)[10]["loss"] for name in ("reduced", "plain"))
     assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_a_training_through_the_reducer_gives_back_what_it_took(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, group_of_one: None, bitwise: bool
+) -> None:
+    """DDP's hook is held where the garbage collector does not look."""
+
+    def taken() -> tuple[int, int]:
+        free_memory()
+        models = sum(issubclass(type(one), torch.nn.Module) for one in gc.get_objects())
+        return models, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    monkeypatch.setattr(BatchGradient, "_build_reduction", reduced_by_ddp)
+    found = []
+    for number in range(3):
+        run_here(job_on(device, **MLP, bitwise=bitwise, shards=3), tmp_path / str(number))
+        found.append(taken())
+    assert found[1] == found[2]
 
 
 @pytest.mark.parametrize("task", ["train", "evaluate", "predict"])
