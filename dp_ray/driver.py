@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dp_ray.errors import Error, RunInterrupted
@@ -33,6 +33,7 @@ from dp_ray.rundir.claim import (
     keep_shards,
     with_shards_of_run,
 )
+from dp_ray.rundir.files import BEFORE_RETRY
 from dp_ray.rundir.history_file import HISTORY, RECENT, merge_history
 from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import RENEW_SECONDS, TELL_SECONDS, held, wait_until_free
@@ -276,7 +277,12 @@ class Execution:
             ended = self._monitor.task_messages.end_of(split.total_steps) if self._monitor else split.total_steps
             merge_history(run.child(HISTORY), run, ended, first_step(run))
         if self._job.on_error is not None or has_set_aside(run):
-            merge_quarantine(run, (self._job.outputs.carry or ()) if self._job.task == "predict" else ())
+            merge_quarantine(run, self._carried)
+
+    @property
+    def _carried(self) -> Sequence[str]:
+        """The keys of the items of which a prediction carries values."""
+        return (self._job.outputs.carry or ()) if self._job.task == "predict" else ()
 
     def _result(self, status: str, error: BaseException | None = None) -> Result:
         of_run = self._job, self._split, self._claimed, self._monitor, self._started
@@ -284,7 +290,8 @@ class Execution:
 
     def _keep_unfinished(self, status: str, error: BaseException) -> None:
         check_ours(self._claimed)
-        save_unfinished(result := self._result(status, error), self._storage, self._split, self._monitor)
+        result = self._result(status, error)
+        save_unfinished(result, self._storage, self._split, self._monitor, self._carried)
         self._end_trackers(status, result)
 
     def _finish(self) -> Result:
@@ -295,7 +302,7 @@ class Execution:
         is_to_retry = result.task == "predict" and result.quarantined > 0
         for folder in (PARTS, HISTORY, QUARANTINE, LINKS, *[FILES] * (not is_to_retry)):
             self._storage.child(folder).remove()
-        for name in (INCIDENTS, RECENT, PROGRESS, *[ledger.LEDGER] * (not is_to_retry)):
+        for name in (INCIDENTS, RECENT, PROGRESS, BEFORE_RETRY, *[ledger.LEDGER] * (not is_to_retry)):
             self._storage.delete(name)
         self._storage.remove_unfinished(recursive=True)
         for line in time_lines(result):

@@ -3,7 +3,7 @@
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -24,9 +24,10 @@ from dp_ray.results.time_split import rows_per_second, split_line, steady, time_
 from dp_ray.results.verdicts import Outside, facts_of, verdict_of
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.claim import RunDir
+from dp_ray.rundir.files import BEFORE_RETRY
 from dp_ray.rundir.history_file import best_of, is_of_many, summary
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
-from dp_ray.rundir.quarantine_files import count_quarantined, has_set_aside, merge_quarantine
+from dp_ray.rundir.quarantine_files import count_quarantined, has_set_aside, merge_quarantine, still_missing
 from dp_ray.rundir.unfinished import kept_steps
 from dp_ray.rundir.weights_files import weights_path, weights_sha256
 from dp_ray.secrets import hide
@@ -38,12 +39,14 @@ TELLS_FROM = 5.0  # seconds of a run whose console tells where they went
 NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
 
 
-def save_unfinished(result: Result, run: Storage, split: Split, monitor: Monitor | None) -> None:
+def save_unfinished(
+    result: Result, run: Storage, split: Split, monitor: Monitor | None, carry: Sequence[str] = ()
+) -> None:
     """Save the result of an unfinished run and, if it had workers, how its driver ended."""
     with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to raise
         result.save(run)
         if has_set_aside(run):
-            merge_quarantine(run)
+            merge_quarantine(run, carry, still_missing(run, split) if run.exists(BEFORE_RETRY) else ())
         if monitor is not None and monitor.attempts:
             monitor.incidents.interrupted(_driver_end(result, monitor, kept_steps(run, result.task, split))).save(run)
         run.remove_unfinished(recursive=True)

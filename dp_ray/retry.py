@@ -11,9 +11,10 @@ from dp_ray.job_plan import split_of
 from dp_ray.key_hints import renamed
 from dp_ray.results.reopen import reopen
 from dp_ray.rundir.claim import is_finished, located, read_claim
-from dp_ray.rundir.files import RUN
+from dp_ray.rundir.files import BEFORE_RETRY, RUN
 from dp_ray.rundir.quarantine_files import merged_positions
 from dp_ray.storage import Storage
+from dp_ray.task.pins import let_files_change
 
 NOT_A_PREDICTION = {
     "train": "a training reads its bad samples again in each epoch: train longer with more epochs",
@@ -34,6 +35,8 @@ def retried(run_dir: str, overrides: Mapping[str, Any]) -> Job:
         if not missing:
             raise JobError(f"{run} has set no sample aside, so there is nothing to retry")
         reopen(run, split_of(job, read_claim(run)["rows"]["dataset"]), missing)
+    if run.exists(BEFORE_RETRY):
+        let_files_change(run, "dataset")
     return job
 
 

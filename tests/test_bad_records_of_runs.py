@@ -3,15 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import dp_ray
 from dp_ray import cli
 from dp_ray.errors import DataError, JobError
 from dp_ray.retry import retried
 from tests.support import training
-from tests.support.bad_data import quarantined
+from tests.support.bad_data import Broken, quarantined
 from tests.support.cluster import Run
 from tests.support.trainings import keys_of
 
@@ -107,6 +109,69 @@ def test_a_retry_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mended").write_text("3 11 12")
     retried(str(tmp_path / "run"), {})  # what is done before the job runs; a second call finds the run unfinished
     assert retry(tmp_path, monkeypatch).outputs_sha256 == clean.outputs_sha256
+
+
+def test_a_retry_that_fails_keeps_what_is_known_of_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it fails at the limit, with the third sample; the fifth is not read again by then."""
+    raises, outputs = [0, 5, 8, 13, 22], {"keep": ["output"], "carry": ["label"]}
+    labelled = {"target": "tests.test_bad_records_of_runs:Labelled", "args": broken(tmp_path, raises)["args"]}
+    given = keys(tmp_path, task="predict", dataset=labelled, on_error={"quarantine": 5}, outputs=outputs)
+    clean_data = {**labelled, "args": {"length": 23}}
+    clean = dp_ray.run(**{**given, "dataset": clean_data, "name": "clean", "inputs": ["inputs"]})
+    given["inputs"] = ["inputs"]
+    dp_ray.run(**given)
+    before = quarantined(tmp_path / "run")
+    assert [row["sample_index"] for row in before] == raises
+    (tmp_path / "mended").write_text("5")
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="1"):
+            retry(tmp_path, monkeypatch, "--set", "on_error.quarantine=1")
+        left = quarantined(tmp_path / "run")
+        assert {0, 8, 13, 22} <= {row["sample_index"] for row in left}
+        assert sorted(left, key=lambda row: row["sample_index"]) == [row for row in before if row in left]
+    (tmp_path / "mended").write_text(" ".join(map(str, raises)))
+    last = retry(tmp_path, monkeypatch)
+    assert (last.quarantined, samples(last), last.outputs_sha256) == (0, [], clean.outputs_sha256)
+    assert not (tmp_path / "run" / "before-retry.json").exists()
+
+
+class Labelled(Broken):
+    """Items with a label, to carry."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": super().__getitem__(index)[0], "label": index}
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_file_that_was_mended_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool) -> None:
+    """But its files may have no other names, for then the samples would be others."""
+    (tmp_path / "images").mkdir()
+    images = [np.full((4, 5, 3), number * 20, np.uint8) for number in range(5)]
+    for number, pixels in enumerate(images):
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{number}.png")
+    (tmp_path / "images" / "3.png").write_bytes(b"junk")
+    data = {"target": "dp_ray.data:Images", "args": {"paths": str(tmp_path / "images")}}
+    given = keys(tmp_path, task="predict", dataset=data, model="tests.test_bad_records_of_runs:Mean", batch_size=2)
+    given |= {"inputs": ["image"], "outputs": {"carry": ["path"]}}
+    assert dp_ray.run(**given).sample_index.tolist() == [0, 1, 2, 4]
+    (bad,) = quarantined(tmp_path / "run")
+    assert bad["carried.path"] == "3.png"
+    assert "images/3.png: is no image, or is damaged: cannot identify" in bad["message"]
+    Image.fromarray(images[3]).save(tmp_path / "images" / "3.png")
+    if is_new:
+        (tmp_path / "images" / "0.png").rename(tmp_path / "images" / "00.png")
+        with pytest.raises(SystemExit, match="1"):
+            retry(tmp_path, monkeypatch)
+        assert [row["sample_index"] for row in quarantined(tmp_path / "run")] == [3]
+        (tmp_path / "images" / "00.png").rename(tmp_path / "images" / "0.png")
+    assert retry(tmp_path, monkeypatch).outputs.tolist() == [number * 20.0 for number in range(5)]
+
+
+class Mean(torch.nn.Module):
+    """The mean of each image."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.float().flatten(1).mean(1)
 
 
 def test_only_a_prediction_is_retried(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A folder of images as a map-style dataset, with a class for each folder in it or without classes."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from dp_ray.data.blocks import Block, Blocks, Item, Rows
@@ -46,8 +48,17 @@ class Images(Blocks[int]):
         except Exception as error:
             raise DataError(f"{block.file}: is no image, or is damaged: {error}") from error
         if self.class_names:
-            item["label"] = np.int64(self._labels[_class_of(str(block.file), block.file.name)])
+            item["label"] = self._label(block)
         return item, len(encoded)  # above what is held, so that the next one takes its place
+
+    def read_values(self, index: int, columns: Sequence[str]) -> Item:
+        """Those of an image's values that are known without reading it."""
+        block = self._blocks[index]
+        item = {"path": block.file.name, **({"label": self._label(block)} if self.class_names else {})}
+        return {name: item[name] for name in columns if name in item}
+
+    def _label(self, block: Block[int]) -> np.int64:
+        return np.int64(self._labels[_class_of(str(block.file), block.file.name)])
 
     def _items(self, read: Item, rows: Rows) -> list[Item]:
         return [{**read, "image": read["image"].clone()} for _ in rows]

@@ -18,6 +18,7 @@ from dp_ray.errors import DataError, Error, JobError
 from dp_ray.replica.carry import Carrying, Plain
 from dp_ray.replica.read_limit import ReadLimit, ReadTimeout
 from dp_ray.replica.read_requests import ReadRequest
+from dp_ray.replica.user_code import said
 
 Form: TypeAlias = Any  # the structure and shapes of an item, as JSON values
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -235,10 +236,14 @@ def _can_collate(collate: Collate, one: Any, two: Any) -> bool:
 
 
 def bad_sample(index: int, error: BaseException) -> BadSample:
-    """The sample whose reading, or whose collating, raised; the type is that of the user's own exception."""
+    """The sample whose reading, or whose collating, raised; the type is that of the user's own exception.
+
+    What a dataset of files says itself of its file stays: it names the file.
+    """
     cause = error.__cause__ if isinstance(error, Error) and error.__cause__ is not None else error
+    message = str(cause if str(error).endswith(said("", cause)) else error)
     frames = "".join(traceback.format_exception(cause))
-    return BadSample(index, type(cause).__name__, str(cause)[:TEXT_LENGTH], frames[-TEXT_LENGTH:])
+    return BadSample(index, type(cause).__name__, message[:TEXT_LENGTH], frames[-TEXT_LENGTH:])
 
 
 def form_of(item: Any) -> Form:

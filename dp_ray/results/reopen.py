@@ -16,7 +16,7 @@ from dp_ray.results.columns import Layout
 from dp_ray.results.manifest import FileRecord, read_records
 from dp_ray.results.output_parts import POSITION, part_schema, reading
 from dp_ray.rundir import ledger
-from dp_ray.rundir.files import RESULT
+from dp_ray.rundir.files import BEFORE_RETRY, RESULT
 from dp_ray.rundir.ledger import PARTS, Ledger
 from dp_ray.storage import Storage
 
@@ -42,6 +42,7 @@ def reopen(run: Storage, split: Split, missing: Iterable[int]) -> None:
         if here:
             names.remove(ledger.records_in(names)[_number(record)])
             names += _explode(run, split, record, here)
+    run.write_text(BEFORE_RETRY, run.read_text(RESULT))
     run.write_text(ledger.LEDGER, Ledger("", names).to_json())
     run.delete(RESULT)
 

@@ -13,6 +13,7 @@ from dp_ray.storage import Storage
 
 RUN = "run.json"  # the job, and which driver runs it
 RESULT = "result.json"
+BEFORE_RETRY = "before-retry.json"  # the result of a prediction that is retried; gone once the retry has ended well
 SHAPES = "shapes.parquet"
 SWEEP = "sweep.json"  # in the directory of a sweep: its definition and its trials
 

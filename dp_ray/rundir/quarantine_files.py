@@ -8,16 +8,17 @@ again.
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dp_ray.errors import DataError
-from dp_ray.plan.split import Shard
+from dp_ray.plan.split import Shard, Split
+from dp_ray.plan.work import Done
 from dp_ray.replica.screening import BadSample
-from dp_ray.rundir.ledger import check_newest
+from dp_ray.rundir.ledger import check_newest, committed, done_ranges
 from dp_ray.storage import Storage
 from dp_ray.text import counted
 
@@ -196,19 +197,27 @@ def positions_set_aside(run: Storage) -> list[int]:
     return Missing(run, grows=False)()
 
 
-def merge_quarantine(run: Storage, carry: Sequence[str] = ()) -> None:
-    """Merge the files of records into `quarantine.parquet`, one after another, with a column for each carried key."""
+def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Record] = ()) -> None:
+    """Merge the files of records into `quarantine.parquet`, one after another, with a column for each carried key.
+
+    `more` are records that are in no file any more.
+    """
     folder = run.child(QUARANTINE)
     names = record_files(folder)
+
+    def together() -> Iterator[Sequence[Record]]:
+        yield from (read_records(folder, name) for name in names)
+        if more:
+            yield more
+
     values: dict[str, list[Any]] = {key: [] for key in carry}
-    for record in itertools.chain.from_iterable(read_records(folder, name) for name in names if carry):
+    for record in itertools.chain.from_iterable(together() if carry else ()):
         for key in carry:
             values[key].append(_carried(record, key))
     kinds = {key: _kind(found) for key, found in values.items()}
     schema = pa.schema([*SCHEMA, *((CARRIED + key, kind) for key, kind in kinds.items())])
     with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, schema) as writer:
-        for name in names:
-            records = read_records(folder, name)
+        for records in together():
             columns = [pa.array([one[field.name] for one in records], field.type) for field in SCHEMA]
             columns += [_column([_carried(one, key) for one in records], kind) for key, kind in kinds.items()]
             writer.write_table(pa.table(columns, schema=schema))
@@ -241,12 +250,33 @@ def merged_positions(run: Storage) -> list[int]:
     return found
 
 
+def still_missing(run: Storage, split: Split) -> list[Record]:
+    """Of a prediction that is retried: what `quarantine.parquet` has of the shards that have not run again yet."""
+    done, starts = Done(done_ranges(committed(run))), {}
+    known = distinct(RecordFiles(run.child(QUARANTINE)).look().values())
+    found = []
+    for record in _merged(run):
+        step = record["step"]
+        if step not in starts:
+            starts[step] = split.worker(1, 0, step)
+        shard = next(one for one in starts[step] if one.start <= record["position"] < one.stop)
+        if shard not in done and (record["dataset"], record["sample_index"]) not in known:
+            found.append(record)
+    return found
+
+
+def _merged(run: Storage) -> list[Record]:
+    """The records in `quarantine.parquet`, if it is there."""
+    if not run.exists(QUARANTINED):
+        return []
+    with run.open(QUARANTINED) as stream:
+        return [_with_carried(one) for one in pq.read_table(stream).to_pylist()]
+
+
 def unmerge_quarantine(run: Storage) -> None:
     """Write files of what `quarantine.parquet` holds, so that a training can forget its last steps."""
-    if not run.exists(QUARANTINED):
+    if not (records := _merged(run)):
         return
-    with run.open(QUARANTINED) as stream:
-        records = [_with_carried(one) for one in pq.read_table(stream).to_pylist()]
     folder = run.child(QUARANTINE)
     folder.create()
     by_step = sorted(records, key=_owner)
