@@ -23,9 +23,16 @@ from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import run_task
 
+# Runs in threads take turns, also with what prepares a run: each changes the process's stdout, environment, random
+# states and settings of torch.
+ONE_AT_A_TIME = threading.RLock()
+
 
 def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
-    """Run the task in this process, as one worker; `rows` are the lengths of the datasets, by their keys."""
+    """Run the task in this process, as one worker; `rows` are the lengths of the datasets, by their keys.
+
+    It waits until no other thread runs a task.
+    """
     devices = devices_here(job)
     world = World(device=devices[0], all_devices=devices)
     monitor.take(WorkerReady("here", world, os.getpid(), ()))
@@ -47,7 +54,7 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
         control.wants_stop = monitor.ask_to_stop(signal_name)
         return control.wants_stop
 
-    with planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
+    with ONE_AT_A_TIME, planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
         run_task(job, world, claimed.storage, send, control, rows)
 
 

@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 import sys
-import threading
 from collections.abc import Iterator
 
 from dp_ray.checks import check_targets
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.errors import JobError
-from dp_ray.in_process import with_own_model
+from dp_ray.in_process import ONE_AT_A_TIME, with_own_model
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
@@ -20,8 +19,6 @@ from dp_ray.rundir.lease_file import Lease
 from dp_ray.rundir.unfinished import last_end
 from dp_ray.system.environment import environment
 from dp_ray.trackers.process import check_installed
-
-_PREPARING = threading.RLock()  # what a block changes of the process: its environment, its stdout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,7 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
     asked = with_full_init_from(job)
     job = asked if overwrite else with_shards_of_run(asked, base_storage(asked))
     building = console.if_slow("building the dataset")
-    with _PREPARING, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
+    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
         check_targets(job)  # stdout is kept free of what user code prints
         plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
     if job.max_workers == 0:

@@ -1,7 +1,10 @@
 """Classes, functions and partials wherever a target may stand; a result to start from."""
 
 import functools
+import os
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from dp_ray.errors import JobError
 from dp_ray.job import Job
 from tests.support import training
 from tests.support.three_tasks import FILE, UNTRAINED
+from tests.support.trainings import keys_of
 
 
 class Net(nn.Module):
@@ -175,3 +179,21 @@ def test_a_job_of_classes_is_told_from_one_of_names(tmp_path: Path) -> None:
     assert job.describe()["model"] == {"target": "<tests.test_from_python:Net>", "args": {}}
     again = Job.make({**dict(job), "model_args": {"width": 2}}, "job")
     assert again.describe()["model"] == {"target": "<tests.test_from_python:Net>", "args": {"width": 2}}
+
+
+def test_runs_in_threads_give_what_each_gives_alone_and_leave_the_process_as_it_was(tmp_path: Path) -> None:
+    """They draw dropout's masks from the process's random state, which is also the caller's."""
+
+    def run(seed: int, name: str) -> dp_ray.Result:
+        model = {"target": "tests.support.training:mlp", "args": {"dropout": 0.5}}
+        keys = keys_of(storage=str(tmp_path), name=name, model=model, seed=seed, bitwise=True, env={"MINE": name})
+        return dp_ray.run(**keys)
+
+    alone = [run(seed, f"alone-{seed}").weights_sha256 for seed in range(4)]
+    state, before = torch.get_rng_state(), (sys.stdout, torch.are_deterministic_algorithms_enabled())
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda seed: run(seed, f"thread-{seed}").weights_sha256, range(4)))
+    assert together == alone
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (sys.stdout, torch.are_deterministic_algorithms_enabled()) == before
+    assert "MINE" not in os.environ

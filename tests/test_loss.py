@@ -221,6 +221,30 @@ def test_one_number_per_class_is_found_out_where_it_could_be_one_per_row(
         measured(per_class, rows, classes, is_loss)
 
 
+def difference(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (outputs - target).abs()
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 10])
+@pytest.mark.parametrize(
+    "function", [difference, lambda *given: difference(*given).flatten(), nn.MSELoss(reduction="none")]
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_outputs_that_are_broadcast_against_targets_are_found_out(function: Any, rows: int, is_loss: bool) -> None:
+    """Outputs of size [rows, 1] and targets of size [rows] give numbers of size [rows, rows]."""
+    outputs, target = torch.randn(rows, 1), torch.randn(rows)
+
+    def weight(target: torch.Tensor) -> Any:
+        step_output = StepOutput(function(outputs, target), outputs, target, function)
+        metrics = Metrics({"m": function})
+        return (metrics.loss(step_output, rows) if is_loss else metrics(step_output, rows)[0]).weight
+
+    with pytest.raises(ModelError, match=r"each output has been compared with each target.*\[\d+, 1\]"):
+        weight(target)
+    assert weight(target[:, None]) == rows
+
+
 @pytest.mark.parametrize("is_loss", [True, False])
 @pytest.mark.parametrize(("function", "numbers"), [(per_row, 10), (per_token, 100), (Counts(), 10)])
 def test_as_many_rows_as_classes_are_no_mistake(function: Any, numbers: int, is_loss: bool) -> None:

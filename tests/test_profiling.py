@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import dp_ray
-from dp_ray.errors import JobError
+from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.plan.profiled import Profiled, profiled_of
 from dp_ray.results.step_times_table import read_step_times
@@ -71,6 +72,16 @@ def test_other_tasks_are_traced_too(tmp_path: Path, task: str) -> None:
     events = traced(tmp_path / task / "profile" / "rank-0.json.gz")
     assert steps_in(events) == ["dp_ray step 0", "dp_ray step 1"]
     assert num_of(events, "aten::linear") == 2 * LINEARS
+
+
+@pytest.mark.usefixtures("in_project")
+@pytest.mark.parametrize("task", ["train", "predict", "evaluate"])
+def test_a_run_that_fails_traces_no_more(tmp_path: Path, task: str) -> None:
+    data = {"target": "tests.support.bad_data:Broken", "args": {"raises": [5 * 8 + 1]}}
+    with pytest.raises(DataError, match="no such image"):
+        ran(tmp_path, task, task=task, dataset=data, profile="3-9:0")
+    assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    assert not (tmp_path / task / "profile").exists()
 
 
 def test_the_slowest_rank_is_traced(tmp_path: Path) -> None:

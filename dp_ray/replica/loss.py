@@ -1,7 +1,8 @@
 """The loss contract: each shard gives a sum and a weight; the whole batch's loss is sum of sums / sum of weights.
 
 A loss, and each metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`.
-One number for each class is an error, even if there are as many classes as rows: `has_fixed_size` detects it.
+One number for each class, or for each pair of rows, is an error, also where the size is as one number for each row
+has it: `numbers_given` tells them apart.
 """
 
 import copy
@@ -72,11 +73,14 @@ def total_of(values: torch.Tensor) -> torch.Tensor:
     return values.sum(dtype=torch.float32) if _is_half(values) else values.sum()
 
 
-def may_have_fixed_size(value: Any, rows: int, outputs: Any, target: Any, batch_dim: int) -> bool:
-    """Whether the size of a value may come from another dimension of the outputs or target that is as long."""
+def may_not_be_of_rows(value: Any, rows: int, outputs: Any, target: Any, batch_dim: int) -> bool:
+    """Whether the size of a value may come from another dimension of the outputs or target that is as long.
+
+    Or from their rows twice, if outputs and target have been broadcast against each other.
+    """
     if not isinstance(value, torch.Tensor):
         return False
-    if rows not in value.shape:
+    if rows not in value.shape or list(value.shape).count(rows) > 1:
         return True
     others = (
         length
@@ -88,10 +92,11 @@ def may_have_fixed_size(value: Any, rows: int, outputs: Any, target: Any, batch_
 
 
 @torch.no_grad()
-def has_fixed_size(function: Compare, outputs: Any, target: Any, batch_dim: int) -> bool:
-    """Whether a function returns as many numbers for one row as for two, so that they are not one for each row.
+def numbers_given(function: Compare, outputs: Any, target: Any, batch_dim: int) -> tuple[int, int] | None:
+    """How many numbers a function returns for one row and for two; as many are one for each class, say.
 
-    A copy of the function is called with the first row, and with that row twice. False if such a call raises.
+    A copy of the function is called with the first row, and with that row twice. None if such a call raises, or
+    returns no tensor.
     """
     try:
         row = map_leaves(
@@ -102,8 +107,9 @@ def has_fixed_size(function: Compare, outputs: Any, target: Any, batch_dim: int)
             two = asked(*gather([row, row], [1, 1], batch_dim))
             one = asked(*row)
     except Exception:  # it may need more rows, or other outputs and targets than one tensor row each
-        return False
-    return isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and 0 < one.numel() == two.numel()
+        return None
+    both = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
+    return (one.numel(), two.numel()) if both else None
 
 
 def _copied(leaf: Any) -> Any:

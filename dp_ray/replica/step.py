@@ -11,7 +11,7 @@ from dp_ray.job import Job
 from dp_ray.plan.split import Shard
 from dp_ray.replica.devices import mixed_devices
 from dp_ray.replica.inputs import model_inputs
-from dp_ray.replica.loss import Compare, Weighted, build_loss, has_fixed_size, may_have_fixed_size, weighted_sum
+from dp_ray.replica.loss import Compare, Weighted, build_loss, may_not_be_of_rows, numbers_given, weighted_sum
 from dp_ray.replica.model import call_model
 from dp_ray.replica.out_of_memory import shapes_told
 from dp_ray.replica.targets import bound
@@ -130,20 +130,31 @@ class Metrics:
     def _weighted_sum(
         self, what: str, function: Compare | None, value: Any, step_output: StepOutput, rows: int
     ) -> Weighted:
-        """A value's sum and weight; if its size may not come from its rows, `has_fixed_size` checks it once."""
+        """A value's sum and weight; if its size may not come from its rows, that is asked once."""
         weighed = weighted_sum(value, rows, what)
         if function is None or what in self._asked:
             return weighed
         seen = step_output.outputs, step_output.target
-        if may_have_fixed_size(value, rows, *seen, self._batch_dim):
+        if may_not_be_of_rows(value, rows, *seen, self._batch_dim):
             self._asked.add(what)
-            if has_fixed_size(function, *seen, self._batch_dim):
-                raise ModelError(
-                    f"{what} returned a tensor of size {list(value.shape)} for a shard of {rows} rows, and "
-                    "returns as many numbers for one row as for two: so they are not one for each row, but one for "
-                    "each class, say; return one number for each row, or (sum, weight)"
-                )
+            if (given := numbers_given(function, *seen, self._batch_dim)) is not None:
+                size = f"{what} returned a tensor of size {list(value.shape)} for a shard of {rows} rows"
+                check_numbers(size, *given, got(*seen))
         return weighed
+
+
+def check_numbers(says: str, one: int, two: int, hint: str) -> None:
+    """Raise ModelError if so many numbers for one row and for two show that they are not of single rows."""
+    if 0 < one == two:
+        raise ModelError(
+            f"{says}, and returns as many numbers for one row as for two: so they are not one for each row, but one "
+            "for each class, say; return one number for each row, or (sum, weight)"
+        )
+    if one > 0 and two == 4 * one:
+        raise ModelError(
+            f"{says}, and returns four times as many numbers for two rows as for one: each output has been compared "
+            f"with each target; give both the same size, or return one number for each row{hint}"
+        )
 
 
 def row_of(measured: list[Weighted], device: torch.device) -> Row:

@@ -47,6 +47,7 @@ def evaluate(
         Recorder(world, send) as recorder,
         Probe(called, job.batch_dim) as probe,
         slowed(called, control, world),
+        StepProfiler(job, world, run, work.split.total_steps, send) as profiler,
     ):
 
         def on_step(step: int) -> None:
@@ -56,7 +57,6 @@ def evaluate(
             control.before(step + 1)
             profiler.before(step + 1)
 
-        profiler = StepProfiler(job, world, run, work.split.total_steps, send)
         control.before(0)
         profiler.before(0)
         clock.restart()

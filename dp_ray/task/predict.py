@@ -65,13 +65,13 @@ def predict_outputs(
             Recorder(world, send) as recorder,
             Probe(model, job.batch_dim) as probe,
             slowed(model, control, world),
+            StepProfiler(job, world, run, split.total_steps, send) as profiler,
             PartWriter(
                 *(run.child(PARTS), work.shards, cut.find, job.batch_dim, recorder.keep, begun.attempt, note),
                 num_workers=world.world_size,
             ) as writer,
         ):
             times, inputs = StepTimes(clock_on(world.device)), PredictInputs(job, bare, note)
-            profiler = StepProfiler(job, world, run, split.total_steps, send)
             keeper = OutputKeeper(recorder, probe, writer, merger, control, times.clock, profiler)
             previews = Previews(run, split.rows_kept, job.batch_dim)
             on = keeper.on_shard, keeper.on_step, keeper.goes_on, real, tell, times.clock, previews.on_inputs

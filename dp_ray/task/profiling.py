@@ -25,7 +25,7 @@ class StepProfiler:
     """Traces the steps that the job's `profile` names, on the rank that it names; a step calls `before` and `after`.
 
     The trace goes to `profile/rank-R.json.gz`. If the rank is the slowest so far, all workers decide on it before the
-    first of these steps: the one whose own work took longest.
+    first of these steps: the one whose own work took longest. At the end of a `with` block it traces no more.
     """
 
     def __init__(self, job: Job, world: World, run: Storage, total_steps: int, send: Send) -> None:
@@ -37,6 +37,16 @@ class StepProfiler:
         self._rank: int | None = None
         self._running: profile | None = None
         self._mark: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Stop to trace; after an error nothing is written."""
+        self._unmark()
+        traced, self._running = self._running, None
+        if traced is not None:
+            traced.stop()
 
     def on_times(self, timed: Sequence[TimedStep]) -> None:
         """Take in how long the parts of this worker's steps took."""
@@ -58,9 +68,7 @@ class StepProfiler:
 
     def after(self, step: int) -> None:
         """End the trace, if `step` is the last one to trace."""
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
+        self._unmark()
         if self._wanted is not None and step >= self._wanted.last:
             self.close()
 
@@ -79,6 +87,11 @@ class StepProfiler:
             self._send(Note(f"the profile cannot be kept: {error}"))
         else:
             self._send(Note(f"profile: {folder.shown(name)}, for https://ui.perfetto.dev"))
+
+    def _unmark(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
 
     def _slowest(self) -> int:
         own = gathered(self._own)

@@ -79,9 +79,7 @@ def train(
         hooks = hooks_of(job, world, trainer, split, train_state, run)
         keep = functools.partial(Checkpointer, job, trainer, split, cut, train_state, run, attempt, send, times)
         checkpointer = checkpointer_of(keep, job, trainer, train_state, run, world)
-        profiler = StepProfiler(job, world, run, split.total_steps, send)
         after = (evaluator, stopping, hooks, checkpointer)
-        loop = TrainingLoop(trainer, split, train_state, *after, control, times, profiler)
         work = Work(split, world.world_size, world.rank, start=stopping.next_step)
         with (
             closing(ahead.passing(load_good(job, dataset, work, world.device, quarantine, times=times))) as batches,
@@ -89,7 +87,9 @@ def train(
             Recorder(world, send) as recorder,
             Probe(called, job.batch_dim) as probe,
             slowed(called, control, world),
+            StepProfiler(job, world, run, split.total_steps, send) as profiler,
         ):
+            loop = TrainingLoop(trainer, split, train_state, *after, control, times, profiler)
             loop.run(work, batches, world, recorder, reporting(recorder, probe))
             send_figures(trainer, times, world, send)
     forget_ahead(run, quarantine, train_state.step, split)
