@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import ValidationError
@@ -33,6 +32,7 @@ from dp_ray.preparing import Prepared
 from dp_ray.results.result import Result
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.edited import Sources
+from dp_ray.system.folders import own_folder
 
 
 def session(
@@ -171,7 +171,7 @@ class Session:
             of_all = self._keys.model_copy(update={"workers": all_workers})
             opening.enter_context(connected(of_all, self._address, self._verbose))
             self._share()
-            self._folder = opening.enter_context(TemporaryDirectory())
+            self._folder = opening.enter_context(own_folder())
             self._start_workers(say)
             opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()

@@ -83,7 +83,8 @@ if __name__ == "__main__":
             child.join()
             assert child.exitcode == 0
         assert remains == []
-        print(multiprocessing.forkserver._forkserver._forkserver_pid)
+        print(multiprocessing.forkserver._forkserver._forkserver_pid, flush=True)
+    os._exit(0)  # as a worker that is ended: nothing is cleared up any more
 """
 
 
@@ -91,9 +92,11 @@ if __name__ == "__main__":
 def test_python_starts_its_server_of_forked_processes_again(tmp_path: Path) -> None:
     script = tmp_path / "served.py"
     script.write_text(SERVED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    (folder := tmp_path / "folder").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
+    assert not list(folder.glob("pymp-*")), "the folder of the server's socket"
 
 
 def test_a_librarys_thread_that_serves_any_job_does_not_remain() -> None:

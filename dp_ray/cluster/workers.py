@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib import import_module
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -24,6 +23,7 @@ from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.listening import listening
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.rundir.claim import RunDir
+from dp_ray.system.folders import own_folder
 from dp_ray.system.imports import postponed
 from dp_ray.task.step_control import StopRequested
 
@@ -205,7 +205,7 @@ class OwnWorkers:
         if EarlyConnection.begun is None:  # else there is nothing to wait for
             monitor.begin(what_begins(self._address))
         self._open.enter_context(connected(job, self._address, self._verbose))
-        folder = self._open.enter_context(TemporaryDirectory())
+        folder = self._open.enter_context(own_folder())
         workers = start_workers(job, folder, is_own, self._verbose, console.say)
         self._open.callback(workers.close, 0 if is_own else CLOSE_SECONDS)  # an own connection ends them
         monitor.begin("starting Ray Train")

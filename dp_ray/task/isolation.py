@@ -8,6 +8,8 @@ Imported modules stay imported, as in one Python process that runs the jobs in t
 attributes of its classes and whatever it patched in other modules are neither undone nor named.
 """
 
+import multiprocessing
+import shutil
 import sys
 import threading
 import time
@@ -74,6 +76,9 @@ def _end_processes(before: Belongings) -> None:
         if child.pid == getattr(server, "_forkserver_pid", None):
             child.kill()
             server._stop()  # forgets the server, and waits for its end
+            this: Any = multiprocessing.current_process()
+            if folder := this._config.pop("tempdir", None):  # of its socket
+                shutil.rmtree(folder, ignore_errors=True)
     _end(started)
 
 
