@@ -10,7 +10,7 @@ from pydantic import ValidationError, model_validator
 from dp_ray.errors import JobError
 from dp_ray.job_errors import explain
 from dp_ray.job_metrics import NAME, MeasuringKeys
-from dp_ray.job_parts import ShuffleBlocks
+from dp_ray.job_parts import Scheduler, ShuffleBlocks
 from dp_ray.job_target import Target, describe_target, with_args
 from dp_ray.plan.profiled import profiled_of
 from dp_ray.secrets import hide, hide_in
@@ -114,6 +114,8 @@ class Job(MeasuringKeys):
         for key in ("compile", "sync_batchnorm"):
             if getattr(self, key) and self.activation_checkpointing is not False:
                 yield f"activation_checkpointing: is not possible with {key}; leave one of them out"
+        if isinstance(self.scheduler, Scheduler) and self.scheduler.is_plateau and self.scheduler.per != "epoch":
+            yield "scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch"
         if self.step is not None and self.loss is not None:
             yield "loss: is not used, because step computes the loss; leave loss or step out"
 

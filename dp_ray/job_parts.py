@@ -55,8 +55,13 @@ class Scheduler(Target):
     metric: str | None = Field(
         default=None,
         description="What a ReduceLROnPlateau watches: `loss`, the epoch's mean, or a metric that `eval` measures, "
-        "like `eval_loss`.",
+        "like `eval_loss`. It needs `scheduler.per: epoch`.",
     )
+
+    @property
+    def is_plateau(self) -> bool:
+        """Whether it is torch's ReduceLROnPlateau, by its name: torch is not imported for that."""
+        return self.label == "torch.optim.lr_scheduler:ReduceLROnPlateau"
 
 
 def _metric(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
@@ -210,8 +211,27 @@ def test_a_schedule_by_epochs_and_one_that_watches(tmp_path: Path) -> None:
     run_group(job_of("mlp", workers=1, scheduler=plateau, epochs=3), tmp_path / "plateau")
     rates = [row["learning_rate"] for row in history_of(tmp_path / "plateau")]
     assert rates == [0.1] * 30 + [0.05] * 15, "no epoch is better by 10 than the one before it"
+    for target in (plateau["target"], ReduceLROnPlateau):
+        with pytest.raises(JobError, match="set per: epoch"):
+            job_of("mlp", workers=1, scheduler={**plateau, "target": target, "per": "step"})
+    own = {**plateau, "target": "tests.test_trainer:plateau_of_a_function", "per": "step"}
     with pytest.raises(ProcessExit, match="set per: epoch"):
-        run_group(job_of("mlp", workers=1, scheduler={**plateau, "per": "step"}), tmp_path / "step")
+        run_group(job_of("mlp", workers=1, scheduler=own), tmp_path / "step")
+
+
+def plateau_of_a_function(optimizer: torch.optim.Optimizer, **args: Any) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, **args)
+
+
+def test_batch_norm_on_a_shard_of_one_row_is_told_what_to_change(tmp_path: Path) -> None:
+    with pytest.raises(ProcessExit, match=r"this shard has one row: choose batch_size and shards"):
+        run_group(
+            job_of({"target": "tests.test_trainer:norms"}, workers=1, shards=4, batch_size=5, epochs=1), tmp_path
+        )
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
 
 
 @pytest.mark.slow

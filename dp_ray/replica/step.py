@@ -15,7 +15,7 @@ from dp_ray.replica.loss import Compare, Weighted, build_loss, may_not_be_of_row
 from dp_ray.replica.model import call_model
 from dp_ray.replica.out_of_memory import shapes_told
 from dp_ray.replica.targets import bound
-from dp_ray.replica.user_code import got, it_got, raising
+from dp_ray.replica.user_code import got, it_got, one_row_told, raising
 from dp_ray.replica.world import World, is_gpu
 from dp_ray.tensors.nested import flatten, map_leaves
 from dp_ray.tensors.raw import moved
@@ -55,7 +55,7 @@ def build_step(job: Job, world: World) -> Step:
 
     def plain_step(model: nn.Module, batch: Any) -> StepOutput:
         inputs, target = model_inputs(job, batch), batch[1]
-        with raising("model", lambda error: mixed_devices(model, error) or it_got(inputs)):
+        with raising("model", lambda error: mixed_devices(model, error) or one_row_told(error) or it_got(inputs)):
             outputs = call_model(model, inputs, job.call)
         if has_several:
             target = beside(outputs, target)

@@ -106,6 +106,13 @@ def got(outputs: Any, target: Any) -> str:
     return f"; it got outputs {dtypes_and_sizes(outputs)}, target {dtypes_and_sizes(target)}"
 
 
+def one_row_told(error: BaseException) -> str:
+    """A hint where BatchNorm trains on a shard of a single row; else empty."""
+    if "Expected more than 1 value per channel" not in str(error):
+        return ""
+    return "; this shard has one row: choose batch_size and shards so that each has two, or set drop_last"
+
+
 def it_got(inputs: Any) -> str:
     """A hint for a model: the dtypes and sizes that it got."""
     return f"; it got {dtypes_and_sizes(inputs)}"
