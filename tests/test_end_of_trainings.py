@@ -1,14 +1,19 @@
 """What a training leaves in its workers' processes, which run the next job of a session: nothing."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch import nn
 
+import dp_ray
+from dp_ray.replica.freed_memory import free_memory
 from tests.support import group
 from tests.support.group import run_group
-from tests.support.trainings import job_of
+from tests.support.trainings import job_of, keys_of
 
 LOSES = {"on_error": {"quarantine": 3}}
 
@@ -34,3 +39,28 @@ def test_its_model_and_its_group_are_gone(tmp_path: Path, workers: int, keys: di
 
     found = [threads_after(number) for number in range(5)]
     assert found[4] - found[1] < 3 * workers, "three more jobs leave less than one group"
+
+
+class Hooked(nn.Module):
+    """Its parameters have hooks that hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.steps = 0
+        for one in self.parameters():
+            one.register_post_accumulate_grad_hook(self.count)  # type: ignore[no-untyped-call]
+
+    def count(self, _: torch.Tensor) -> None:
+        self.steps += 1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs)
+        return outputs
+
+
+def test_a_model_with_hooks_on_its_gradients_is_gone_too(tmp_path: Path) -> None:
+    for number in range(2):
+        dp_ray.run(**keys_of(model=Hooked, storage=str(tmp_path), name=str(number), max_steps=2))
+    free_memory()
+    assert not [one for one in gc.get_objects() if type(one) is Hooked]

@@ -140,8 +140,13 @@ class Trainer:
             self.average.begin()
 
     def close(self) -> None:
-        """Stop the threads of the reduction."""
+        """Stop the threads of the reduction, and take the user's hooks on gradients off: these may hold the model.
+
+        torch holds them where the garbage collector does not look, so the model would stay.
+        """
         self._gradient.close()
+        for parameter in self.model.parameters():
+            (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).clear()
 
     def step(
         self,
