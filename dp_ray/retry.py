@@ -1,6 +1,7 @@
 """Runs the shards again in which a prediction had set samples aside; what succeeds takes its place in the order."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from dp_ray.errors import JobError
@@ -11,7 +12,7 @@ from dp_ray.job_plan import split_of
 from dp_ray.key_hints import renamed
 from dp_ray.results.reopen import reopen
 from dp_ray.rundir.claim import is_finished, located, read_claim
-from dp_ray.rundir.files import BEFORE_RETRY, RUN
+from dp_ray.rundir.files import BEFORE_RETRY, RESULT, RUN
 from dp_ray.rundir.quarantine_files import merged_positions
 from dp_ray.storage import Storage
 from dp_ray.task.pins import let_files_change
@@ -34,10 +35,23 @@ def retried(run_dir: str, overrides: Mapping[str, Any]) -> Job:
         missing = merged_positions(run)
         if not missing:
             raise JobError(f"{run} has set no sample aside, so there is nothing to retry")
-        reopen(run, split_of(job, read_claim(run)["rows"]["dataset"]), missing)
+        as_it_ran = _job_kept(run, {})  # what `overrides` change may be refused yet
+        reopen(run, split_of(as_it_ran, read_claim(run)["rows"]["dataset"]), missing)
     if run.exists(BEFORE_RETRY):
         let_files_change(run, "dataset")
     return job
+
+
+@contextmanager
+def given_back_if_refused(run_dir: str) -> Iterator[None]:
+    """If the block raises a JobError before the run goes on, the prediction is a finished one again."""
+    try:
+        yield
+    except JobError:
+        run = located(run_dir)
+        if run.exists(BEFORE_RETRY) and not run.exists(RESULT):
+            run.write_text(RESULT, run.read_text(BEFORE_RETRY))
+        raise
 
 
 def _job_kept(run: Storage, overrides: Mapping[str, Any]) -> Job:

@@ -174,6 +174,21 @@ class Mean(torch.nn.Module):
         return images.float().flatten(1).mean(1)
 
 
+def test_a_retry_that_is_refused_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = keys(tmp_path, task="predict", dataset=broken(tmp_path, [3, 11]), on_error={"quarantine": 3})
+    clean = dp_ray.run(**{**given, "dataset": broken(tmp_path, []), "name": "clean"})
+    before = dp_ray.run(**given)
+    (tmp_path / "mended").write_text("3 11")
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="2"):
+            retry(tmp_path, monkeypatch, "--set", "batch_size=3")
+        after = dp_ray.load(tmp_path / "run")
+        assert (after.status, after.outputs_sha256) == ("done", before.outputs_sha256)
+        assert torch.equal(after.outputs, before.outputs)
+        assert [sample for _, sample in samples(after)] == [3, 11]
+    assert retry(tmp_path, monkeypatch).outputs_sha256 == clean.outputs_sha256
+
+
 def test_only_a_prediction_is_retried(tmp_path: Path) -> None:
     dp_ray.run(**keys(tmp_path, epochs=1))
     with pytest.raises(JobError, match="is a run of task train; a training reads its bad samples again"):
