@@ -63,6 +63,14 @@ def test_each_state_of_a_run_is_told(tmp_path: Path) -> None:
     assert (rows["killed"].step, rows["killed"].steps, rows["killed"].metrics) == (7, 24, {"loss": 2.0})
 
 
+def test_a_loss_that_is_not_finite_is_shown(tmp_path: Path) -> None:
+    """In JSON it is null."""
+    written(tmp_path, "run", {**done(0.5), "metrics": {"loss": None, "right": 0.25}})
+    (row,) = listed_runs(Storage(str(tmp_path)))
+    assert "loss nan, right 0.25" in list_text([row])
+    assert json.loads(json.dumps(row.to_json(), allow_nan=False))["metrics"] == {"loss": None, "right": 0.25}
+
+
 def test_a_real_run_and_a_failed_one_are_listed(tmp_path: Path) -> None:
     result = dp_ray.run(**keys_of(storage=str(tmp_path), name="one", epochs=2))
     with pytest.raises(Error):

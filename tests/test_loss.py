@@ -110,6 +110,7 @@ class Margin(nn.Module):
     ("wrong", "says"),
     [
         (Target(target="torch.nn:MSELoss", args={"reduction": "sum"}), "loss.args.reduction.*leave it out"),
+        (Target(target="torch.nn:MSELoss", args={"size_average": False}), "loss.args.size_average: torch's old name"),
         (nn.MSELoss(reduction="sum"), "made with reduction='sum'"),
         (Margin(), "make it a part of the model"),
         ([1, 2], r"must be a function of \(outputs, target\), got a list"),

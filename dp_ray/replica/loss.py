@@ -160,6 +160,10 @@ def _named_loss(target: Target, batch_dim: int) -> Any:
     is_torchs = getattr(found, "__module__", "").startswith("torch.nn.")
     if not is_torchs or "reduction" not in inspect.signature(found).parameters:
         return _made(found, target)
+    for name in {"size_average", "reduce"} & target.args.keys():
+        raise JobError(
+            f"loss.args.{name}: torch's old name for a reduction; leave it out for the mean over all elements"
+        )
     reduction = target.args.get("reduction", "none")
     if reduction not in ("none", "mean") and (found, reduction) != (nn.KLDivLoss, "batchmean"):
         raise JobError(f"loss.args.reduction: {_means(reduction)}")

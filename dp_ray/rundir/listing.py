@@ -3,6 +3,7 @@
 A damaged run, or a folder that holds no run, is a row that says so.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -46,7 +47,8 @@ class ListedRun:
 
     def to_json(self) -> dict[str, Any]:
         """The row as JSON values."""
-        return asdict(self)
+        finite = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
+        return {**asdict(self), "metrics": finite}
 
     def value(self, key: str) -> Any:
         """The value by which the list is sorted: a column's or a metric's; None if the run has none."""
@@ -168,6 +170,8 @@ def _number(value: Any) -> float | None:
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
+    """The numbers among metrics; null stands for one that is not finite, which JSON does not have."""
+    values = {name: math.nan if value is None else value for name, value in values.items()}
     numbers = {str(name): _number(value) for name, value in values.items() if not is_inner(str(name))}
     return {name: value for name, value in numbers.items() if value is not None}
 
