@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.errors import WorkerError
+from dp_ray.replica.freed_memory import free_memory
 from dp_ray.replica.world import World
 from dp_ray.system.environment import environment
 from dp_ray.task.step_control import StopRequested
@@ -47,6 +48,9 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
         except StopRequested:
             _leave(channel, attempt, world)
             raise
+        # DDP's part in C++ must not be the last to hold the group: if the collector frees that, it waits for the
+        # group's threads, and they may wait for the interpreter, which the collector holds.
+        free_memory()
         _leave(channel, attempt, world)
 
 

@@ -157,7 +157,6 @@ def _serve(pipe: Connection) -> None:
             fork_from_this(but=pipe.fileno())
         is_first = False
         _work(pipe, *given)
-        free_memory()  # a model under DDP is in cycles, and holds its group: three threads that wake all the time
 
 
 def _work(
@@ -178,6 +177,7 @@ def _work(
         with suppress(Stopped):
             run = getattr(control, "storage", Storage)(folder)
             run_task(job, World(rank, size, all_devices=devices), run, send, control)
+        free_memory()  # as a worker does
         if size > 1:
             dist.barrier()
             dist.destroy_process_group()
