@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -92,11 +93,11 @@ if __name__ == "__main__":
 def test_python_starts_its_server_of_forked_processes_again(tmp_path: Path) -> None:
     script = tmp_path / "served.py"
     script.write_text(SERVED)
-    (folder := tmp_path / "folder").mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
-    assert not list(folder.glob("pymp-*")), "the folder of the server's socket"
+    with TemporaryDirectory(dir="/tmp") as folder:  # a socket's path is short
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": folder}
+        done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
+        assert not list(Path(folder).glob("pymp-*")), "the folder of the server's socket"
 
 
 def test_a_librarys_thread_that_serves_any_job_does_not_remain() -> None:

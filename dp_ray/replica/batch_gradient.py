@@ -12,6 +12,7 @@ from dp_ray.job import Job
 from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.replica.buffers import Buffers
 from dp_ray.replica.flops import Flops, counted_flops
+from dp_ray.replica.freed_memory import remove_hooks
 from dp_ray.replica.optimizer_step import OptimizerStep
 from dp_ray.replica.out_of_memory import shapes_told
 from dp_ray.replica.quarantine import Real, as_planned
@@ -69,7 +70,8 @@ class BatchGradient:
         self.running: tuple[Any, int] | None = None  # the shard that runs, or that an error has ended: batch, rows
 
     def close(self) -> None:
-        """Stop the reduction's threads."""
+        """Stop the reduction's threads, and let the model be freed."""
+        remove_hooks(self._parameters.values())
         if self._reduction is not None:
             self._reduction.close()
 

@@ -140,13 +140,8 @@ class Trainer:
             self.average.begin()
 
     def close(self) -> None:
-        """Stop the threads of the reduction, and take the user's hooks on gradients off: these may hold the model.
-
-        torch holds them where the garbage collector does not look, so the model would stay.
-        """
+        """Stop the threads of the reduction, and let the model be freed."""
         self._gradient.close()
-        for parameter in self.model.parameters():
-            (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).clear()
 
     def step(
         self,
