@@ -252,10 +252,9 @@ def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json:
     """Run again what a prediction has set aside; what succeeds takes its place in the order of the outputs."""
     say_import(run_dir, flags["quiet"])
     from dp_ray.driver import Options, execute
-    from dp_ray.retry import given_back_if_refused, retried
+    from dp_ray.retry import reopened, retried
 
-    with given_back_if_refused(run_dir):
-        result = execute(retried(run_dir, overrides_of(workers, settings)), Options(**flags))
+    result = execute(retried(run_dir, overrides_of(workers, settings)), Options(**flags), again=reopened)
     if as_json:
         click.echo(json.dumps(result.to_json()))
 

@@ -43,6 +43,7 @@ from dp_ray.rundir.quarantine_files import QUARANTINE, has_set_aside, merge_quar
 from dp_ray.rundir.stop_request import take_request
 from dp_ray.rundir.unfinished import stop_message
 from dp_ray.rundir.weights import LINKS, first_step
+from dp_ray.storage import Storage
 from dp_ray.system.repeating import repeated
 from dp_ray.system.stop_signals import planned_stops
 from dp_ray.task.step_control import StopRequested
@@ -108,10 +109,12 @@ class ShortErrors:
 OnRay = Callable[[Prepared, RunDir, Monitor, Console], None]
 
 
-def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
+def execute(
+    job: Job, options: Options, on_ray: OnRay | None = None, again: Callable[[Split, Storage], None] | None = None
+) -> Result:
     """Run a job to its end and return its result; the run directory keeps the result, also after a failure.
 
-    `on_ray` runs the workers, by default new ones.
+    `on_ray` runs the workers, by default new ones. `again` makes a finished prediction one that is to be resumed.
     """
     started = time.monotonic()
     console = Console(job.run_name, options.quiet)
@@ -121,7 +124,8 @@ def execute(job: Job, options: Options, on_ray: OnRay | None = None) -> Result:
     if prepared.job.finds_shards and not options.overwrite:  # whoever was waited for may have found the number
         prepared = prepared.cut_as(with_shards_of_run(prepared.job, base))
     job, plan = prepared.job, prepared.plan
-    claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume)
+    reopen = again and functools.partial(again, plan.split)
+    claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, reopen)
     for line in resumption_lines(prepared, claimed, killed):
         console.say(line)
     with contextlib.ExitStack() as until_end:

@@ -1,18 +1,17 @@
 """Runs the shards again in which a prediction had set samples aside; what succeeds takes its place in the order."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from dp_ray.errors import JobError
 from dp_ray.follow_up import check_no_objects
 from dp_ray.job import Job
 from dp_ray.job_file import job_of
-from dp_ray.job_plan import split_of
 from dp_ray.key_hints import renamed
+from dp_ray.plan.split import Split
 from dp_ray.results.reopen import reopen
 from dp_ray.rundir.claim import is_finished, located, read_claim
-from dp_ray.rundir.files import BEFORE_RETRY, RESULT, RUN
+from dp_ray.rundir.files import BEFORE_RETRY, RUN
 from dp_ray.rundir.quarantine_files import merged_positions
 from dp_ray.storage import Storage
 from dp_ray.task.pins import let_files_change
@@ -24,34 +23,26 @@ NOT_A_PREDICTION = {
 
 
 def retried(run_dir: str, overrides: Mapping[str, Any]) -> Job:
-    """Prepare a finished prediction to run again where samples were set aside; return its job, to be resumed.
+    """The job of a prediction that is to run again where samples were set aside.
 
-    An unfinished run is left as it is, since resuming it does the same. Raises JobError if `run_dir` holds no
-    prediction, if it has set nothing aside, or if its job had Python objects.
+    Raises JobError if `run_dir` holds no prediction, if it has set nothing aside, or if its job had Python objects.
     """
     run = located(run_dir)
     job = _job_kept(run, overrides)
-    if is_finished(run):
-        missing = merged_positions(run)
-        if not missing:
-            raise JobError(f"{run} has set no sample aside, so there is nothing to retry")
-        as_it_ran = _job_kept(run, {})  # what `overrides` change may be refused yet
-        reopen(run, split_of(as_it_ran, read_claim(run)["rows"]["dataset"]), missing)
-    if run.exists(BEFORE_RETRY):
-        let_files_change(run, "dataset")
+    if is_finished(run) and not merged_positions(run):
+        raise JobError(f"{run} has set no sample aside, so there is nothing to retry")
     return job
 
 
-@contextmanager
-def given_back_if_refused(run_dir: str) -> Iterator[None]:
-    """If the block raises a JobError before the run goes on, the prediction is a finished one again."""
-    try:
-        yield
-    except JobError:
-        run = located(run_dir)
-        if run.exists(BEFORE_RETRY) and not run.exists(RESULT):
-            run.write_text(RESULT, run.read_text(BEFORE_RETRY))
-        raise
+def reopened(split: Split, run: Storage) -> None:
+    """Have the shards of a finished prediction run again in which samples were set aside.
+
+    Of an unfinished run these are still to run. Either way files of its dataset may have been mended.
+    """
+    if is_finished(run):
+        reopen(run, split, merged_positions(run))
+    if run.exists(BEFORE_RETRY):
+        let_files_change(run, "dataset")
 
 
 def _job_kept(run: Storage, overrides: Mapping[str, Any]) -> Job:

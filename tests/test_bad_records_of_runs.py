@@ -11,7 +11,9 @@ from PIL import Image
 import dp_ray
 from dp_ray import cli
 from dp_ray.errors import DataError, JobError
-from dp_ray.retry import retried
+from dp_ray.job_plan import split_of
+from dp_ray.retry import reopened, retried
+from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.bad_data import Broken, quarantined
 from tests.support.cluster import Run
@@ -71,6 +73,10 @@ def retry(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dp_ra
     return dp_ray.load(folder / "run")
 
 
+def reopen_run(folder: Path) -> None:
+    reopened(split_of(retried(str(folder), {}), 23), Storage(str(folder)))
+
+
 def broken(folder: Path, raises: list[int]) -> dict[str, Any]:
     args = {"length": 23, "raises": raises, "mended": str(folder / "mended")}
     return {"target": "tests.support.bad_data:Broken", "args": args}
@@ -107,7 +113,7 @@ def test_a_retry_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     clean = dp_ray.run(**{**given, "dataset": broken(tmp_path, []), "name": "clean"})
     dp_ray.run(**given)
     (tmp_path / "mended").write_text("3 11 12")
-    retried(str(tmp_path / "run"), {})  # what is done before the job runs; a second call finds the run unfinished
+    reopen_run(tmp_path / "run")  # what is done before the job runs; the retry finds the run unfinished
     assert retry(tmp_path, monkeypatch).outputs_sha256 == clean.outputs_sha256
 
 
@@ -182,6 +188,7 @@ def test_a_retry_that_is_refused_changes_nothing(tmp_path: Path, monkeypatch: py
     for _ in range(2):
         with pytest.raises(SystemExit, match="2"):
             retry(tmp_path, monkeypatch, "--set", "batch_size=3")
+        assert not (tmp_path / "run" / "before-retry.json").exists()
         after = dp_ray.load(tmp_path / "run")
         assert (after.status, after.outputs_sha256) == ("done", before.outputs_sha256)
         assert torch.equal(after.outputs, before.outputs)
@@ -219,7 +226,7 @@ def test_on_ray_what_is_kept_and_carried_is_whole_after_a_retry(run_in_session: 
     first = run_in_session(**given)
     assert first.quarantined == 3 and not {"row 3", "row 9", "row 20"} & {*first.carried["id"]}
     (tmp_path / "mended").write_text("3 9")
-    retried(first.run_dir, {})
+    reopen_run(tmp_path / "run")
     second = run_in_session(**given)
     (bad,) = quarantined(Path(second.run_dir))
     assert (bad["sample_index"], bad["carried.id"]) == (20, None)

@@ -20,7 +20,7 @@ from dp_ray.data import Parquet, files
 from dp_ray.data.blocks import Block
 from dp_ray.driver import Options, execute
 from dp_ray.errors import DataError
-from dp_ray.retry import retried
+from dp_ray.retry import reopened, retried
 from dp_ray.storage import Storage
 from tests.support.feeds import MEMORY, PREDICT, ROWS, InMemory, job_of, loader, predicted, rows, trained
 from tests.support.group import ProcessExit, run_group
@@ -225,7 +225,7 @@ def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
     assert sorted((one["sample_index"], one["carried.id"]) for one in found) == [(4, "row 4"), (30, "row 30")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "ROTTEN", {4})
-        second = execute(retried(run.location, {}), Options(quiet=True))
+        second = execute(retried(run.location, {}), Options(quiet=True), again=reopened)
     there = second.sample_index.tolist()
     assert second.quarantined == 1 and sorted(there) == [one for one in numbers if one != 4]
     assert second.carried["id"] == [f"row {one}" for one in there]

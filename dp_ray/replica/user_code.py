@@ -110,7 +110,7 @@ def one_row_told(error: BaseException) -> str:
     """A hint where BatchNorm trains on a shard of a single row; else empty."""
     if "Expected more than 1 value per channel" not in str(error):
         return ""
-    return "; this shard has one row: choose batch_size and shards so that each has two, or set drop_last"
+    return "; this shard has one row: choose batch_size and shards so that each has two"
 
 
 def it_got(inputs: Any) -> str:

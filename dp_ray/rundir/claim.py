@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,12 +42,14 @@ def claim(
     rows: Mapping[str, int] | None = None,
     steps: int | None = None,
     resume: bool = False,
+    again: Callable[[Storage], None] | None = None,
 ) -> RunDir:
     """Claim STORAGE/NAME for a new run, or to resume the unfinished run of the same job in it.
 
     `rows` are the lengths of the datasets, by their keys; a run with other lengths counts as a different job. `steps`
     is the total number of steps: a finished training is resumed if it has more steps now. `resume` says that the
-    job's Python objects are those of the run.
+    job's Python objects are those of the run. A finished prediction is resumed if `again` makes it an unfinished one;
+    it is called once nothing speaks against the job.
     Raises JobError if the directory holds a finished run, a run of a different job, or files of no run. Raises it too
     if the file that `init_from` names, or with which the run began, is missing.
     """
@@ -56,10 +58,12 @@ def claim(
     text = _text({"token": token, "rows": rows or {}}, job)
     if overwrite:
         _check_is_run(storage)
-    is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume)
+    is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume, again is not None)
     _check_start(job, storage, is_resumed)
     lengths = _changed_lengths(read_claim(storage), job) if is_resumed else ""
-    if is_resumed and is_finished(storage):
+    if is_resumed and again is not None:
+        again(storage)
+    elif is_resumed and is_finished(storage):
         _reopen(storage)
     if is_resumed:
         storage.delete(RESULT)  # if this driver is killed, the last driver's result must not pass for its own
@@ -142,11 +146,17 @@ def with_full_init_from(job: Job) -> Job:
 
 
 def check_resumable(
-    job: Job, storage: Storage, rows: Mapping[str, int], steps: int | None, resume: bool = False
+    job: Job,
+    storage: Storage,
+    rows: Mapping[str, int],
+    steps: int | None,
+    resume: bool = False,
+    is_again: bool = False,
 ) -> bool:
     """Whether the job resumes the run in `storage`; False if there is none.
 
-    The arguments are those of `claim`. Raises JobError if the directory holds another run, or no run but other files.
+    The arguments are those of `claim`; `is_again` says that a finished prediction may be resumed.
+    Raises JobError if the directory holds another run, or no run but other files.
     """
     claimed = read_claim(storage)
     if not claimed:
@@ -155,7 +165,7 @@ def check_resumable(
     advice = f"give it another name (--name, name=), or replace it {replacing(storage)}"
     if others := _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows):
         raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
-    if told := _cannot_become(job, storage, _changed_lengths(claimed, job), steps):
+    if not is_again and (told := _cannot_become(job, storage, _changed_lengths(claimed, job), steps)):
         raise JobError(f"{storage} holds this run, {told}{advice}")
     if not job.is_all_targets and not resume:
         unknown = "whether these are the same is unknown: if they are, resume=True resumes it"

@@ -130,9 +130,7 @@ def read_history(run: Storage) -> Iterator[dict[str, Any]]:
 
 
 def summary(run: Storage) -> dict[str, float]:
-    """The last value of each measured column: loss, metrics, epoch_loss, eval_...; a batch without rows has measured
-    nothing.
-    """
+    """The last value of each measured column: loss, metrics, epoch_loss, eval_... A batch without rows has none."""
     table = _read(run, METRICS)
     with_rows = np.flatnonzero(np.from_dlpack(table.column("rows").combine_chunks()))
     until_rows = table.slice(0, int(with_rows[-1]) + 1 if len(with_rows) else 0)

@@ -5,6 +5,7 @@ so that a step that is run again replaces what its first run wrote. Attempts for
 again.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -252,14 +253,11 @@ def merged_positions(run: Storage) -> list[int]:
 
 def still_missing(run: Storage, split: Split) -> list[Record]:
     """Of a prediction that is retried: what `quarantine.parquet` has of the shards that have not run again yet."""
-    done, starts = Done(done_ranges(committed(run))), {}
+    done, shards = Done(done_ranges(committed(run))), functools.cache(lambda step: split.worker(1, 0, step))
     known = distinct(RecordFiles(run.child(QUARANTINE)).look().values())
     found = []
     for record in _merged(run):
-        step = record["step"]
-        if step not in starts:
-            starts[step] = split.worker(1, 0, step)
-        shard = next(one for one in starts[step] if one.start <= record["position"] < one.stop)
+        shard = next(one for one in shards(record["step"]) if one.start <= record["position"] < one.stop)
         if shard not in done and (record["dataset"], record["sample_index"]) not in known:
             found.append(record)
     return found
