@@ -156,12 +156,12 @@ def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bo
 
 
 @click.command("list")
-@click.argument("storage", metavar="STORAGE")
+@click.argument("storage", metavar="[STORAGE]", default="runs")
 @click.option("--sort", metavar="KEY", default="age", help="A column or a metric; default: age, the newest first.")
 @click.option("--reverse", "is_reversed", is_flag=True, help="The largest first.")
 @JSON
 def list_runs(storage: str, sort: str, is_reversed: bool, as_json: bool) -> None:
-    """List all runs in a storage: status, age, steps, metrics."""
+    """List all runs in a storage (default: runs, as of a job): status, age, steps, metrics."""
     from dp_ray.results.listed import list_text
     from dp_ray.rundir.listing import listed_runs, sorted_by
     from dp_ray.rundir.location import located_at

@@ -12,6 +12,7 @@ import pytest
 
 import dp_ray
 from dp_ray.errors import Error, JobError
+from dp_ray.job_keys import JobKeys
 from dp_ray.results.listed import list_text
 from dp_ray.results.short import time_span
 from dp_ray.rundir.lease import held
@@ -169,6 +170,10 @@ def test_the_command_lists_for_people_and_for_programs(
     (tmp_path / "empty").mkdir()
     assert status_of(monkeypatch, "list", str(tmp_path / "empty")) == 0
     assert capsys.readouterr().out == "no runs\n"
+    written(tmp_path / JobKeys.model_fields["storage"].default, "three")
+    monkeypatch.chdir(tmp_path)
+    assert status_of(monkeypatch, "list") == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("three ")
 
 
 @pytest.mark.slow
