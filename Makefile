@@ -35,8 +35,9 @@ test: $(VENV)/installed
 below: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray' $(FILES)
 
+# Only files with such tests are imported.
 on-ray: $(VENV)/installed
-	$(BIN)/python -m pytest -m ray -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m ray -n 2 --dist loadgroup $$(grep -l mark.ray tests/test_*.py)
 
 quick: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray and not slow' $(FILES)

@@ -113,7 +113,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mlp, two shards": {"model": "mlp", "size": [1024], "rows": 512, "shards": 2},
     "conv": {"model": "conv", "size": [3, 48, 48], "rows": 64},
     "gpt, tied": {"model": "Gpt", "size": [64], "rows": 16, "tokens": 2000},
-    "gpt, bf16": {"model": "Gpt", "size": [64], "rows": 12, "tokens": 2000, "precision": "bf16"},
+    "gpt, bf16": {"model": "Gpt", "size": [64], "rows": 4, "tokens": 2000, "precision": "bf16"},
     "gpt, checkpointed": {"model": "Gpt", "size": [64], "rows": 32, "tokens": 2000, "checkpointed": True},
 }
 
