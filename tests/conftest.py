@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 import torch
+from execnet import XSpec
 from xdist.scheduler import LoadScopeScheduling
 
 import dp_ray
 import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
-from tests.support import ray_forks
+from tests.support import forked_python, ray_forks
 from tests.support.cluster import OURS, ROOT, SYSTEM_CONFIG, Cluster, Run, end, free_port, wait_for_port
-from tests.support.forked import start_server, use_server
+from tests.support.forked import start_server
 from tests.support.group import end_idle
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ hypothesis.settings.load_profile("dp_ray")
 
 # With `--dist loadgroup` two processes run the tests, each with a cluster of its own: these files, which wait much or
 # have no use for a session, and all others.
-_BESIDE = "cluster", "first_start", "hosts", "ray_internals", "shards_auto", "submitted", "sweeps", "wheel"
+_BESIDE = "cluster", "first_start", "fsdp", "hosts", "ray_internals", "shards_auto", "submitted", "sweeps", "wheel"
 BESIDE = {f"tests/test_{one}.py" for one in _BESIDE}
 
 MANY_MODULES = 50
@@ -90,9 +92,16 @@ def what_stays_left_alone() -> Iterator[None]:
         gc.freeze()
 
 
+def pytest_xdist_setupnodes(specs: list[XSpec]) -> None:
+    """Have xdist's own processes forked too, with most of what the tests import imported."""
+    start_server()
+    python = shlex.join([sys.executable, forked_python.__file__, forked_python.address()])
+    specs[:] = [XSpec(f"popen//python={python}") for _ in specs]
+
+
 def pytest_configure_node(node: Any) -> None:
     """Give each process of xdist the server from which its groups' processes are forked."""
-    node.workerinput["server"] = start_server()
+    node.workerinput["server"] = forked_python.address()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,7 +114,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if is_one_of_several(config):
-        use_server(config.workerinput["server"])  # type: ignore[attr-defined]  # xdist has no types
+        forked_python.use_server(config.workerinput["server"])  # type: ignore[attr-defined]  # xdist has no types
         Finalize(None, os._exit, args=(0,), exitpriority=LAST)
 
 

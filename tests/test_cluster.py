@@ -147,7 +147,8 @@ def test_a_job_is_for_the_cluster_that_runs_it(tmp_path: Path) -> None:
 def made_up_gpus(cluster: Cluster) -> Iterator[str]:
     """Three nodes on this machine, two of them with two GPUs that nobody built; without a token.
 
-    Their workers are forked by the server of the shared cluster.
+    Their workers are forked by the server of the shared cluster. Each node has a folder of its own: it writes a job's
+    code there, and would do so again where another node's workers start from it just then.
     """
     before = dict(os.environ)
     temporary = tempfile.TemporaryDirectory(prefix="gpus-", dir="/tmp", ignore_cleanup_errors=True)
@@ -157,8 +158,9 @@ def made_up_gpus(cluster: Cluster) -> Iterator[str]:
         Path(sockets, "ray").mkdir()  # there, and not in Ray's usual folder, it notes the address
         with mock.patch.dict(os.environ, {TMPDIR: sockets}):
             nodes: Any = SeveralNodes(initialize_head=True, head_node_args={"num_cpus": 1, **own, **ports})
-        for _ in range(2):
-            nodes.add_node(num_cpus=4, num_gpus=2, dashboard_agent_listen_port=free_port())
+        for node in "12":
+            own = {"temp_dir": str(Path(sockets, node)), "dashboard_agent_listen_port": free_port()}
+            nodes.add_node(num_cpus=4, num_gpus=2, **own)
         yield nodes.address
         ray.shutdown()
         with mock.patch.dict(os.environ, {TMPDIR: sockets}):

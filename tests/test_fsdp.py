@@ -126,7 +126,7 @@ def test_experts_tied_gates_and_frozen_parts(tmp_path: Path, bitwise: bool) -> N
 
 @pytest.mark.slow
 def test_each_block_is_compiled(tmp_path: Path) -> None:
-    keys = {**BLOCKS, "max_steps": 3}
+    keys = {**BLOCKS, "batch_size": 12, "max_steps": 3}  # shards of one size: each size is compiled anew
     run_group(job_of("Blocks", "Sentences", workers=2, compile=True, **keys), tmp_path / "compiled")
     run_group(job_of("Blocks", "Sentences", workers=2, **keys), tmp_path / "eager")
     got, expected = weights_of(tmp_path / "compiled"), weights_of(tmp_path / "eager")

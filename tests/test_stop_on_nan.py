@@ -1,6 +1,5 @@
 """A loss that is NaN or infinite is told with the command that shows its rows; `stop_on_nan` ends the run there."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dp_ray.replica.loss_watch import LossWatch, NotFinite
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.group import ProcessExit, history_of, run_group
-from tests.support.slowness import Slow
+from tests.support.slowness import Begun
 from tests.support.training import Scores
 from tests.support.trainings import job_of, keys_of
 
@@ -35,21 +34,6 @@ DATA = {"target": "tests.support.bad_data:Broken", "args": {"nan": [POISONED]}}
 def job(workers: int, **keys: Any) -> Job:
     given = {"shards": 3, "stop_on_nan": True, "checkpoint": {"every_steps": 1, "keep": 2}}
     return job_of("mlp", DATA, workers=workers, **{**given, **keys})
-
-
-class Begun(Slow):
-    """Notes the steps that each worker begins, in a file of its process; its storage is slower than a step."""
-
-    hears_times = False
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(commit=0.5)
-        self._folder = folder
-
-    def before(self, step: int) -> None:
-        super().before(step)
-        with (self._folder / f"begun-{os.getpid()}").open("a") as file:
-            file.write(f"{step}\n")
 
 
 @pytest.mark.slow

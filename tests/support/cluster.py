@@ -59,7 +59,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     for one in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.terminate()
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=2)
     for one in alive:
         one.kill()
     _, alive = psutil.wait_procs(alive, timeout=15)

@@ -1,6 +1,5 @@
 """Processes that start at once: each is forked, with torch imported, from a server that the first one starts."""
 
-import multiprocessing
 import os
 import runpy
 import signal
@@ -19,32 +18,19 @@ import torch
 import dp_ray
 from dp_ray import cli
 from tests.support.cluster import ROOT
+from tests.support.forked_python import FORKED, SERVER
 
-FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.support.warm"])
 
 
-SERVER: Any = forkserver._forkserver
-ADDRESS = ("_forkserver_address", "_forkserver_authkey")  # the second one since Python 3.14
-
-
-def start_server() -> dict[str, Any]:
-    """Start the server, unless it runs; returns what `use_server` needs in another process.
+def start_server() -> None:
+    """Start the server, unless it runs.
 
     It starts in the project's root: elsewhere it would find nothing to import beforehand, without a word, and each
     process would import torch anew.
     """
     with chdir(ROOT):
         SERVER.ensure_running()
-    return {name: getattr(SERVER, name) for name in ADDRESS if hasattr(SERVER, name)}
-
-
-def use_server(address: dict[str, Any]) -> None:
-    """Have this process's processes forked from another one's server, which lives as long as that one does."""
-    for name, value in address.items():
-        setattr(SERVER, name, value)
-    _, SERVER._forkserver_alive_fd = os.pipe()  # a process that is forked holds it, as it holds the other one's
-    SERVER.ensure_running = lambda: None
 
 
 def new_process(function: Callable[..., Any], *args: Any) -> Any:

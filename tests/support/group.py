@@ -25,7 +25,8 @@ from dp_ray.storage import Storage
 from dp_ray.task.notices import Measured
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import run_task
-from tests.support.forked import FORKED, fork_from_this, new_process
+from tests.support.forked import fork_from_this, new_process
+from tests.support.forked_python import FORKED
 
 LOCALHOST = "127.0.0.1"
 _idle: list[tuple[Any, Connection]] = []  # processes and the pipes to them

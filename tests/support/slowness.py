@@ -1,6 +1,8 @@
 """Slowness for the workers of a group: what faults of `--inject` and a slow storage bring about."""
 
+import os
 import time
+from pathlib import Path
 
 from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl
@@ -26,3 +28,18 @@ class Slow(StepControl):
     def take_delay(self, rank: int) -> float:
         due, self._due = self._due, 0.0
         return due if rank == self._slowness[0] else 0.0
+
+
+class Begun(Slow):
+    """Notes the steps that each worker begins, in a file of its process; its storage is slower than a step."""
+
+    hears_times = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(commit=0.5)
+        self._folder = folder
+
+    def before(self, step: int) -> None:
+        super().before(step)
+        with (self._folder / f"begun-{os.getpid()}").open("a") as file:
+            file.write(f"{step}\n")
