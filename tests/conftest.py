@@ -23,7 +23,7 @@ import dp_ray
 import dp_ray.driver
 from dp_ray.system.stop_signals import SIGNALS
 from tests.support import forked_python, ray_forks
-from tests.support.cluster import OURS, ROOT, SYSTEM_CONFIG, Cluster, Run, end, free_port, wait_for_port
+from tests.support.cluster import OURS, ROOT, SELDOM, SYSTEM_CONFIG, Cluster, Run, end, free_port, wait_for_port
 from tests.support.forked import start_server
 from tests.support.group import end_idle
 
@@ -171,7 +171,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command += ["--disable-usage-stats", f"--temp-dir={temporary.name}", f"--system-config={SYSTEM_CONFIG}"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: two clusters would take the same ones in turn
     # As from an activated environment: a job's `python` is this one.
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", OURS: "1"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, OURS: "1", **SELDOM}
     log = (tmp_path_factory.mktemp("ray") / "ray.log").open("wb")
     with (
         temporary as folder,

@@ -64,6 +64,33 @@ def test_a_job_that_compiles_nothing_does_not_wait_for_torchs_compiler() -> None
     assert done.stdout == "[]\n"
 
 
+BITWISE_PREDICTIONS = """
+import os, sys, torch, dp_ray
+model = "tests.support.compiler:Deterministic"
+given = {"workers": 0, "bitwise": True, "storage": sys.argv[1], "quiet": True, "dataset.args.length": 30}
+if sys.argv[2] == "warns":
+    torch.use_deterministic_algorithms(True, warn_only=True)
+modes = [torch.get_deterministic_debug_mode()]
+if sys.argv[2] == "plain":
+    dp_ray.run("jobs/tutorial.yaml", name="one", model=model, **given)
+    modes.append(torch.get_deterministic_debug_mode())
+dp_ray.run("jobs/tutorial.yaml", name="two", model={"target": model, "args": {"imports": True}}, **given)
+modes.append(torch.get_deterministic_debug_mode())
+print(set(modes), torch._inductor.config.deterministic, "TORCHINDUCTOR_DETERMINISTIC" in os.environ)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("caller", "says"), [("plain", "{0} False False"), ("warns", "{1} True False")])
+def test_a_bitwise_prediction_is_deterministic_without_torchs_compiler(
+    caller: str, says: str, tmp_path: Path
+) -> None:
+    """What user code compiles is deterministic too, and the caller's own settings come back."""
+    line = [sys.executable, "-c", BITWISE_PREDICTIONS, str(tmp_path), caller]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == [says], done.stderr
+
+
 def test_the_process_that_frees_shared_memory_goes_on() -> None:
     with isolated():
         SharedMemory(create=True, size=8).unlink()

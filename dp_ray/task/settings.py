@@ -20,6 +20,8 @@ import psutil
 import torch
 from torch import nn
 
+from dp_ray.task.deterministic_algorithms import deterministic_algorithms, use_deterministic_algorithms
+
 Restore = Callable[[], object]
 
 _HOOKS = (
@@ -106,7 +108,7 @@ def _torch_settings() -> Restore:
     sharing = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
     dtype, device = torch.get_default_dtype(), _default_device()
     threads, precision = torch.get_num_threads(), _matmul_precision()
-    algorithms, warns = _deterministic_algorithms()
+    algorithms = deterministic_algorithms()
     grad, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
 
     def restore() -> None:
@@ -119,19 +121,13 @@ def _torch_settings() -> Restore:
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
         torch.set_num_threads(threads)
-        if _deterministic_algorithms() != (algorithms, warns):  # to set them imports torch's compiler: 2 s
-            torch.use_deterministic_algorithms(algorithms, warn_only=warns)
+        use_deterministic_algorithms(*algorithms)
         torch.set_grad_enabled(grad)
         torch.autograd.set_detect_anomaly(anomaly)
         for kind in ("cpu", "cuda"):
             torch.set_autocast_enabled(kind, False)
 
     return restore
-
-
-def _deterministic_algorithms() -> tuple[bool, bool]:
-    """Whether torch uses deterministic algorithms only, and whether it but warns where there is none."""
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _matmul_precision() -> str:

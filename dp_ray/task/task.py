@@ -13,6 +13,7 @@ from dp_ray.replica.strategy import group_of_one
 from dp_ray.replica.world import World, is_lost_peer
 from dp_ray.storage import Storage
 from dp_ray.system.environment import environment
+from dp_ray.task.deterministic_algorithms import SWITCH, deterministic_algorithms, use_deterministic_algorithms
 from dp_ray.task.evaluate import evaluate
 from dp_ray.task.find_shards import find_shards
 from dp_ray.task.notices import Send
@@ -82,19 +83,20 @@ def deterministic(job: Job) -> Iterator[None]:
     if not job.bitwise:
         yield
         return
-    threads, algorithms = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads, algorithms = torch.get_num_threads(), deterministic_algorithms()
     fills, tries = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark  # type: ignore[attr-defined]
     torch.set_num_threads(max(1, int(job.cpus_per_worker)))
-    torch.use_deterministic_algorithms(True)
+    use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with environment({SWITCH: "1"}):
+            yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(algorithms)
+        use_deterministic_algorithms(*algorithms)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = tries
         torch.backends.mha.set_fastpath_enabled(fast)

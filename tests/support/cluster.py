@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes of this session's cluster
 # Of `ray start`: no process for each CPU with the first driver; none would ever be used, since jobs ship their code.
 # Nor do processes wait 0.25 s at their end to tell a dashboard of their tasks.
+SELDOM = {"REPORTER_UPDATE_INTERVAL_MS": "60000"}  # of an agent, which looks at each process of its node every 5 s
 SYSTEM_CONFIG = json.dumps({"prestart_worker_first_driver": False, "task_events_report_interval_ms": 0})
 
 
