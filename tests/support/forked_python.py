@@ -6,6 +6,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -45,6 +46,7 @@ def main(server: str, *words: str) -> int:
     files = [Connection(os.dup(number)) for number in range(3)]
     process = FORKED.Process(target=be, args=(files, words[-1]))
     process.start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
     process.join()
     return process.exitcode or 0
 
