@@ -149,6 +149,17 @@ def test_files_are_found_in_folders_by_globs_and_in_lists(tmp_path: Path, monkey
     assert names(f"file://{tmp_path}/b") == ["b/1.parquet", "b/2.parquet"]
 
 
+def test_a_file_or_folder_whose_name_looks_like_a_glob_is_that_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("d[1].parquet", "d1.parquet", "e[1]/1.parquet", "e1/1.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"name": [name]}), tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    for path, found in (("d[1].parquet",) * 2, ("e[1]", "e[1]/1.parquet"), ("d[12].parquet", "d1.parquet")):
+        assert [item["name"] for item in Parquet(path)] == [found]
+
+
 @pytest.mark.parametrize(
     ("paths", "says"),
     [

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.errors import JobError
+from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
 from tests.support import training
 from tests.support.three_tasks import FILE, UNTRAINED
@@ -197,3 +197,10 @@ def test_runs_in_threads_give_what_each_gives_alone_and_leave_the_process_as_it_
     assert torch.equal(torch.get_rng_state(), state)
     assert (sys.stdout, torch.are_deterministic_algorithms_enabled()) == before
     assert "MINE" not in os.environ
+
+
+def test_what_a_task_does_not_give_is_told(tmp_path: Path) -> None:
+    result = dp_ray.run("jobs/tutorial.yaml", workers=0, storage=str(tmp_path), quiet=True)
+    for name in ("history", "weights"):
+        with pytest.raises(StorageError, match=rf"{result.run_dir}: the run has no {name} \(task predict"):
+            getattr(result, name)

@@ -78,6 +78,46 @@ def test_torchs_losses_from_python(given_loss: Any) -> None:
     )
 
 
+class Smooth(nn.CrossEntropyLoss):
+    """A class of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__(label_smoothing=0.1)
+
+
+class Halved(nn.CrossEntropyLoss):
+    """Another one."""
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(outputs / 2, target)
+
+
+class MeanOfItsOwn(nn.CrossEntropyLoss):
+    """One that asks no reduction."""
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, target)
+
+
+@pytest.mark.parametrize("kind", [Smooth, Halved])
+@pytest.mark.parametrize("how", ["class", "object", "named"])
+def test_classes_derived_from_torchs_give_the_mean_that_they_give_alone(kind: Any, how: str) -> None:
+    given = {"class": kind, "object": kind(), "named": Target(target=f"tests.test_loss:{kind.__name__}")}[how]
+    loss = build_loss(given, CPU)
+    parts = [
+        weighted_sum(loss(OUTPUTS[cut], TARGET[cut]), rows, "") for cut, rows in ((slice(3), 3), (slice(3, 7), 4))
+    ]
+    mean = sum(part.sum for part in parts) / sum(torch.as_tensor(part.weight) for part in parts)
+    assert torch.allclose(torch.as_tensor(mean), kind()(OUTPUTS, TARGET), rtol=1e-6)
+    assert kind().reduction == "mean"
+
+
+@pytest.mark.parametrize("given_loss", [MeanOfItsOwn, MeanOfItsOwn(), Target(target="tests.test_loss:MeanOfItsOwn")])
+def test_a_derived_class_that_gives_a_mean_all_the_same_is_refused(given_loss: Any) -> None:
+    with pytest.raises(ModelError, match="one number for a shard"):
+        weighted_sum(build_loss(given_loss, CPU)(OUTPUTS, TARGET), 7, "the loss")
+
+
 @pytest.mark.parametrize("name", ["torch.nn:MSELoss", "torch.nn.functional:mse_loss", "torch.nn:SmoothL1Loss"])
 def test_named_losses_of_elements_are_built_unreduced(name: str) -> None:
     loss = build_loss(Target(target=name), CPU)

@@ -122,6 +122,18 @@ def test_another_runs_checkpoint_goes_on_to_the_bits_of_one_long_run(tmp_path: P
     ):
         run_group(changed, tmp_path / "y")
 
+    for other, says in (
+        (
+            {"optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 0.5}}},
+            "optimizer.args.lr: 0.01 there, 0.5 here",
+        ),
+        ({"scheduler": "tests.support.training:warm_up"}, "scheduler: "),
+    ):
+        changed = job_of("conv", DATA, workers=1, **{**keys, **other}, init_from=str(tmp_path / "short"))
+        advice = "set them as they were, or to start anew from weights alone, name a weights file"
+        with pytest.raises(ProcessExit, match=rf"init_from: .*short goes on with the optimizer .*{says}.*{advice}"):
+            run_group(changed, tmp_path / "z")
+
     evaluated = run_group(
         job_of("conv", "Images", task="evaluate", workers=2, batch_size=7, init_from=str(tmp_path / "short")),
         tmp_path / "evaluated",
@@ -132,6 +144,17 @@ def test_another_runs_checkpoint_goes_on_to_the_bits_of_one_long_run(tmp_path: P
     data = training.Images()
     expected = nn.functional.cross_entropy(model(data.inputs.reshape(-1, 1, 2, 3)), data.targets).item()
     assert measured(evaluated)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_another_scheduler_goes_on_with_the_checkpoints_state_and_is_told(tmp_path: Path) -> None:
+    rates = {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 2, "gamma": 0.5}}
+    run_group(job_of("mlp", workers=1, max_steps=5, scheduler=rates), tmp_path / "first")
+    other = {**rates, "args": {"step_size": 2, "gamma": 0.1}}
+    goes_on = job_of("mlp", workers=1, max_steps=9, scheduler=other, init_from=str(tmp_path / "first"))
+    told = [one.text for one in run_group(goes_on, tmp_path / "second") if isinstance(one, Note)]
+    says = "scheduler.args.gamma: 0.5 there, 0.1 here; what the scheduler's state holds goes on as it was"
+    assert f"init_from: {tmp_path}/first: {says}" in told
+    assert [row["learning_rate"] for row in history_of(tmp_path / "second")] == [0.025, 0.0125, 0.0125, 0.00625]
 
 
 @pytest.mark.slow

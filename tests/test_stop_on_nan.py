@@ -66,6 +66,7 @@ def test_the_run_fails_with_the_command_that_shows_the_rows(
     assert lines == [f"run: warning: the loss of step {STEP} is nan: {command}"], "once: nothing came after it"
     (recent,) = [row for row in pq.read_table(tmp_path / "run" / "recent.parquet").to_pylist() if row["step"] == STEP]
     assert recent["loss"] != recent["loss"], "the history has the step"
+    assert [row["step"] for row in dp_ray.load(str(tmp_path / "run")).history] == [*range(STEP + 1)]
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     assert status_of(monkeypatch, *command.split()[1:]) == 0
     first = capsys.readouterr().out.partition("position\n")[2].split()

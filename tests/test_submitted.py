@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,29 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
         told_of = done(*args, "--address", f"http://127.0.0.1:{port}")
         assert told_of.returncode == 1
         assert told_of.stderr.startswith(f"error: no Ray dashboard answers at http://127.0.0.1:{port}: ")
+
+
+@pytest.mark.slow
+def test_a_token_that_is_refused_is_told_in_one_line() -> None:
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(403)
+            self.end_headers()
+            self.wfile.write(b"Forbidden: Invalid authentication token\nA second line")
+
+        def log_message(self, *words: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as dashboard:
+        threading.Thread(target=dashboard.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{dashboard.server_port}"
+        told_of = done("status", "--address", address)
+        dashboard.shutdown()
+    assert told_of.returncode == 1
+    assert told_of.stderr == (
+        f"error: the Ray at {address} refuses the token, which is that of RAY_AUTH_TOKEN or ~/.ray/auth_token: "
+        "Authentication failed: Forbidden: Invalid authentication token\n"
+    )
 
 
 @pytest.mark.slow

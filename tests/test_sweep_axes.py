@@ -83,6 +83,7 @@ WRONG = [
     (["--over", "batch_size="], "names no value"),
     (["--over", "batch_size=16,,32"], "the values are not YAML with commas between them"),
     (["--over", "batch_size=16,16"], "16 is given twice"),
+    (["--over", "optimizer.args.lr=0.1,.nan"], "nan is no value"),
     (["--over", "batch_size=16..32,64"], "16..32 is no range; one stands alone"),
     (["--over", "optimizer.args.lr=log(1e-3,1e-2)"], "log(1e-3 is no range; one stands alone"),
     (["--over", "batch_size=16..32"], "--over batch_size=16..32: values are drawn from a range by a search"),

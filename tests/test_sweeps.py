@@ -138,6 +138,18 @@ def test_the_table_and_the_json_have_the_best_first(
     assert all(f"job-sweep-{number}" in page for number in (1, 2, 3)) and "model.args.x" in page
 
 
+def test_json_has_no_number_that_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
+) -> None:
+    line = ["sweep", evaluation_job(tmp_path), "--quiet", "--json", "--over", "model.args.x=-1.0e+30,4"]
+    for _ in range(2):  # the second one reads the file
+        assert status_of(monkeypatch, *line) == 0
+        for text in (capsys.readouterr().out, (tmp_path / "runs" / "job-sweep" / "sweep.json").read_text()):
+            told = json.loads(text, parse_constant=pytest.fail)
+            losses = {one["number"]: one["metrics"]["loss"] for one in told["trials"]}
+            assert losses == {1: None, 2: 1.0}
+
+
 def test_a_dry_run_checks_and_shows_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
 ) -> None:

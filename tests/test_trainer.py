@@ -300,6 +300,10 @@ def test_max_steps_and_evaluations_at_their_turns(tmp_path: Path) -> None:
         ({"model": "tests.support.models:Doubler"}, "has no parameter that requires a gradient"),
         ({"dataset": "tests.support.models:Rows"}, r"needs items that are \(inputs, target\)"),
         ({"optimizer": {**SGD, "groups": [{"match": "nothing", "args": {}}]}}, "'nothing' matches no trainable"),
+        (
+            {"optimizer": {**SGD, "groups": [{"match": "bias", "args": {"weight_decy": 0}}]}},
+            r"optimizer.groups.0.args: torch.optim:SGD takes no 'weight_decy', but lr, .*did you mean 'weight_decay'",
+        ),
         ({"optimizer": "builtins:list"}, "must give a torch.optim.Optimizer, got list"),
         ({"step": "tests.support.training:strange_step", "loss": None}, r"mapping with the keys \['los'\]"),
     ],

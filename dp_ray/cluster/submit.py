@@ -13,12 +13,12 @@ from typing import Any
 
 import aiohttp
 import requests
-from ray.exceptions import RayError
+from ray.exceptions import AuthenticationError, RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from dp_ray.cluster.connect import address_of, authenticate, code_to_ship
 from dp_ray.cluster.ray_internals.core import find_users_token, leave_on_head, take_from_head
-from dp_ray.cluster.ray_internals.variables import JOB_STOP_WAIT
+from dp_ray.cluster.ray_internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.cluster.uploads import told_uploads
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.text import listed
@@ -117,6 +117,11 @@ class Dashboard:
     def _answering(self, otherwise: str) -> Iterator[None]:
         try:
             yield
+        except AuthenticationError as error:
+            raise ClusterError(
+                f"the Ray at {self.address} refuses the token, which is that of {AUTH_TOKEN} or ~/.ray/auth_token: "
+                f"{error.message.splitlines()[0]}"
+            ) from None
         except (ConnectionError, RuntimeError, requests.RequestException) as error:
             raise ClusterError(f"{otherwise} at {self.address}: {error}") from None  # whose frames say no more
 

@@ -85,10 +85,13 @@ def in_threads(look: Callable[[File], T], files: Sequence[File]) -> list[T]:
 
 def _found(path: str, suffixes: Sequence[str]) -> list[File]:
     head, mark, query = path.partition("?") if "://" in path else (path, "", "")
-    if _WILDCARD.search(head):
+    is_pattern = _WILDCARD.search(head) is not None
+    if is_pattern and "://" in path:
         return _globbed(head, mark + query)
     there = Storage(path)
     kind = there.fs.get_file_info(there.path).type
+    if is_pattern and kind == pafs.FileType.NotFound:  # else it is a name that looks like a pattern
+        return _globbed(head, mark + query)
     if kind == pafs.FileType.File:
         base, _, name = head.rpartition("/")
         return _listed(

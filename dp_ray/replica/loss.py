@@ -159,7 +159,7 @@ def _named_loss(target: Target, batch_dim: int) -> Any:
         return _named_loss(Target(target=f"torch.nn:{_AS_MODULES[found]}", args=target.args), batch_dim)
     is_torchs = getattr(found, "__module__", "").startswith("torch.nn.")
     if not is_torchs or "reduction" not in inspect.signature(found).parameters:
-        return _made(found, target)
+        return _given_loss(_made(found, target), batch_dim)
     for name in {"size_average", "reduce"} & target.args.keys():
         raise JobError(
             f"loss.args.{name}: torch's old name for a reduction; leave it out for the mean over all elements"
@@ -202,7 +202,7 @@ def _as_weights(numbers: torch.Tensor) -> torch.Tensor:
 
 def _given_loss(given: Any, batch_dim: int) -> Any:
     if inspect.isclass(given) and issubclass(given, _Loss):
-        return given(reduction="none")
+        given = given()
     if not isinstance(given, _Loss):
         return given
     if given.reduction == "sum":
@@ -228,8 +228,8 @@ def _of_classes(
 ) -> torch.Tensor | Weighted:
     """Cross entropy whose mean is torch's: divided by the classes' weights, without the ignored targets."""
     losses: torch.Tensor = loss(outputs, target)
-    if target.is_floating_point():
-        return losses  # probabilities: each row counts 1
+    if target.is_floating_point() or losses.shape != target.shape:
+        return losses  # probabilities: each row counts 1; or what a class derived from torch's has made of the losses
     kept = target != loss.ignore_index
     if loss.weight is None:
         return Weighted(total_of(losses), kept.sum())

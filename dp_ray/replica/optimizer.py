@@ -19,7 +19,7 @@ from dp_ray.replica.targets import bind, check_gives
 from dp_ray.replica.user_code import raising
 from dp_ray.tensors.layout import is_dense, laid_out, overlaps
 from dp_ray.tensors.shards import is_sharded
-from dp_ray.text import listed
+from dp_ray.text import did_you_mean, listed
 
 HALVES = (torch.float16, torch.bfloat16)
 LENGTHS = ("T_max", "total_steps", "total_iters")  # attributes of torch's schedulers
@@ -50,7 +50,21 @@ def build_optimizer(
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(made).__qualname__}")
     check_optimizer(type(made))
+    if isinstance(given, Optimizer):
+        check_groups(given, made)
     return made
+
+
+def check_groups(given: Optimizer, made: torch.optim.Optimizer) -> None:
+    """Raise JobError for args of a group that an optimizer of torch would keep and never read."""
+    if not type(made).__module__.startswith("torch.optim."):
+        return
+    for number, group in enumerate(given.groups):
+        for name in group.args.keys() - made.defaults.keys():
+            raise JobError(
+                f"optimizer.groups.{number}.args: {given.label} takes no {name!r}, but {listed(made.defaults)}"
+                f"{did_you_mean(name, made.defaults)}"
+            )
 
 
 def check_unbuilt(given: Any) -> None:

@@ -150,8 +150,11 @@ class Result:
     def history(self) -> Table[dict[str, Any]]:
         """A row for each step of a training: step, epoch, loss, metrics, learning rate, gradient norm, speed.
 
-        A list of dicts, with `to_pandas()`.
+        A list of dicts, with `to_pandas()`. Of a training that is not done, the steps so far. Raises StorageError for
+        another task.
         """
+        if self.task != "train":
+            raise StorageError(f"{self.run_dir}: the run has no history (task {self.task})")
         return Table(read_history(self.storage()))
 
     def batches(self) -> Iterator[Any]:

@@ -125,8 +125,9 @@ def _read(folder: Storage, name: str) -> pa.Table:
 
 
 def read_history(run: Storage) -> Iterator[dict[str, Any]]:
-    """Read the rows of `metrics.parquet`, in the order of steps."""
-    yield from _read(run, METRICS).to_pylist()
+    """Read the rows of `metrics.parquet`, in the order of steps; of a run that has none yet, the rows so far."""
+    table = merged_history(run) if run.exists(METRICS) else history_so_far(run)
+    yield from [] if table is None else table.to_pylist()
 
 
 def summary(run: Storage) -> dict[str, float]:

@@ -149,6 +149,8 @@ def _listed(text: str) -> list[Any]:
             raise ValueError(
                 f"{node.value} is no range; one stands alone: 1..10, 0.0..0.5:0.1 or log(1e-5..1e-2); text has quotes"
             )
+    if any(value != value for value in found):
+        raise ValueError("nan is no value: it is not even itself, so the sweep could not be gone on with")
     if twice := _first_twice([json.dumps(value, default=str) for value in found]):
         raise ValueError(f"{twice} is given twice")
     return found

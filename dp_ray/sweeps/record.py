@@ -36,6 +36,11 @@ class Trial:
         """Whether its run has ended by itself."""
         return self.state in ("done", "failed")
 
+    def to_json(self, metric: str | None) -> dict[str, Any]:
+        """What its run measured, for JSON, which has only finite numbers."""
+        metrics = {name: one if math.isfinite(one) else None for name, one in self.metrics.items()}
+        return {"metric": metrics.get(metric or "") if self.state == "done" else None, "metrics": metrics}
+
     def value(self, metric: str | None) -> float | None:
         """What its run measured, if that is a number."""
         found = self.metrics.get(metric) if metric and self.state == "done" else None
@@ -103,8 +108,7 @@ class Record:
             "values": hide_in(values),
             "run": self.definition.run_name(trial.number),
             "state": trial.state,
-            "metric": trial.value(self.definition.metric),
-            "metrics": dict(trial.metrics),
+            **trial.to_json(self.definition.metric),
             "error": hide(trial.error),
             "picked": dict(trial.picked),
         }
@@ -163,7 +167,7 @@ def _trials(told: Sequence[Mapping[str, Any]], definition: Definition) -> list[T
 
 def _trial(told: Mapping[str, Any], definition: Definition) -> Trial:
     definition.values(told["picked"])  # raises if the file is damaged
-    metrics = {name: float(value) for name, value in told["metrics"].items()}
+    metrics = {name: math.nan if value is None else float(value) for name, value in told["metrics"].items()}
     return Trial(int(told["number"]), dict(told["picked"]), told["state"], metrics, str(told["error"]))
 
 

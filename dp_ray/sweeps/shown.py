@@ -75,8 +75,7 @@ def to_json(record: Record, base: Storage) -> dict[str, Any]:
             {
                 "number": trial.number,
                 "values": hide_in(definition.values(trial.picked)),
-                "metric": trial.value(definition.metric),
-                "metrics": dict(trial.metrics),
+                **trial.to_json(definition.metric),
                 "state": trial.state,
                 "run": base.shown(definition.run_name(trial.number)),
                 "error": hide(trial.error) or None,

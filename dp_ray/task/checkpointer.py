@@ -19,6 +19,7 @@ from dp_ray.storage import Storage
 from dp_ray.task.cut import Cut
 from dp_ray.task.notices import Send
 from dp_ray.task.pace import Pace
+from dp_ray.task.updates import updates_of
 
 
 class Keeper:
@@ -182,10 +183,11 @@ def writer_of(job: Job, trainer: Trainer, train_state: TrainState, run: Storage,
 
 
 def describe(job: Job, trainer: Trainer, split: Split, cut: Cut, train_state: TrainState) -> dict[str, Any]:
-    """A checkpoint's description: the job's fingerprint, the cut, parameters, steps and running values."""
+    """A checkpoint's description: the job's fingerprint, cut and updates, parameters, steps and running values."""
     return {
         "fingerprint": job.fingerprint(),
         "cut": cut,
+        "updates": updates_of(job),
         "parameters": trainer.parameter_names,
         "steps": split.total_steps,
         "running": train_state.to_json(),

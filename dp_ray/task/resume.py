@@ -21,6 +21,7 @@ from dp_ray.rundir.weights import (
 from dp_ray.storage import Storage
 from dp_ray.task.cut import Cut, check_cut
 from dp_ray.task.notices import Note, Send, telling
+from dp_ray.task.updates import check_updates, updates_of
 
 
 def restore(
@@ -69,7 +70,7 @@ def start_from(
 ) -> TrainState:
     """Start at step 0 from a weights file, or continue another run's checkpoint from its step.
 
-    Raises JobError if the checkpoint's steps differ from this job's, or if it leaves no step to run.
+    Raises JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
     """
     read: Callable[..., Any] = read_start if trainer.sharded is None else open_start
     weights, checkpoint = read(run, location)
@@ -81,10 +82,13 @@ def start_from(
         return TrainState()
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
     check_cut(f"init_from: the steps of {location}", about, cut, advice)
+    says = check_updates(f"init_from: {location}", about.get("updates"), updates_of(job), advice)
+    if says is not None and is_rank_0():
+        send(Note(says))
     train_state = resume(trainer, about, checkpoint["state"], split, send)
-    if train_state.step != (says := first_step(run)):
+    if train_state.step != (named := first_step(run)):
         raise JobError(
-            f"init_from: {location} holds step {train_state.step}, but its name says {says}: rename it back"
+            f"init_from: {location} holds step {train_state.step}, but its name says {named}: rename it back"
         )
     if train_state.step >= split.total_steps:
         raise JobError(
