@@ -84,7 +84,9 @@ class WorkerKeys(Strict):
         "several GPUs. 0.5: two workers share a GPU, and communicate by gloo.",
     )
     cpus_per_worker: NonNegativeFloat = Field(
-        default=1, description="CPUs that Ray reserves for each worker, and the threads of torch on it."
+        default=1,
+        description="CPUs that Ray reserves for each worker, and the threads of torch on it. With `workers: 0` torch "
+        "keeps its own number, but with `bitwise`.",
     )
     resources_per_worker: dict[str, NonNegativeFloat] = Field(
         default_factory=dict, description="Other Ray resources of each worker, like `{slot: 1}`."

@@ -88,7 +88,8 @@ def test_dict_items_are_answered_with_one_recipe(tmp_path: Path, task: str, inpu
     with pytest.raises(ProcessExit) as raised:
         run_group(given, tmp_path)
     says = str(raised.value)
-    assert f"task {task} needs items that are (inputs, target), got a batch of a dict" in says
+    assert f"task {task} needs items that are (inputs, target), got a batch of a dict; name keys of its items" in says
+    assert "inputs: [x] and target: y (it has " in says
     assert "{'loss': (outputs.loss * n, n), 'outputs': outputs.logits, 'target': batch['labels']}" in says
     assert "set inputs: all" not in says
 

@@ -21,7 +21,7 @@ import pytest
 import dp_ray
 from dp_ray.cluster import submit
 from dp_ray.cluster.ray_internals.core import read_variables_anew
-from dp_ray.cluster.ray_internals.variables import VARIABLES
+from dp_ray.cluster.ray_internals.variables import AUTH_TOKEN, VARIABLES
 from dp_ray.cluster.submit import Dashboard, Follower
 from dp_ray.cluster.uploads import told_uploads
 from dp_ray.errors import ClusterError
@@ -255,7 +255,7 @@ def test_a_token_that_is_refused_is_told_in_one_line() -> None:
         dashboard.shutdown()
     assert told_of.returncode == 1
     assert told_of.stderr == (
-        f"error: the Ray at {address} refuses the token, which is that of RAY_AUTH_TOKEN or ~/.ray/auth_token: "
+        f"error: the Ray at {address} refuses the token, which is that of {AUTH_TOKEN} or ~/.ray/auth_token: "
         "Authentication failed: Forbidden: Invalid authentication token\n"
     )
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from dp_ray.errors import DataError
 from dp_ray.job import Job
+from dp_ray.text import listed
 
 LEAVES_OUT = "inputs: auto gives the model the first of each pair (inputs, target), and leaves the target out"
 GIVES_BOTH = (
@@ -32,7 +33,8 @@ def check_pair(job: Job, batch: Any) -> None:
     """Raise DataError if the task, or `inputs: first`, needs pairs (inputs, target) and the batch is not one."""
     if job.task != "predict" and not _is_pair(batch):
         raise DataError(
-            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}; {STEP}"
+            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}; "
+            f"{_pairs_of(batch)}{STEP}"
         )
     if job.gives_first and not (isinstance(batch, tuple | list) and batch):
         raise DataError(
@@ -94,6 +96,15 @@ def positional_arguments(model: nn.Module) -> tuple[int, float]:
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     takes_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     return sum(one.default is one.empty for one in positional), float("inf") if takes_any else len(positional)
+
+
+def _pairs_of(batch: Any) -> str:
+    """How such a batch's items become pairs."""
+    if isinstance(batch, Mapping):
+        return f"name keys of its items, like inputs: [x] and target: y (it has {listed(batch)}); or "
+    if isinstance(batch, tuple | list) and len(batch) > 2:
+        return "a model of several inputs takes items like ((a, b), target); or "
+    return ""
 
 
 def _described(batch: Any) -> str:
