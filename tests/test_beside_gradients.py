@@ -18,7 +18,7 @@ from dp_ray.replica.optimizer_step import OptimizerStep
 from dp_ray.replica.reducer import SumReducer
 from dp_ray.replica.stats import MISSING, VOTES, Stats
 from dp_ray.replica.step import as_tensor, row_of
-from dp_ray.replica.world import CPU
+from dp_ray.replica.world import CPU, World
 from dp_ray.task.step_control import StepControl
 from tests.support import training
 from tests.support.group import history_of, run_group
@@ -112,7 +112,7 @@ def test_norms_known_early_are_torchs_to_the_bit(tmp_path: Path, loss: str) -> N
         noted = (tmp_path / f"norms-{rank}.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in noted] == norms
         counts = json.loads((tmp_path / f"early-{rank}.json").read_text())
-        assert counts == [6] + [4, 2] * (len(norms) - 1), "DDP's buckets, of which the first step has one"
+        assert counts == [7] + [5, 2] * (len(norms) - 1), "DDP's buckets, and the carrier; the first step has one"
 
 
 def test_a_norm_known_early_counts_unless_the_gradients_are_weighed() -> None:
@@ -141,7 +141,7 @@ def test_a_norm_known_early_counts_unless_the_gradients_are_weighed() -> None:
 )
 def test_stats_sum_as_a_table_of_torch_does(shards: int, measures: int, rows: list[tuple[int, float, float]]) -> None:
     """The bits are those of the sums alone, whose table has neither votes nor counts."""
-    stats, table = Stats(shards, measures, CPU), torch.zeros(shards, 2 * measures, dtype=torch.float64)
+    stats, table = Stats(shards, measures, World()), torch.zeros(shards, 2 * measures, dtype=torch.float64)
     for number, total, weight in rows:
         shard = number % shards
         measured = [Weighted(torch.tensor(total * (1 + at)), weight) for at in range(measures)]
@@ -152,6 +152,21 @@ def test_stats_sum_as_a_table_of_torch_does(shards: int, measures: int, rows: li
     sums = stats.numbers.sum(0)
     assert torch.equal(sums[:VOTES], table.sum(0))
     assert (sums[VOTES].item(), sums[MISSING].item()) == (1.0, 7.0)
+
+
+@given(st.integers(1, 50), st.data())
+def test_each_worker_votes_and_counts_in_a_row_of_its_own(shards: int, data: st.DataObject) -> None:
+    """So that of each number all workers but one have 0, and its sum is exact."""
+    size = data.draw(st.integers(1, shards))
+    told = []
+    for rank in range(size):
+        stats = Stats(shards, 1, World(rank, size))
+        stats.vote()
+        stats.set_aside(rank + 1)
+        told.append(stats.numbers)
+    assert (torch.stack(told).count_nonzero(0) <= 1).all()
+    sums = torch.stack(told).sum((0, 1))
+    assert (sums[VOTES].item(), sums[MISSING].item()) == (size, size * (size + 1) / 2)
 
 
 @pytest.mark.parametrize(

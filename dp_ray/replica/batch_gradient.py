@@ -105,7 +105,7 @@ class BatchGradient:
         if self._reduction is None:
             if filled and filled[0] is shards[0] and self._counts_flops:
                 self.flops = self._counted(shards[0], pending[0])
-            self._reduction = self._build_reduction(shards[:1], pending)
+            self._reduction = self._build_reduction(shards[:1], pending, stats)
         self._reduction.begin([shard.shard for shard in filled], num_filled(rows, split.shards))
         stand_ins = 0 if self._sharded is None else self._stand_ins.missing(split, step, len(filled))
         self._buffers.begin(len(filled))
@@ -138,7 +138,7 @@ class BatchGradient:
             self._clock.enter(Part.BACKWARD)
             self._last_backward(self._reduction, self._reduction.replica(None, 0), stats, where)
 
-    def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any]) -> Reduction:
+    def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any], stats: Stats) -> Reduction:
         """The reduction for the job; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
         if self._sharded is not None:
             given = self._loss, self._sharded, self._job.find_unused_parameters
@@ -160,11 +160,12 @@ class BatchGradient:
             self._parameters,
             self._sparse,
             bool(unused),
+            stats.numbers.numel(),
             functools.partial(self._clock.enter, Part.EXCHANGE),
         )
 
     def _send(self, reduction: Reduction, stats: Stats) -> Work:
-        """Start to sum the stats over the workers, and to share the buffers."""
+        """Start to sum the stats over the workers, unless they go with the gradients, and to share the buffers."""
         work = reduction.exchange(stats.numbers)
         self._buffers.share()
         return work
@@ -258,7 +259,8 @@ class BatchGradient:
     def _last_backward(
         self, reduction: Reduction, loss: torch.Tensor, stats: Stats, where: str, batch: Any = None
     ) -> None:
-        """The step's last backward; `stats` and buffers are sent at the same time, or after it with the gradients."""
+        """The step's last backward; `stats` and buffers are sent with the gradients, beside them, or after it."""
+        reduction.carry(stats.numbers)
         work = None if reduction.waits_later else self._send(reduction, stats)
         with reduction.backward():
             _backward(self._optimizer_step.scaled(loss), where, batch)
@@ -271,6 +273,7 @@ class BatchGradient:
                 self._optimizer_step.take_norms(parameters)
             if work is not None:
                 work.wait()
+        reduction.unload()
 
 
 def _backward(loss: torch.Tensor, where: str, batch: Any = None) -> None:

@@ -25,7 +25,7 @@ class Reduction:
     """The reduction on a single worker: autograd adds the shards' gradients, or with `sums` the fixed tree does.
 
     A step calls `begin`; `shard` and `after` for each shard; `check`; `finish`. For its last backward it also calls
-    `before_last`, `exchange` and `backward`; a worker without rows calls the last two alone.
+    `before_last`, `carry`, `exchange`, `backward` and `unload`; a worker without rows calls these but the first.
     """
 
     waits_later = False  # whether the last backward does not wait for the other workers' gradients
@@ -52,8 +52,14 @@ class Reduction:
     def before_last(self) -> None:
         """Prepare for the backward of this worker's last shard."""
 
+    def carry(self, stats: torch.Tensor) -> None:
+        """Send `stats` with the gradients of the last backward, if they can go with them."""
+
+    def unload(self) -> None:
+        """Set what was carried to its sums, once the gradients are summed."""
+
     def exchange(self, stats: torch.Tensor) -> Work:
-        """Start to sum `stats` over the workers, in place; None if there is nothing to wait for."""
+        """Start to sum `stats` over the workers, in place; None if they are carried, or there is one worker."""
         return None
 
     def backward(self) -> AbstractContextManager[object]:
@@ -88,7 +94,7 @@ class Reduction:
 class DdpReduction(Reduction):
     """The reduction over several workers: DDP reduces each bucket as soon as the step's last backward fills it.
 
-    It calls `on_last` with the last bucket.
+    It calls `on_last` with the last bucket. `num_stats` numbers are to be summed beside the gradients.
     """
 
     def __init__(
@@ -99,13 +105,17 @@ class DdpReduction(Reduction):
         parameters: dict[str, nn.Parameter],
         sparse: Sequence[nn.Parameter],
         finds_unused: bool,
+        num_stats: int,
         on_last: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(loss, sums, sparse)
+        # In the tree of three workers and more, one without rows sends nothing; but it may vote to stop.
+        self._carries = sums is None or world.world_size == 2
         # On CPUs the time until the sums are there is used, and to start a collective takes 0.3 ms of it.
         self.waits_later = not is_gpu(world.device)
         self._parameters = parameters
-        self._ddp = wrapped(loss, sparse, finds_unused)
+        self._ddp = wrapped(loss, sparse, finds_unused, num_stats if self._carries else 0)
+        self._finds_unused = finds_unused
         self.replica = self._ddp
         ranks = world.world_size, world.rank
         how = on_last, self.waits_later
@@ -123,12 +133,22 @@ class DdpReduction(Reduction):
 
     def before_last(self) -> None:
         """Give gradients that add nothing to the parameters that only earlier shards used."""
-        if self.sums is not None and self.loss.anchor is not None:
+        if self.sums is not None and self._finds_unused:
             self.sums.stand_in()
 
+    def carry(self, stats: torch.Tensor) -> None:
+        """Load the carrier."""
+        if self._carries and self.loss.carrier is not None:
+            self.loss.carrier.load(stats)
+
+    def unload(self) -> None:
+        """Unload the carrier."""
+        if self.loss.carrier is not None:
+            self.loss.carrier.unload()
+
     def exchange(self, stats: torch.Tensor) -> Work:
-        """Start the all-reduce of `stats`, in place."""
-        return begin_sum(stats)
+        """Start the all-reduce of `stats`, in place, unless they are carried."""
+        return None if self._carries else begin_sum(stats)
 
     def backward(self) -> AbstractContextManager[object]:
         """The context of what waits for the other workers: on GPUs the backward itself."""
@@ -136,7 +156,8 @@ class DdpReduction(Reduction):
 
     def summed(self) -> Iterator[list[torch.Tensor]]:
         """The parameters of each bucket in turn."""
-        return self._reducer.summed()
+        for parameters in self._reducer.summed():
+            yield [one for one in parameters if one is not self.loss.carried]
 
     def after(self, shard: int, is_last: bool) -> None:
         """Take a shard's gradients, but leave the last shard's to DDP."""
@@ -171,9 +192,11 @@ def check_one_type(parameters: Iterable[nn.Parameter]) -> None:
         )
 
 
-def wrapped(loss: ShardLoss, sparse: Sequence[nn.Parameter], finds_unused: bool) -> DistributedDataParallel:
+def wrapped(
+    loss: ShardLoss, sparse: Sequence[nn.Parameter], finds_unused: bool, num_carried: int
+) -> DistributedDataParallel:
     """DDP around a shard's loss; sparse gradients are left to `sum_over_workers`."""
-    ignored = loss.prepare(sparse, looks_for_unused=finds_unused)
+    ignored = loss.prepare(sparse, finds_unused, num_carried)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, ignored)  # type: ignore[no-untyped-call]
     with warnings.catch_warnings(), waiting("the other workers to make their DDP"):
         # torch 2.13 deprecates `broadcast_buffers` for a parameter that older versions do not have.

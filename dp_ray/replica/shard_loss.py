@@ -9,11 +9,10 @@ from torch import nn
 
 from dp_ray.errors import ModelError
 from dp_ray.job import Job
+from dp_ray.replica.carrier import Carrier
 from dp_ray.replica.model import autocast
 from dp_ray.replica.reducer import zeros_that_add_nothing
 from dp_ray.replica.step import Metrics, Row, Step, StepOutput, row_of, run_step
-
-ANCHOR_SIZE = 16  # elements, so that the gradients after it in a bucket stay aligned
 
 
 @dataclass
@@ -37,23 +36,24 @@ class ShardLoss(nn.Module):
         self._measures = measures
         self._precision = job.precision
         self._device = device
-        self.anchor: nn.Parameter | None = None
+        self.carrier: Carrier | None = None
+        self.carried: nn.Parameter | None = None
         self._reduced: list[nn.Parameter] = []
         self.found = Found()
 
-    def prepare(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool) -> list[str]:
+    def prepare(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool, num_carried: int) -> list[str]:
         """Prepare to be wrapped by DDP; returns the names of the parameters `ignored`, for DDP to ignore.
 
-        With `looks_for_unused`, DDP finds the parameters that no worker used. A worker without rows uses none,
-        but must use one for its backward to reach DDP. So every worker uses the anchor in every step.
+        A carrier then brings `num_carried` numbers to the other workers. With `looks_for_unused`, DDP finds the
+        parameters that no worker used. A worker without rows uses none, but must use one for its backward to reach
+        DDP. So every worker uses the carrier in every step.
         """
         names = {id(one) for one in ignored}
-        reduced = [one for one in self.model.parameters() if one.requires_grad and id(one) not in names]
-        if looks_for_unused or not reduced:
-            first = next(one for one in self.model.parameters() if one.requires_grad)
-            self.anchor = nn.Parameter(torch.zeros(ANCHOR_SIZE, dtype=first.dtype, device=first.device))
-            reduced = [self.anchor]
-        self._reduced = reduced
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        self._reduced = [] if looks_for_unused else [one for one in trained if id(one) not in names]
+        if num_carried or not self._reduced:
+            self.carrier = Carrier(num_carried, trained[0].device)
+            self.carried = self.carrier.parameter
         return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
 
     def forward(self, batch: Any, rows: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ class ShardLoss(nn.Module):
         Raises ModelError if the loss depends on no trained parameter.
         """
         if rows == 0:
-            return ZeroLoss.apply(*self._reduced)  # type: ignore[no-untyped-call,no-any-return]
+            return self._carrying(zero_loss(self._reduced, self._device))
         with autocast(self._precision, self._device):
             step_output = run_step(self._step, self.model, batch)
             loss = self._measures.loss(step_output, rows)
@@ -71,11 +71,21 @@ class ShardLoss(nn.Module):
         self.found.step_output = step_output
         if not loss.sum.requires_grad:
             raise ModelError("the loss does not depend on any parameter that is trained")
-        return loss.sum if self.anchor is None else Anchored.apply(loss.sum, self.anchor)  # type: ignore[no-untyped-call]
+        return self._carrying(loss.sum)
+
+    def _carrying(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.carrier is None else self.carrier.through(loss)
+
+
+def zero_loss(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
+    """The loss of a worker without rows: zero, with a zero gradient for each of the parameters, if there are any."""
+    if not parameters:
+        return torch.zeros((), device=device)
+    return ZeroLoss.apply(*parameters)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class ZeroLoss(torch.autograd.Function):
-    """The loss of a worker without rows: zero, with a zero gradient for each of `parameters`."""
+    """Zero, with a zero gradient for each of `parameters`."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
@@ -87,19 +97,3 @@ class ZeroLoss(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Negative zeros: added to another worker's gradient, they change no bit."""
         return tuple(zeros_that_add_nothing(parameter) for parameter in ctx.saved_tensors)
-
-
-class Anchored(torch.autograd.Function):
-    """The loss unchanged, with a backward that also reaches `anchor`, with a zero gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        """The loss unchanged, as a view of it."""
-        ctx.save_for_backward(anchor)
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss's own gradient, and zeros for the anchor."""
-        (anchor,) = ctx.saved_tensors
-        return gradients[0], torch.zeros_like(anchor)

@@ -157,7 +157,7 @@ class Trainer:
         `batches` gives the next shards' sample indices and batches. `on_shard` gets each shard with its batch and
         output. `wants_stop` asks all workers to stop. Raises ModelError, naming step and shard, for user errors.
         """
-        stats = Stats(split.shards, 1 + len(self.measure_names), self._world.device)
+        stats = Stats(split.shards, 1 + len(self.measure_names), self._world)
         if wants_stop:
             stats.vote()
         with advised(self._job, f"step {step}", _size_of(split, shards), lambda: self._that_fit(split)):
@@ -176,7 +176,7 @@ class Trainer:
         self, split: Split, step: int, shards: Sequence[Shard], batches: Iterator[tuple[Indices, Any]]
     ) -> list[float]:
         """The sum and weight of a step's loss, and then of each metric: the step without its update."""
-        stats = Stats(split.shards, 1 + len(self.measure_names), self._world.device)
+        stats = Stats(split.shards, 1 + len(self.measure_names), self._world)
         with advised(self._job, f"step {step}", _size_of(split, shards)):
             self._gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.real)
         self._optimizer_step.skip()

@@ -25,6 +25,7 @@ from dp_ray.replica.loss_watch import LossWatch, NotFinite
 from dp_ray.replica.model import build_model
 from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction
+from dp_ray.replica.stats import Stats
 from dp_ray.replica.step import Metrics, build_step
 from dp_ray.replica.step_clock import Part, TimedStep, clock_on
 from dp_ray.replica.stop_vote import StopVote
@@ -79,11 +80,12 @@ def test_a_training_of_a_thousand_steps_is_that_of_one_stream(
     assert bits(tmp_path / "streams") == bits(tmp_path / "one stream")
 
 
-def reduced_by_ddp(self: BatchGradient, shards: Any, batches: Any) -> DdpReduction:
+def reduced_by_ddp(self: BatchGradient, shards: Any, batches: Any, stats: Stats) -> DdpReduction:
     """The reduction of several workers, for a group of one: the hook, its thread and its stream."""
     parameters = list(self._parameters.values())
     sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
-    return DdpReduction(self._loss, sums, self._world, self._parameters, self._sparse, False)
+    given = self._loss, sums, self._world, self._parameters, self._sparse
+    return DdpReduction(*given, False, stats.numbers.numel())
 
 
 @pytest.mark.parametrize("bitwise", [True, False])

@@ -1,0 +1,95 @@
+"""Numbers that are summed over the workers with the gradients: to the bit, and those of a worker without rows too."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dp_ray.job import Job
+from dp_ray.replica.carrier import Carrier
+from tests.support.group import Stopped, StopsBefore, history_of, run_group
+
+CPU = torch.device("cpu")
+PAIRS: dict[str, Any] = {
+    "task": "train",
+    "model": {"target": "tests.support.training:mlp"},
+    "dataset": {"target": "tests.support.training:Pairs"},
+    "loss": "torch.nn:CrossEntropyLoss",
+    "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1}},
+    "workers": 3,
+}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=20),
+    st.permutations(range(4)),
+)
+def test_numbers_of_one_worker_each_arrive_with_their_bits(cells: list[tuple[int, int]], order: list[int]) -> None:
+    """Any bits: NaNs with a payload, -0, the smallest numbers. Their places may be summed in any order of workers."""
+    bits = np.zeros((4, len(cells)), np.int64)
+    for place, (worker, number) in enumerate(cells):
+        bits[worker, place] = number
+    gradients = []
+    for own in bits:
+        carrier, parameter = Carrier(len(cells), CPU), torch.ones(3, requires_grad=True)
+        carrier.load(torch.from_numpy(own.view(np.float64)))
+        carrier.through((2 * parameter).sum()).backward()  # type: ignore[no-untyped-call]
+        assert parameter.grad is not None
+        assert carrier.parameter.grad is not None
+        assert parameter.grad.tolist() == [2, 2, 2]
+        gradients.append(carrier.parameter.grad)
+    told = torch.zeros(len(cells), dtype=torch.float64)
+    last = Carrier(len(cells), CPU)
+    last.load(told)
+    last.parameter.grad = sum((gradients[at] for at in order), torch.zeros_like(gradients[0]))
+    last.unload()
+    assert told.numpy().view(np.int64).tolist() == bits.sum(0).tolist()
+    assert last.parameter.grad is None
+
+
+def test_a_carrier_without_a_load_gives_zeros_and_loads_anew_in_each_step() -> None:
+    carrier = Carrier(2, CPU)
+    for number in (None, 1.5, None, 2.5):
+        numbers = torch.tensor([0.0, number or 0.0], dtype=torch.float64)
+        if number is not None:
+            carrier.load(numbers)
+        carrier.through(torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+        assert carrier.parameter.grad is not None
+        assert carrier.parameter.grad.any() == (number is not None)
+        numbers[1] = 0.0
+        carrier.unload()
+        assert numbers.tolist() == [0.0, number or 0.0]
+
+
+class OneAsks(StopsBefore):
+    """The last worker asks for a stop, from a step on; the others do not know."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(-1)
+        self._from, self._now = step, 0
+
+    def before(self, step: int) -> None:
+        self._now = step
+
+    @property
+    def wants_stop(self) -> bool:  # type: ignore[override]
+        return dist.get_rank() == dist.get_world_size() - 1 and self._now >= self._from
+
+    def leave(self) -> None:
+        raise Stopped
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"bitwise": True}, {"find_unused_parameters": True}, {"workers": 2, "shards": 4}]
+)
+def test_a_worker_that_never_has_rows_is_heard(tmp_path: Path, keys: dict[str, Any]) -> None:
+    job = Job.make({**PAIRS, "batch_size": 2, "shards": 3, **keys}, "run")
+    run_group(job, tmp_path, OneAsks(3))
+    (kept,) = (tmp_path / "checkpoints").iterdir()
+    assert 4 <= int(kept.stem.removeprefix("step-")) <= 6, "all stopped soon after the step in which one asked"
+    assert len(history_of(tmp_path)) == int(kept.stem.removeprefix("step-"))
