@@ -63,6 +63,16 @@ class Scheduler(Target):
         """Whether it is torch's ReduceLROnPlateau, by its name: torch is not imported for that."""
         return self.label == "torch.optim.lr_scheduler:ReduceLROnPlateau"
 
+    @property
+    def most_steps(self) -> int | None:
+        """How often torch's OneCycleLR can be stepped, by its args; None for others, which have no end."""
+        if self.label != "torch.optim.lr_scheduler:OneCycleLR":
+            return None
+        total, epochs, steps = (self.args.get(name) for name in ("total_steps", "epochs", "steps_per_epoch"))
+        if isinstance(total, int):
+            return total
+        return epochs * steps if isinstance(epochs, int) and isinstance(steps, int) else None
+
 
 def _metric(value: Any) -> Any:
     """The short form `best: eval_loss` as a mapping."""

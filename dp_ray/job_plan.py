@@ -4,8 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
+from dp_ray.job_parts import Scheduler
 from dp_ray.plan.plan import Checkpoints, Due, Evaluations, PlacedBlock, Plan, remarks
 from dp_ray.plan.profiled import profiled_of
+from dp_ray.plan.scheduled import num_scheduled, too_short
 from dp_ray.plan.shard_counts import what_auto_does
 from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.text import counted
@@ -72,6 +74,7 @@ def _skipped(job: Job) -> Iterator[str]:
 def _check(job: Job, split: Split) -> None:
     _check_profile(job, split)
     _check_skip(job, split)
+    _check_scheduler(job, split)
     if split.steps == 0:
         raise DataError(
             f"drop_last: drops all {split.rows} rows, because batch_size is {split.batch_size}; "
@@ -92,6 +95,15 @@ def _check_skip(job: Job, split: Split) -> None:
         raise JobError(f"skip: there is no sample {last}: the dataset has {split.rows}, counted from 0")
     if len(job.skipped) == split.rows:
         raise JobError(f"skip: leaves out all {split.rows} samples of the dataset; leave some of them in")
+
+
+def _check_scheduler(job: Job, split: Split) -> None:
+    """Raise JobError if the scheduler ends before the training: one that is stepped further raises an error."""
+    if not isinstance(job.scheduler, Scheduler) or split.steps == 0:
+        return
+    most, needed = job.scheduler.most_steps, num_scheduled(split, job.scheduler.per)
+    if most is not None and most < needed:
+        raise JobError(too_short(most, needed, job.scheduler.per))
 
 
 def _check_profile(job: Job, split: Split) -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.job_parts import Optimizer, Scheduler
 from dp_ray.job_target import Target
+from dp_ray.plan.scheduled import num_scheduled, too_short
+from dp_ray.plan.split import Split
 from dp_ray.replica.model import check_has_shape
 from dp_ray.replica.targets import bind, check_gives
 from dp_ray.replica.user_code import raising
@@ -160,6 +162,14 @@ class Schedule:
     def lengths(self) -> str:
         """The schedulers that may depend on the training's length, with their own: `CosineAnnealingLR: T_max 30`."""
         return ", ".join(_scheduler_lengths(self.scheduler))
+
+    def check_lasts(self, split: Split, done: int) -> None:
+        """Raise JobError if the scheduler, a OneCycleLR, ends before the training, of which `done` steps are done."""
+        if not isinstance(self.scheduler, OneCycleLR):
+            return
+        left, needed = self.scheduler.total_steps - self.scheduler.last_epoch, num_scheduled(split, self._per, done)
+        if left < needed:
+            raise JobError(too_short(left, needed, self._per))
 
     def after_step(self) -> None:
         """Step the scheduler if the job steps it once a step."""

@@ -30,8 +30,16 @@ def restore(
     """Load the training's state: of its newest checkpoint, else of `init_from`, else that of step 0.
 
     With `until`, of the newest checkpoint of so many steps or fewer; only a model that is not sharded takes it.
-    Raises JobError if a checkpoint's steps hold other samples than this job's.
+    Raises JobError if a checkpoint's steps hold other samples than this job's, or if the scheduler ends too soon.
     """
+    train_state = _restored(job, trainer, split, cut, run, send, until)
+    trainer.schedule.check_lasts(split, train_state.step)
+    return train_state
+
+
+def _restored(
+    job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, send: Send, until: int | None
+) -> TrainState:
     checkpoints = run.child(CHECKPOINTS)
 
     def fits(about: dict[str, Any]) -> str | None:
