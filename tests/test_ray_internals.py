@@ -24,6 +24,7 @@ import dp_ray
 from dp_ray.cluster.ray_internals.agents import OPTION
 from dp_ray.cluster.ray_internals.core import (
     AGENTS,
+    CONNECTS_SOON,
     DEFAULT_WORKER,
     WITHOUT_SPARE_WORKERS,
     WITHOUT_TASK_EVENTS,
@@ -435,7 +436,7 @@ def test_ray_says(text: str) -> None:
 
 def test_ray_has_a_program_for_workers_and_settings_for_them() -> None:
     assert DEFAULT_WORKER.is_file()
-    for setting in (*WITHOUT_SPARE_WORKERS, *WITHOUT_TASK_EVENTS):
+    for setting in (*WITHOUT_SPARE_WORKERS, *WITHOUT_TASK_EVENTS, *CONNECTS_SOON):
         assert setting.encode() in (RAY / "core/src/ray/raylet/raylet").read_bytes()
 
 

@@ -38,6 +38,9 @@ DEFAULT_WORKER = Path(ray._private.__path__[0]) / "workers" / "default_worker.py
 WITHOUT_SPARE_WORKERS = {"prestart_worker_first_driver": False}
 # Only a dashboard would show them. Each process that leaves, the driver too, would wait 0.25 s to send its last ones.
 WITHOUT_TASK_EVENTS = {"task_events_report_interval_ms": 0}
+# The raylet connects to its own object store half a millisecond after it has begun to start it. Where that is not
+# there yet, Ray would wait a second before it tries again. In all, both try for ten seconds.
+CONNECTS_SOON = {"raylet_client_connect_timeout_milliseconds": 10, "raylet_client_num_connect_attempts": 1000}
 _GCS = "--gcs-address="  # an argument of each raylet
 
 
@@ -56,7 +59,11 @@ def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None
             include_dashboard=False,
             log_to_driver=logs,
             _temp_dir=folder,
-            _system_config={**WITHOUT_TASK_EVENTS, **({} if fork_server is None else WITHOUT_SPARE_WORKERS)},
+            _system_config={
+                **WITHOUT_TASK_EVENTS,
+                **CONNECTS_SOON,
+                **({} if fork_server is None else WITHOUT_SPARE_WORKERS),
+            },
             **keys,
         )
 
