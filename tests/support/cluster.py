@@ -22,7 +22,10 @@ OURS = f"DP_RAY_TESTS_{os.getpid()}"  # an environment variable of all processes
 # Of `ray start`: no process for each CPU with the first driver; none would ever be used, since jobs ship their code.
 # Nor do processes wait 0.25 s at their end to tell a dashboard of their tasks.
 SELDOM = {"REPORTER_UPDATE_INTERVAL_MS": "60000"}  # of an agent, which looks at each process of its node every 5 s
-SYSTEM_CONFIG = json.dumps({"prestart_worker_first_driver": False, "task_events_report_interval_ms": 0})
+# Nor does a node wait a second where its object store is not there yet.
+SETTINGS = {"prestart_worker_first_driver": False, "task_events_report_interval_ms": 0}
+SOON = {"raylet_client_connect_timeout_milliseconds": 10, "raylet_client_num_connect_attempts": 1000}
+SYSTEM_CONFIG = json.dumps({**SETTINGS, **SOON})
 
 
 @dataclass(frozen=True)
