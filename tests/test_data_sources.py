@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import threading
 from decimal import Decimal
 from pathlib import Path
@@ -260,13 +261,36 @@ def test_a_footer_is_read_once_for_all_row_groups(tmp_path: Path, monkeypatch: p
     assert len(pickle.dumps(dataset)) < 10_000, "footers are not sent along"
 
 
-def test_a_missing_value_is_an_error_that_names_its_column(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a": [1, None], "b": [[1.0], [None]]}), tmp_path / "a.parquet")
-    assert Parquet(tmp_path)[0]["a"] == 1
-    with pytest.raises(DataError, match="column 'a' has no value"):
-        Parquet(tmp_path, columns=["a"])[1]
-    with pytest.raises(DataError, match="lacks a value in its middle"):
-        Parquet(tmp_path, columns=["b"])[1]
+def test_a_missing_value_is_an_error_that_names_its_file_row_and_column(tmp_path: Path) -> None:
+    """In the second file of two, of several row groups: rows are counted from the file's first."""
+    rows = 7
+    for name in ("a", "b"):
+        numbers: list[int | None] = list(range(rows))
+        lists: list[Any] = [[1.0, 2.0] for _ in range(rows)]
+        nested: list[Any] = [[[1.0], [2.0]] for _ in range(rows)]
+        if name == "b":
+            numbers[5], lists[4], nested[3] = None, [None, 2.0], [[1.0], [None]]
+        table = pa.table({"number": numbers, "list": lists, "nested": nested})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=3)
+    for column, row, says in (
+        ("number", 5, "column 'number' has no value"),
+        ("list", 4, "column 'list': a list lacks a value in its middle"),
+        ("nested", 3, "column 'nested': a list lacks a value in its middle"),
+    ):
+        dataset = Parquet(tmp_path, columns=[column])
+        assert len([dataset[at] for at in range(2 * rows) if at != rows + row]) == 2 * rows - 1
+        told = re.escape(f"row {row} of {tmp_path / 'b.parquet'}, counted from 0: {says}")
+        for indices in ([rows + row], [row - rows], [rows + row, 0], list(range(2 * rows))):
+            with pytest.raises(DataError, match=told):
+                dataset.__getitems__(indices)
+        with pytest.raises(DataError, match=told):
+            dataset.read_columns_beside([0, rows + row], [], [column])
+
+
+def test_a_missing_value_of_a_text_file_is_told_by_its_row(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1.0,0\n2.0,1\n,1\n")
+    with pytest.raises(DataError, match=r"row 2 of \S+a\.csv, counted from 0: column 'x' has no value"):
+        Csv(tmp_path / "a.csv").__getitems__([0, 2])
 
 
 def test_nested_values_are_tensors_lists_and_dicts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -10,6 +11,8 @@ from torch.utils.data import Dataset
 
 from dp_ray.data.cache import Cache
 from dp_ray.data.files import File, pins_of
+from dp_ray.data.values import MissingValue
+from dp_ray.errors import DataError
 
 CACHE_BYTES = 256 << 20
 
@@ -57,9 +60,24 @@ class Blocks(Dataset[Item], Generic[Source]):
         """The samples at these indices, in their order. Raises IndexError, and DataError if a file is damaged."""
         items: list[Item] = [{}] * len(indices)
         for places, read, rows in self._by_block(indices):
-            for place, item in zip(places, self._items(read, rows), strict=True):
+            with self._placed(indices[places[0]]):
+                found = self._items(read, rows)
+            for place, item in zip(places, found, strict=True):
                 items[place] = item
         return items
+
+    @contextmanager
+    def _placed(self, index: int) -> Iterator[None]:
+        """Name the file and the row of a value that is missing in the block of the sample at an index."""
+        try:
+            yield
+        except MissingValue as error:
+            number = int(np.searchsorted(self._starts, index % len(self), side="right")) - 1
+            file, first = self._blocks[number].file, number
+            while first and self._blocks[first - 1].file is file:
+                first -= 1
+            row = self._starts[number] - self._starts[first] + error.row
+            raise DataError(f"row {row} of {file}, counted from 0: {error}") from None
 
     def _by_block(self, indices: Sequence[int]) -> Iterator[tuple[Rows, Any, Rows]]:
         """For each block that holds samples at the indices: their places among these, what it holds, their rows."""

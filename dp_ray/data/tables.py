@@ -58,7 +58,8 @@ class Table(Blocks[Source]):
         found: dict[str, Column] = {}
         items: list[Item] = [{}] * len(indices)
         for places, block, rows in self._by_block(indices):
-            given = block.some(rows, beside)
+            with self._placed(indices[places[0]]):
+                given = block.some(rows, beside)
             if given is None or not self._place(found, places, block, rows, len(indices), names):
                 return None
             for place, item in zip(places, given, strict=True):

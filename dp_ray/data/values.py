@@ -14,6 +14,14 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 Values = Callable[[Rows], list[Any]]
 
 
+class MissingValue(DataError):
+    """A value that no batch can hold is missing; `row` is that of the table. A dataset says where it lies."""
+
+    def __init__(self, text: str, row: int) -> None:
+        super().__init__(text)
+        self.row = row
+
+
 def values_of(name: str, column: pa.ChunkedArray) -> Values:
     """A function that gives the values of rows of a column: a list with one for each.
 
@@ -21,19 +29,24 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
     numbers are tensors of that type, nested ones too if their inner lists have one length. Text is a str, binary data
     bytes. Structs are dicts. Times, dates and decimals are Python's own objects.
 
-    The function raises DataError for a missing value, which no batch can hold.
+    The function raises MissingValue for a missing value, also for one in the middle of a list.
     """
     array = _one(column)
     is_dictionary = isinstance(column.type, pa.DictionaryType)
     give = _values(array.type if is_dictionary else column.type)(array)
-    if not array.null_count:
+    if not array.null_count and not _is_list(array.type):
         return give
     missing = array.is_null().to_numpy(zero_copy_only=False)
 
     def checked(rows: Rows) -> list[Any]:
-        if missing[rows].any():
-            raise DataError(f"column {name!r} has no value; fill it, leave the row out, or leave the column out")
-        return give(rows)
+        lacking = np.flatnonzero(missing[rows])
+        if lacking.size:
+            row = int(rows[lacking[0]])
+            raise MissingValue(f"column {name!r} has no value; fill it, leave the row or the column out", row)
+        try:
+            return give(rows)
+        except MissingValue as error:
+            raise MissingValue(f"column {name!r}: {error}", error.row) from None
 
     return checked
 
@@ -116,13 +129,28 @@ def _lists(array: pa.Array) -> Values:
     if not (is_flat or _is_list(inner)):
         return _each(lambda value: value.as_py())(array)
     if not is_flat or array.values.null_count:
-        return _each(lambda value: _tensor(value.values))(array)
+        return _nested(array)
     numbers, starts = array.values.to_numpy(zero_copy_only=False), _starts(array)
     sizes = np.diff(starts)
     if len(sizes) and sizes[0] and (sizes == sizes[0]).all():
         table = numbers[starts[0] : starts[-1]].reshape(len(sizes), sizes[0])
         return lambda rows: list(torch.from_numpy(table[rows]).unbind())
     return lambda rows: [torch.from_numpy(numbers[starts[row] : starts[row + 1]].copy()) for row in rows.tolist()]
+
+
+def _nested(array: pa.Array) -> Values:
+    """Nested lists, or those in which a value may be missing, one by one."""
+
+    def give(rows: Rows) -> list[Any]:
+        found = []
+        for row in rows.tolist():
+            try:
+                found.append(_tensor(array[row].values))
+            except DataError as error:
+                raise MissingValue(str(error), row) from None
+        return found
+
+    return give
 
 
 def _starts(array: pa.Array) -> Rows:
