@@ -48,13 +48,18 @@ def job_of(values: dict[str, Any], overrides: Mapping[str, Any], default_name: s
 def job_from(job: Job | str | os.PathLike[str] | None, keys: Mapping[str, Any]) -> Job:
     """The job of `dp_ray.run`: a Job, a job file or nothing, with `keys` in place of its own.
 
-    A job without a name is named by the time.
+    A job without a name is named by the time. Raises JobError for anything else.
     """
     by_time = time.strftime("run-%Y%m%d-%H%M%S-") + f"{time.time_ns() % 10**6:06}"
     if job is None:
         return Job.make(keys, by_time)
     if isinstance(job, Job):
         return job if job.name and not keys else Job.make({**dict(job), **keys}, by_time)
+    if not isinstance(job, str | os.PathLike):
+        raise JobError(
+            f"job: must be a Job or the path of a job file, got a {type(job).__qualname__}; the keys of a job are "
+            "keywords: dp_ray.run(**keys)"
+        )
     return load_job(Path(job), keys)
 
 

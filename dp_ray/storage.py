@@ -101,6 +101,11 @@ class Storage:
         with self._named("cannot be listed"):
             return not self.fs.get_file_info(pafs.FileSelector(self.path, allow_not_found=True))
 
+    def is_file(self) -> bool:
+        """Whether there is a file in place of the folder."""
+        with self._named("cannot be looked at"):
+            return bool(self.fs.get_file_info(self.path).is_file)
+
     def names(self) -> list[str]:
         """The names of the files in the folder, sorted, without unfinished ones."""
         selector = pafs.FileSelector(self.path, allow_not_found=True)

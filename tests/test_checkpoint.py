@@ -208,3 +208,12 @@ def test_weights_of_torchs_own_files_and_of_another_model(tmp_path: Path) -> Non
         read_start(run_of(tmp_path), str(tmp_path / "none.safetensors"))
     with pytest.raises(JobError, match="holds neither checkpoints nor weights"):
         read_start(run_of(tmp_path), str(tmp_path))
+    with pytest.raises(JobError, match=r"none does not exist, or is empty: give a run of task train, or a file"):
+        read_start(run_of(tmp_path), str(tmp_path / "none"))
+    torch.save({"epoch": 3, "model": model.state_dict()}, tmp_path / "own.pt")
+    own, _ = read_start(run_of(tmp_path), str(tmp_path / "own.pt"))
+    (tmp_path / "job.yaml").write_text("task: train")
+    with pytest.raises(JobError, match=r"job.yaml is no file of weights: give a run of task train, or a file"):
+        read_start(run_of(tmp_path), str(tmp_path / "job.yaml"))
+    with pytest.raises(ModelError, match=r"(?s)own.pt are not this model's.*it holds weights in 'model': save that"):
+        load_weights(other, own, "own.pt")

@@ -287,6 +287,16 @@ def test_a_missing_value_is_an_error_that_names_its_file_row_and_column(tmp_path
             dataset.read_columns_beside([0, rows + row], [], [column])
 
 
+def test_columns_of_one_name_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,x,y\n1,2,0\n3,4,1\n")
+    with pytest.raises(DataError, match=r"a\.csv: has several columns of the name x; give each a name of its own"):
+        Csv(tmp_path / "a.csv")
+    table = pa.table([[1, 2], [3, 4]], names=["x", "x"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: has several columns of the name x"):
+        Parquet(tmp_path)
+
+
 def test_a_missing_value_of_a_text_file_is_told_by_its_row(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1.0,0\n2.0,1\n,1\n")
     with pytest.raises(DataError, match=r"row 2 of \S+a\.csv, counted from 0: column 'x' has no value"):
@@ -552,7 +562,9 @@ def test_folders_of_images_with_classes_and_without(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"loose.png: is in no folder that names its class"):
         Images(tmp_path, classes=True)
     (tmp_path / "loose.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"loose.png: is no image, or is damaged"):
+    with pytest.raises(
+        DataError, match=r"loose.png: is no image, or is damaged: cannot identify the format of the image$"
+    ):
         list(Images(tmp_path))
 
 

@@ -140,3 +140,9 @@ def test_a_watched_metric_is_measured_or_an_element_of_one() -> None:
     for name in ("eval_f1", "recall_0", "eval_loss_0", "loss"):
         with pytest.raises(JobError, match=r"checkpoint\.best\.metric: must be one that eval measures \(eval_loss"):
             make(**TRAIN, metrics=metrics, checkpoint={"best": name})
+
+
+@pytest.mark.parametrize("given", [{"task": "predict"}, 5, ["job.yaml"]])
+def test_what_is_no_job_is_told(given: Any) -> None:
+    with pytest.raises(JobError, match=rf"got a {type(given).__name__}; the keys of a job are keywords"):
+        job_from(given, {})

@@ -24,11 +24,15 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     `bytes`, as Hugging Face stores images, is taken too. Raises DataError if Pillow is missing.
     """
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise DataError(f"images need Pillow: pip install 'dp-ray[images]': {error}") from None
     encoded = value["bytes"] if isinstance(value, Mapping) else value
-    with Image.open(io.BytesIO(encoded)) as opened:
+    try:
+        given = Image.open(io.BytesIO(encoded))
+    except UnidentifiedImageError:  # which would show where the bytes lie in memory
+        raise UnidentifiedImageError("cannot identify the format of the image") from None
+    with given as opened:
         rgb = opened if opened.mode == "RGB" else opened.convert("RGB")  # which copies it
         if size is not None:
             rgb = rgb.resize(size[::-1], Image.Resampling.BILINEAR)

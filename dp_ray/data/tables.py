@@ -1,6 +1,7 @@
 """Parquet and Arrow files as map-style datasets: an item is a dict of the row's columns."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -187,7 +188,14 @@ class Arrow(ColumnFiles):
 
 
 def check_columns(file: File, there: Sequence[str], wanted: Sequence[str] | None) -> None:
-    """Raise DataError, which names those that there are, if a file lacks a wanted column."""
+    """Raise DataError, which names those that there are, if a file lacks a wanted column, or has one twice."""
+    check_once(file, there)
     for name in wanted or ():
         if name not in there:
             raise DataError(f"{file}: has no column {name!r}{did_you_mean(name, there)}; it has {listed(there)}")
+
+
+def check_once(file: File, names: Sequence[str]) -> None:
+    """Raise DataError if several columns of a file have one name."""
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise DataError(f"{file}: has several columns of the name {listed(twice)}; give each a name of its own")

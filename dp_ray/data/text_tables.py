@@ -17,7 +17,7 @@ from dp_ray.data.blocks import CACHE_BYTES, Block
 from dp_ray.data.decode import Decode
 from dp_ray.data.files import File, Paths, find_files, in_threads
 from dp_ray.data.stretches import Stretch, index_of, read_in_pieces, read_stretch, serialized
-from dp_ray.data.tables import Table, check_columns
+from dp_ray.data.tables import Table, check_columns, check_once
 from dp_ray.errors import DataError, JobError
 
 Rows = np.ndarray[Any, Any]
@@ -66,6 +66,7 @@ class TextTable(Table[Stretch]):
         found, schemas = [], []
         for start, text in _whole_rows(file, ends, len(head)):
             table = self._parse(head + text, None)
+            check_once(file, table.column_names)
             found.append(Stretch(start, start + len(text), len(table)))
             schemas.append(table.schema)
         return found, serialized(_joined(schemas))

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import pickle
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from dp_ray.rundir.pieces import PIECES, names_of
 from dp_ray.rundir.weights_files import INDEXES, WEIGHTS, files_of, open_index, weights_name
 from dp_ray.storage import Storage
 from dp_ray.tensors.file import parse_tensors, read_text
+from dp_ray.text import listed
 
 BEST = "best.safetensors"
 EMA = "ema.safetensors"
@@ -65,8 +67,14 @@ def find_start(location: str) -> tuple[Storage, str, str]:
         return storage, CHECKPOINTS, name_of(steps[-1])
     if weights := weights_name(storage):
         return storage, "", weights
+    what = f"holds neither checkpoints nor {WEIGHTS}"
+    if storage.is_file():
+        what = "is no file of weights"
+    elif storage.is_empty():
+        what = "does not exist, or is empty"
+    kinds = listed([".safetensors", INDEXES, *TORCH_FILES])
     raise JobError(
-        f"init_from: {location} holds neither checkpoints nor {WEIGHTS}: give a run of task train, or a file"
+        f"init_from: {location} {what}: give a run of task train, or a file of weights, by its end: {kinds}"
     )
 
 
@@ -154,7 +162,19 @@ def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise ModelError(f"the weights of {where} are not this model's: {error}") from None
+        raise ModelError(f"the weights of {where} are not this model's: {error}{_inside(weights)}") from None
+
+
+def _inside(weights: Mapping[str, Any]) -> str:
+    """A hint if one of the values is what holds the weights, as in a checkpoint of the user's own."""
+    holds = [key for key, one in weights.items() if isinstance(one, Mapping) and _are_tensors(one)]
+    return (
+        f"; it holds weights in {holds[0]!r}: save that alone, torch.save(found[{holds[0]!r}], file)" if holds else ""
+    )
+
+
+def _are_tensors(values: Mapping[str, Any]) -> bool:
+    return bool(values) and all(isinstance(one, torch.Tensor) for one in values.values())
 
 
 def _split_location(location: str) -> tuple[Storage, str]:
