@@ -14,7 +14,7 @@ from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.monitor.message_of import message_of
-from dp_ray.monitor.messages import Started, WorkerReady
+from dp_ray.monitor.messages import HERE, Started, WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.replica.world import World
 from dp_ray.rundir.claim import RunDir
@@ -35,18 +35,18 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
     """
     devices = devices_here(job)
     world = World(device=devices[0], all_devices=devices)
-    monitor.take(WorkerReady("here", world, os.getpid(), ()))
+    monitor.take(WorkerReady(HERE, world, os.getpid(), ()))
 
     one_at_a_time = threading.Lock()  # a recorder's thread sends reports, the task's thread the rest
 
     def send(what: Any) -> None:
         with one_at_a_time:
-            monitor.take(message_of("here", what))
+            monitor.take(message_of(HERE, what))
             monitor.tick()
 
     def started(step: int) -> None:
         with one_at_a_time:
-            monitor.take(Started("here", 0, step))
+            monitor.take(Started(HERE, 0, step))
 
     control = DriverStepControl(started)
 

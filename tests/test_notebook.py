@@ -88,7 +88,7 @@ def test_the_progress_is_one_line_and_no_line_has_the_name(notebook: Notebook) -
     (start,) = (at for at, line in enumerate(lines) if line.startswith("run directory "))
     assert [re.sub(r" [\d.]+( s,.*)?$| \S*run-[^ /]+(/report.html)?$", " _", line) for line in lines[start:]] == [
         "run directory _",
-        "1 worker on 1 node (cpu)",
+        "in this process (cpu)",
         *(f"epoch {epoch}, step {step}: epoch_loss _" for epoch, step in enumerate((15, 31, 47))),
         "step 48/48, 288 rows, finishing",
         "done, 3 epochs of 96 rows in _",

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from dp_ray.errors import DataError, Error, ModelError
 from dp_ray.job import Job
 from dp_ray.plan.order import Order
+from dp_ray.replica.data import next_batch
 from dp_ray.replica.world import World
 from dp_ray.results.merged import Merged
 from dp_ray.results.proof import prove_outputs
@@ -227,9 +228,21 @@ def test_processes_in_the_midst_of_a_read_are_ended_within_a_second_or_two(tmp_p
 
 def test_a_process_of_a_loader_that_was_killed_is_told_by_step_and_shard(tmp_path: Path) -> None:
     job = job_of(models.Linear(), Hangs(ends=True), workers=1, loader={"processes": 1, "context": "fork"})
-    says = r"step \d, shard 0: a process of the loader has ended in the midst of its work \(pid.* \d+\)"
+    says = r"step \d, shard 0: a process of the loader has ended in the midst of its work( \(pid.* \d+\))?, as where"
     with pytest.raises(DataError, match=says):
         run_alone(job, tmp_path)
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "reset"), FileNotFoundError(2, "no socket")])
+def test_a_process_that_was_killed_before_its_tensors_were_fetched_is_told(error: Exception) -> None:
+    """A batch's memory is asked for from the process that made it, which may be gone by then."""
+
+    def batches() -> Iterator[Any]:
+        raise error
+        yield
+
+    with pytest.raises(DataError, match="a process of the loader has ended in the midst of its work, as where"):
+        next_batch(batches())
 
 
 def test_one_number_a_shard_cannot_be_merged(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ def beat_interval(world_size: int) -> float:
     return max(BEAT_SECONDS, world_size / 1000)
 
 
+HERE = "here"  # the attempt of a run without workers
+
+
 @dataclass(frozen=True)
 class WorkerReady:
     """A worker has its rank, node and device, and is about to start the task."""

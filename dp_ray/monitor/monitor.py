@@ -11,6 +11,7 @@ from dp_ray.monitor.hangs import Hangs, NodeControl
 from dp_ray.monitor.interruptions import Interruptions, interruption_of
 from dp_ray.monitor.job_end import JobEnd
 from dp_ray.monitor.messages import (
+    HERE,
     Beat,
     Failed,
     FaultInjected,
@@ -153,7 +154,7 @@ class Monitor:
         self._hangs.watch(workers)
         self._interruptions.begin(len(workers))
         worlds = [one.world for one in workers]
-        self._console.say(_where(worlds))
+        self._console.say(_where(worlds, is_here=worker.attempt == HERE))
         self._reports.begin(worlds, len(self.incidents.world_sizes) - 1)
         self.progress.start(worlds)
         for shapes in self._attempts.kept():
@@ -188,7 +189,9 @@ class Monitor:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _where(worlds: Sequence[World]) -> str:
-    """Where workers run: `2 workers on 1 node (cpu)`."""
+def _where(worlds: Sequence[World], is_here: bool) -> str:
+    """Where workers run: `2 workers on 1 node (cpu)`, or `in this process (cpu)`."""
     places = f"{counted(len(worlds), 'worker')} on {counted(len({world.node for world in worlds}), 'node')}"
-    return f"{places} ({', '.join(sorted({str(world.device) for world in worlds}))})"
+    return (
+        f"{'in this process' if is_here else places} ({', '.join(sorted({str(world.device) for world in worlds}))})"
+    )

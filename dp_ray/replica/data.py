@@ -29,7 +29,7 @@ from dp_ray.replica.skipping import NOTHING, Skipping, filled_batches, filled_sh
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads
 from dp_ray.replica.targets import build_dataset, dataset_seed, resolve
-from dp_ray.replica.user_code import read_many, said
+from dp_ray.replica.user_code import loader_has_ended, read_many, said
 from dp_ray.replica.whole_columns import WholeColumns, whole_columns
 from dp_ray.tensors.nested import flatten, map_leaves, sizes
 from dp_ray.tensors.raw import moved
@@ -41,7 +41,7 @@ Pick: TypeAlias = Callable[[Any], Any]
 
 
 def next_batch(loaded: Iterator[Batch]) -> Batch:
-    """The next batch; raises the error that a loader process sent in its place."""
+    """The next batch; raises the error that a loader process sent in its place, or DataError if one has ended."""
     try:
         batch = next(loaded)
     except RuntimeError as error:
@@ -49,6 +49,8 @@ def next_batch(loaded: Iterator[Batch]) -> Batch:
             raise
         what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
         raise DataError(f"{what}; set loader.pin_memory: false") from error
+    except (EOFError, ConnectionError, FileNotFoundError) as error:  # its tensor was to be fetched from a process
+        raise loader_has_ended() from error
     if not isinstance(batch[1], LoaderError):
         return batch
     told = batch[1]

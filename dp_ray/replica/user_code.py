@@ -67,9 +67,14 @@ def ended_loader(error: BaseException) -> DataError | None:
     found = _ENDED_LOADER.search(str(error))
     if found is None or not isinstance(error, RuntimeError):
         return None
+    return loader_has_ended(f" ({found['who']})")
+
+
+def loader_has_ended(who: str = "") -> DataError:
+    """What to raise if a process of a DataLoader has ended; `who` names it."""
     return DataError(
-        f"a process of the loader has ended in the midst of its work ({found['who']}), as where the system kills one "
-        "because memory, or /dev/shm, is full: take fewer loader.processes or a smaller loader.prefetch"
+        f"a process of the loader has ended in the midst of its work{who}, as where the system kills one because "
+        "memory, or /dev/shm, is full: take fewer loader.processes or a smaller loader.prefetch"
     )
 
 
