@@ -27,7 +27,7 @@ from dp_ray.replica.reducer import ShardSums
 from dp_ray.replica.reduction import DdpReduction
 from dp_ray.replica.stats import Stats
 from dp_ray.replica.step import Metrics, build_step
-from dp_ray.replica.step_clock import Part, TimedStep, clock_on
+from dp_ray.replica.step_clock import Part, StepClock, TimedStep, clock_on
 from dp_ray.replica.stop_vote import StopVote
 from dp_ray.replica.trainer import Trainer
 from dp_ray.replica.world import World
@@ -60,7 +60,7 @@ def test_the_loaders_copies_are_whole_and_stay_until_they_are_computed(device: t
     assert torch.stack(sums).tolist() == [size * (size - 1) // 2 + size * step for step in range(STEPS)]
 
 
-def on_one_stream(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def on_one_stream(batches: Iterator[Any], device: torch.device, _: StepClock | None = None) -> Iterator[Any]:
     """What `on_device` is to be equal to: each copy in the computing stream, and waited for."""
     for indices, batch in batches:
         moved = [leaf.to(device) for leaf in batch]
