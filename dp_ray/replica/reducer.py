@@ -248,7 +248,8 @@ class TreeReducer(Reducer):
                 future.set_result(self._exchange(flat, flats))
                 return
             stream = self._stream(flat.device)
-            with torch.cuda.stream(stream):
+            # A new thread's current GPU is cuda:0: to come back to it would make a context there, half a gigabyte.
+            with torch.cuda.device(flat.device), torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 for one in flats:
                     one.record_stream(stream)  # so that backward does not reuse their memory before they are sent
