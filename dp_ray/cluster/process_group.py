@@ -9,14 +9,14 @@ import ray
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.errors import WorkerError
+from dp_ray.errors import JobError, WorkerError
+from dp_ray.replica.failed_collective import Cause, error_of, failed_collective
 from dp_ray.replica.freed_memory import free_memory
-from dp_ray.replica.world import World
+from dp_ray.replica.world import World, form_group
 from dp_ray.system.environment import environment
 from dp_ray.task.step_control import StopRequested
 
-TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it; `timeouts.step` is usually shorter
-STORE_TIMEOUT = timedelta(seconds=60)
+STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
 
 T = TypeVar("T")
 
@@ -28,9 +28,10 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
     """The default process group of the job's workers while the block runs.
 
     Rank 0 holds the store. If the block raises, but for StopRequested, the group stays: peers may wait in it, and the
-    process is about to end. Raises WorkerError if the group cannot be formed.
+    process is about to end. Raises WorkerError if the group cannot be formed, and JobError if a mistake in
+    the job is why.
     """
-    store = _checked(lambda: _open_store(channel, attempt, world), world)
+    store = _checked(lambda: _open_store(channel, attempt, world))
     places = {
         "RANK": world.rank,
         "WORLD_SIZE": world.world_size,
@@ -42,7 +43,7 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
         "ACCELERATE_TORCH_DEVICE": world.device,
     }
     with environment({name: str(value) for name, value in places.items()}):
-        _checked(lambda: _form(backend, store, world), world)
+        _checked(lambda: form_group(backend, store, world))
         try:
             yield
         except StopRequested:
@@ -60,16 +61,18 @@ def _leave(channel: Any, attempt: str, world: World) -> None:
     dist.destroy_process_group()
 
 
-def _form(backend: str, store: TCPStore, world: World) -> None:
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=TIMEOUT)
-
-
-def _checked(form: Callable[[], T], world: World) -> T:
+def _checked(form: Callable[[], T]) -> T:
     try:
         return form()
+    except ValueError as error:  # of `device_id`
+        raise JobError(f"devices: {error}") from error
     except RuntimeError as error:
-        says = str(error).splitlines()[0]
-        raise WorkerError(f"{world}: the process group could not be formed: {says}") from error
+        failed = failed_collective(error)
+        if failed is None:  # of CUDA, as where the GPU is in use
+            raise
+        may_be_lost = failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
+        told = WorkerError(failed.line) if may_be_lost else error_of(failed)
+        raise type(told)(f"the process group could not be formed: {told}") from error
 
 
 def _open_store(channel: Any, attempt: str, world: World) -> TCPStore:

@@ -9,6 +9,7 @@ import torch
 from dp_ray.errors import ModelError
 from dp_ray.job import Job
 from dp_ray.plan.split import chunk_sizes
+from dp_ray.replica.failed_collective import Cause, failed_collective, text_of
 from dp_ray.replica.user_code import it_got
 from dp_ray.replica.world import World
 from dp_ray.text import counted, listed
@@ -43,7 +44,7 @@ def advised(
     except (RuntimeError, ModelError) as error:
         if not is_out_of_memory(error):
             raise
-        said = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {error}"
+        said = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {text_of(error)}"
         more = shards_that_fit() if size is not None and size.rows > 1 else None
         raise ModelError(f"{said.rstrip('.')}; {advice(job, size, more)}") from error
 
@@ -65,7 +66,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if error is None:
         return False
     told = isinstance(error, RuntimeError) and any(text in str(error) for text in TEXTS)
-    return isinstance(error, torch.OutOfMemoryError) or told or is_out_of_memory(error.__cause__)
+    collective = failed_collective(error)
+    of_nccl = collective is not None and collective.cause is Cause.OUT_OF_MEMORY
+    return isinstance(error, torch.OutOfMemoryError) or told or of_nccl or is_out_of_memory(error.__cause__)
 
 
 def advice(job: Job, size: ShardSize | None, more: int | None = None) -> str:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from dp_ray.plan.reduction_tree import Node, climb, fold, leaf_pairs, nodes, parents
 from dp_ray.plan.split import worker_shards
-from dp_ray.replica.world import begin_sum
+from dp_ray.replica.world import begin_sum, new_group
 from dp_ray.tensors.layout import is_dense
 
 Gradients = list[torch.Tensor | None]
@@ -156,7 +156,7 @@ class TreeReducer(Reducer):
         self._plans: dict[int, list[list[Node]]] = {}
         self._last: Node | None = None
         # A thread issues these collectives. All ranks must issue those of one group in one order: hence an own group.
-        self._group = dist.new_group() if world_size > 2 else None
+        self._group = new_group() if world_size > 2 else None
         self._thread = ThreadPoolExecutor(1, "reduce")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # one a GPU: a model may be on several
 

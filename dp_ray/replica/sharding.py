@@ -23,7 +23,7 @@ from dp_ray.replica.scatter import Gather, Round, SumScatter, TreeScatter
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sparse import make_gradients_dense
 from dp_ray.replica.targets import build, resolve
-from dp_ray.replica.world import CPU, World
+from dp_ray.replica.world import CPU, World, new_group
 from dp_ray.tensors.shards import local
 from dp_ray.text import listed
 
@@ -194,7 +194,7 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     if dtypes[0] is not None:
         model.register_forward_pre_hook(_casting(dtypes[0]), with_kwargs=True)
     # Of the CPUs: to ask over GPUs would wait for the whole forward.
-    current = Round(group=dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None)
+    current = Round(group=new_group("gloo") if dist.get_backend() == "nccl" else None)
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
             _set_collectives(module, job, current, name.removeprefix("model."))

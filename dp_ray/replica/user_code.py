@@ -10,7 +10,7 @@ import torch
 
 from dp_ray.errors import DataError, Error, JobError, ModelError
 from dp_ray.plan.split import Shard
-from dp_ray.replica.world import is_lost_peer
+from dp_ray.replica.failed_collective import passes, text_of
 from dp_ray.text import listed
 
 Loaded = TypeVar("Loaded")
@@ -25,14 +25,14 @@ def raising(
 ) -> Iterator[None]:
     """Turn an exception of the block into a `kind` of Error: `loss raised ValueError: ...`, then the hint.
 
-    dp_ray's own errors pass unchanged. So does the loss of another worker, if `kind` is ModelError.
+    dp_ray's own errors pass unchanged. So does a failed collective, as of a lost worker, if `kind` is ModelError.
     """
     try:
         yield
     except Error:
         raise
     except (Exception, SystemExit) as error:
-        if kind is ModelError and is_lost_peer(error):
+        if kind is ModelError and passes(error):
             raise
         if (ended := ended_loader(error)) is not None:
             raise ended from None
@@ -52,7 +52,7 @@ def at(where: str) -> Iterator[None]:
             placed.add_note(note)
         raise placed from error
     except (Exception, SystemExit) as error:
-        if is_lost_peer(error):
+        if passes(error):
             raise
         if (ended := ended_loader(error)) is not None:
             raise DataError(f"{where}: {ended}") from None
@@ -102,7 +102,7 @@ def place(shard: Shard) -> str:
 
 def said(what: str, error: BaseException, hint: str = "") -> str:
     """The message of an error: what raised, the exception's type and text, and the hint."""
-    text = str(error).rstrip("." if hint else None)
+    text = text_of(error).rstrip("." if hint else None)
     return f"{what} raised {type(error).__name__}" + (f": {text}" if text else "") + hint
 
 

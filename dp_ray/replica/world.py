@@ -1,18 +1,20 @@
 """A worker's place among the others (rank, node, devices), and collectives that also work in one process."""
 
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.errors import DataError
 from dp_ray.system.waiting import waiting
 
 CPU = torch.device("cpu")
+TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it; `timeouts.step` is usually shorter
 
 
 @functools.cache
@@ -49,22 +51,44 @@ class World:
         return f"rank {self.rank} on {self.node}"
 
 
-# gloo's errors are plain RuntimeErrors, and so is any error of a communication hook: only the text tells them apart.
-_LOST = re.compile(r"gloo|NCCL|Connection (reset|closed) by peer")
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether the error is a failed collective: another worker is lost, or the connection to it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
-
-
 def begin_sum(tensor: torch.Tensor) -> dist.Work:
     """Start to sum a tensor over all workers, in place; `dist.all_reduce` does the same after many checks."""
     group = dist.group.WORLD
     assert group is not None
     return group.allreduce([tensor])
+
+
+def form_group(backend: str, store: TCPStore, world: World) -> None:
+    """Form the group of the workers that have the store open.
+
+    The store waits longer from then on: a collective may need it, and workers come to one minutes apart.
+    """
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=TIMEOUT,
+        device_id=bound_gpu(backend, world),
+    )
+    store.set_timeout(TIMEOUT)
+
+
+def bound_gpu(backend: str, world: World) -> torch.device | None:
+    """The GPU for which NCCL connects at once, not in the first collective; None if it has to wait for that.
+
+    Where a worker has several GPUs, NCCL connects for each one that is used: a group bound to one refuses the others.
+    """
+    gpus = {one for one in world.devices if one.type == "cuda"}
+    if "nccl" not in backend or len(gpus) != 1 or not dist.is_nccl_available():
+        return None
+    (gpu,) = gpus
+    return gpu if gpu.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def new_group(backend: str | None = None) -> Any:
+    """Another group of all workers, with the same time-out: NCCL's default is 10 minutes. Every rank calls this."""
+    return dist.new_group(backend=backend, timeout=TIMEOUT)
 
 
 def has_peers() -> bool:

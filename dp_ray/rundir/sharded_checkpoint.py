@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dp_ray.errors import StorageError
 from dp_ray.replica.average import weights_of_average
-from dp_ray.replica.world import World, broadcast, gathered
+from dp_ray.replica.world import World, broadcast, gathered, new_group
 from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, CheckpointWriter, name_of, steps_of, unpack
 from dp_ray.rundir.pieces import PIECES, described, open_pieces, piece_name, stored_in
 from dp_ray.rundir.weights import BEST, TORCH_FILES, check_pinned, file_of, pin_start, read_torch
@@ -34,7 +34,7 @@ class ShardedWriter(CheckpointWriter):
         self._world = world
         self._shapes: dict[str, list[int]] = {}
         # Two groups: the thread's collectives must not mix with the loop's.
-        self._votes, self._commits = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+        self._votes, self._commits = new_group("gloo"), new_group("gloo")
         if world.rank == 0:
             for folder in (checkpoints, checkpoints.child(PIECES)):
                 folder.create()

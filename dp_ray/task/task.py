@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import torch
 
-from dp_ray.errors import WorkerError
 from dp_ray.job import Job
+from dp_ray.replica.failed_collective import error_of, failed_in_group
 from dp_ray.replica.rng import preserved
 from dp_ray.replica.strategy import group_of_one
-from dp_ray.replica.world import World, is_lost_peer
+from dp_ray.replica.world import World
 from dp_ray.storage import Storage
 from dp_ray.system.environment import environment
 from dp_ray.task.deterministic_algorithms import SWITCH, deterministic_algorithms, use_deterministic_algorithms
@@ -39,7 +39,7 @@ def run_task(
     A job with `shards: auto` has no number of shards yet: it finds it, and does nothing else.
     `rows_on_driver` has the lengths of the datasets, by their keys, as the driver found them.
     Raises StopRequested if it stopped between two steps because `control` asked for it, and WorkerError if another
-    worker was lost.
+    worker was lost. Raises JobError if the workers cannot talk to each other because of a mistake in the job.
     """
     tasks = {"predict": predict_outputs, "evaluate": evaluate, "train": train}
     task = find_shards if job.finds_shards else tasks[job.task]
@@ -47,9 +47,9 @@ def run_task(
         try:
             task(job.for_task(), world, run, send, control or StepControl(), rows_on_driver or {})
         except RuntimeError as error:
-            if not is_lost_peer(error):
+            if (failed := failed_in_group(error)) is None:
                 raise
-            raise WorkerError(f"another worker was lost: {str(error).splitlines()[0]}") from error
+            raise error_of(failed) from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dp_ray.job_plan import split_of
 from dp_ray.plan.split import Split
@@ -30,7 +33,7 @@ from dp_ray.replica.step import Metrics, build_step
 from dp_ray.replica.step_clock import Part, StepClock, TimedStep, clock_on
 from dp_ray.replica.stop_vote import StopVote
 from dp_ray.replica.trainer import Trainer
-from dp_ray.replica.world import World
+from dp_ray.replica.world import TIMEOUT, World, form_group, new_group
 from dp_ray.task.notices import Measured
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support.group import history_of
@@ -139,6 +142,24 @@ def test_a_group_of_one_gives_what_no_group_gives(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     found.append(of_run(run_here(job, tmp_path / "none"), tmp_path / "none"))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_group_connects_to_its_gpu_when_it_is_formed(device: torch.device, backend: str) -> None:
+    """A second group, and one of the CPUs, can be made of a group that is bound to its GPU."""
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+    is_gpu = device.type == "cuda"
+    form_group(backend if is_gpu else "gloo", store, World(device=device, all_devices=(device,)))
+    try:
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD.bound_device_id == (device if is_gpu else None)
+        assert store.timeout == TIMEOUT
+        for group, at in ((None, device), (new_group(), device), (new_group("gloo"), torch.device("cpu"))):
+            ones = torch.ones(3, device=at)
+            dist.all_reduce(ones, group=group)
+            assert ones.tolist() == [1.0] * 3
+    finally:
+        dist.destroy_process_group()
 
 
 def of_run(sent: list[Any], folder: Path) -> Any:
