@@ -13,7 +13,7 @@ Bytes that one of W workers sends for a bucket of B bytes, if each worker's shar
 for 2 and 4 workers, and if W is a power of two that divides the shards.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -299,6 +299,32 @@ def _layout(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
     """Size and strides of a parameter's gradient in its bucket."""
     like = parameter.detach() if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
     return like.size(), like.stride()
+
+
+def keep_strides(parameters: Iterable[nn.Parameter]) -> None:
+    """Give the parameters' gradients the strides of their buckets where these differ for dimensions of size 1 alone.
+
+    Those reach no element, so a gradient may have any: oneDNN and cuDNN give that of a depthwise or 1x1 convolution
+    others than its weight has. DDP compares them all, and warns of a cost that there is not. Strides that do differ
+    stay, and so does DDP's warning.
+    """
+    for parameter in parameters:
+        if 1 in parameter.size():
+            parameter.register_post_accumulate_grad_hook(_keeping(*_layout(parameter)))  # type: ignore[no-untyped-call]
+
+
+def _keeping(size: torch.Size, strides: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
+    reached = [number for number, length in enumerate(size) if length != 1]
+
+    def hook(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
+            return
+        found = gradient.stride()
+        if found != strides and all(found[number] == strides[number] for number in reached):
+            gradient.as_strided_(size, strides)
+
+    return hook
 
 
 def _in_own_dtype(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

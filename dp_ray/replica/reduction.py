@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.plan.reduction_tree import Node
-from dp_ray.replica.reducer import Reducer, ShardSums, SumReducer, TreeReducer
+from dp_ray.replica.reducer import Reducer, ShardSums, SumReducer, TreeReducer, keep_strides
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sparse import sum_over_workers
 from dp_ray.replica.world import World, begin_sum, is_gpu
@@ -121,6 +121,8 @@ class DdpReduction(Reduction):
         how = on_last, self.waits_later
         self._reducer: Reducer = SumReducer(*how) if sums is None else TreeReducer(sums, *ranks, *how)
         self._ddp.register_comm_hook(None, self._reducer.hook)
+        left_out = {id(one) for one in sparse}
+        keep_strides(one for one in parameters.values() if id(one) not in left_out)
 
     def begin(self, shards: Sequence[int], filled: int) -> None:
         """Begin a step, in the hook too."""

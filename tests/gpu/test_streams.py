@@ -39,6 +39,7 @@ from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support.group import history_of
 from tests.support.training import Pairs
 
+IMAGES = {"target": "tests.support.training:Images"}
 STEPS = 1000
 ROWS, WIDTH = 64, 1024
 
@@ -109,6 +110,21 @@ def test_a_thousand_steps_through_the_reducers_stream_are_those_without_it(
     run_here(job_on(device, **keys), tmp_path / "reduced")
     if bitwise:
         assert bits(tmp_path / "reduced") == bits(tmp_path / "plain")
+    ours, theirs = (history_of(tmp_path / name)[10]["loss"] for name in ("reduced", "plain"))
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_ddp_says_nothing_of_strides_that_reach_no_element(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, group_of_one: None, bitwise: bool
+) -> None:
+    """The model makes DDP's warning an error."""
+    job = job_on(
+        device, {"target": "tests.test_gradient_strides:Depthwise"}, dataset=IMAGES, bitwise=bitwise, shards=3
+    )
+    run_here(job, tmp_path / "plain")
+    monkeypatch.setattr(BatchGradient, "_build_reduction", reduced_by_ddp)
+    run_here(job, tmp_path / "reduced")
     ours, theirs = (history_of(tmp_path / name)[10]["loss"] for name in ("reduced", "plain"))
     assert ours == pytest.approx(theirs, rel=1e-3)
 
