@@ -149,12 +149,15 @@ def test_a_bitwise_job_compiles_for_every_shape_or_fails(monkeypatch: pytest.Mon
         return graph.forward
 
     job = job_of("mlp", bitwise=True, compile=True)
+    cuts = torch._dynamo.config.optimize_ddp
     with compiling(job):
+        assert not torch._dynamo.config.optimize_ddp, "it would cut the graphs of several workers"
         model = torch.compile(mlp(), dynamic=False, backend=backend)
         for rows in range(1, 21):
             model(torch.zeros(rows, 6))
     torch.compiler.reset()
     assert len(compiled_shapes) == 20
+    assert torch._dynamo.config.optimize_ddp == cuts
     monkeypatch.setattr("dp_ray.task.task.KERNELS", 3)
     other = torch.compile(mlp(), dynamic=False, backend=backend)
     with compiling(job):

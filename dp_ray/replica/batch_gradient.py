@@ -18,7 +18,7 @@ from dp_ray.replica.out_of_memory import shapes_told
 from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.reducer import ShardSums
-from dp_ray.replica.reduction import DdpReduction, Reduction, Work, check_one_type
+from dp_ray.replica.reduction import DdpReduction, Reduction, Work, check_one_type, for_trial
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sharded import Sharded
@@ -173,27 +173,28 @@ class BatchGradient:
     def _counted(self, shard: Shard, batch: Any) -> Flops:
         """The operations of a row of a shard, counted in a trial that changes no state."""
         self._buffers.begin(2)
-        counted = functools.partial(self._try, shard, batch)
+        counted = functools.partial(self._try, self._loss, shard, batch)
         flops = counted_flops(counted, shard.rows, self._job, self._world.device)
         self._buffers.restore()
         self._optimizer_step.optimizer.zero_grad()
         return flops
 
-    def _try(self, shard: Shard, batch: Any) -> None:
+    def _try(self, replica: nn.Module, shard: Shard, batch: Any) -> None:
         """Forward and backward of a shard on this worker alone."""
-        _backward(self._forward(self._loss, shard, batch), place(shard), batch)
+        _backward(self._forward(replica, shard, batch), place(shard), batch)
 
     def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
         """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
         found = torch.zeros(1, device=self._world.device)
         self._buffers.begin(2)
-        for shard, batch in zip(shards, batches, strict=True):
-            if not shard.rows:
-                found += 1  # it cannot show that all parameters are used
-                continue
-            self._try(shard, batch)
-            sparse = {id(one) for one in self._sparse}
-            found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
+        with for_trial(self._loss, self._sparse, self._job.compile) as replica:
+            for shard, batch in zip(shards, batches, strict=True):
+                if not shard.rows:
+                    found += 1  # it cannot show that all parameters are used
+                    continue
+                self._try(replica, shard, batch)
+                sparse = {id(one) for one in self._sparse}
+                found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
         self._buffers.restore()
         self._optimizer_step.optimizer.zero_grad()
         with waiting("the other workers' first shards"):

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -192,6 +192,21 @@ def check_one_type(parameters: Iterable[nn.Parameter]) -> None:
         raise JobError(
             f"devices: must be of one type if there are several workers, got {' and '.join(sorted(types))}"
         )
+
+
+@contextmanager
+def for_trial(loss: ShardLoss, sparse: Sequence[nn.Parameter], is_compiled: bool) -> Iterator[nn.Module]:
+    """The replica of a trial before the steps, whose gradients stay on this worker; every rank calls this.
+
+    A compiled model is called within a DDP, as in the steps. There torch cuts the model's graph where DDP's buckets
+    end, so that DDP sums a bucket during the backward. Compiled elsewhere, the graph would stay whole in the steps.
+    """
+    if not is_compiled:
+        yield loss
+        return
+    ddp = wrapped(loss, sparse, finds_unused=False, num_carried=0)
+    with ddp.no_sync():
+        yield ddp
 
 
 def wrapped(

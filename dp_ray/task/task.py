@@ -104,13 +104,14 @@ def deterministic(job: Job) -> Iterator[None]:
 
 @contextmanager
 def compiling(job: Job) -> Iterator[None]:
-    """For a compiled bitwise job: compile a kernel for every shard shape, or raise an error.
+    """For a compiled bitwise job: compile a kernel for every shard shape, or raise an error; each is one graph.
 
-    By default torch stops compiling after a few shapes; workers that saw more shapes would compute differently.
+    By default torch stops compiling after a few shapes; workers that saw more shapes would compute differently. And
+    it cuts a graph where DDP's buckets end; a single worker has no DDP, and other graphs round otherwise.
     """
     if not job.compile or not job.bitwise:
         yield
         return
     limits = {"recompile_limit": KERNELS, "accumulated_recompile_limit": 16 * KERNELS}
-    with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True}):
+    with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True, "optimize_ddp": False}):
         yield
