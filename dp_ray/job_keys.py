@@ -80,8 +80,8 @@ class WorkerKeys(Strict):
     )
     gpus_per_worker: Literal["auto"] | NonNegativeFloat = Field(
         default="auto",
-        description="GPUs of each worker. auto: 1 if the cluster has GPUs, else 0. 2 or more: for a model over "
-        "several GPUs. 0.5: two workers share a GPU, and communicate by gloo.",
+        description="GPUs of each worker. auto: 1 if the cluster has GPUs or its autoscaler may add some, else 0. "
+        "2 or more: for a model over several GPUs. 0.5: two workers share a GPU, and communicate by gloo.",
     )
     cpus_per_worker: NonNegativeFloat = Field(
         default=1,

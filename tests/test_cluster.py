@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from unittest import mock
 import psutil
 import pytest
 import ray
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster as SeveralNodes
@@ -22,9 +24,9 @@ from dp_ray.cluster import connect
 from dp_ray.cluster.connect import in_ray_job
 from dp_ray.cluster.network import interface_of
 from dp_ray.cluster.ray_internals import forked_worker
-from dp_ray.cluster.ray_internals.core import wants_token
+from dp_ray.cluster.ray_internals.core import types_in, wants_token
 from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
-from dp_ray.cluster.resources import capacity_for, free_for
+from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
 from dp_ray.cluster.workers import backend_of
 from dp_ray.errors import ClusterError
 from dp_ray.job import Job
@@ -93,6 +95,51 @@ def test_only_nodes_of_the_accelerator_type_count() -> None:
 def test_what_others_use_is_not_free(each: dict[str, float], free: dict[str, float], fit: int) -> None:
     nodes = [{"CPU": 5.0, "GPU": 2.0}, {"CPU": 5.0, "GPU": 2.0}]
     assert free_for(each, nodes, free, "PACK", None) == fit
+
+
+def test_node_types_are_read_from_a_clusters_file() -> None:
+    file = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    assert types_in(file) == (NodeType("gpus", {"CPU": 48, "GPU": 4}, 4),)
+    file["max_workers"] = 3
+    del file["available_node_types"]["gpus"]["max_workers"]
+    assert [one.max_count for one in types_in(file)] == [3]
+    assert types_in({}) == ()
+
+
+GPUS, CPUS = NodeType("gpus", {"CPU": 8, "GPU": 4}, 3), NodeType("cpus", {"CPU": 8}, 9)
+
+
+@pytest.mark.parametrize(
+    ("types", "up", "added"),
+    [
+        ([GPUS], ["head"], 3),
+        ([GPUS], ["head", "gpus", "gpus"], 1),
+        ([GPUS], ["gpus"] * 5, 0),
+        ([GPUS, CPUS], [""], 3 + 5),
+        ([replace(GPUS, max_count=-1)], [], 5),
+        ([], ["head"], 0),
+    ],
+)
+def test_an_autoscaler_adds_nodes_up_to_the_most_of_each_type(
+    types: list[NodeType], up: list[str], added: int
+) -> None:
+    assert len(addable(types, up, 5)) == added
+
+
+@pytest.mark.parametrize(
+    ("up", "types", "gpus"),
+    [
+        (4, None, 1),
+        (0, None, 0),
+        (0, (), 0),
+        (0, (CPUS,), 0),
+        (0, (CPUS, GPUS), 1),
+        (0, (replace(GPUS, max_count=-1),), 1),
+        (0, (replace(GPUS, max_count=0),), 0),
+    ],
+)
+def test_gpus_that_may_be_added_count_for_auto(up: float, types: tuple[NodeType, ...] | None, gpus: int) -> None:
+    assert gpus_by_default(up, types) == gpus
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 4))

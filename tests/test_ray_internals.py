@@ -7,11 +7,13 @@ name what is private in Ray. The second part names each private thing, one test 
 import ast
 import importlib
 import inspect
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ import pytest
 import ray
 
 import dp_ray
+from dp_ray.cluster import connect
+from dp_ray.cluster.connect import check_fits, connected, without_gpus, worker_resources
 from dp_ray.cluster.ray_internals.agents import OPTION
 from dp_ray.cluster.ray_internals.core import (
     AGENTS,
@@ -32,8 +36,10 @@ from dp_ray.cluster.ray_internals.core import (
     forget_variables,
 )
 from dp_ray.cluster.ray_internals.variables import AUTH_MODE, AUTH_TOKEN
+from dp_ray.errors import ClusterError
+from dp_ray.sessions import worker_keys
 from dp_ray.system.folders import own_folder, short_folder
-from tests.support.cluster import ROOT
+from tests.support.cluster import ROOT, end, free_port, wait_for_port
 from tests.support.sources import nodes_of
 from tests.support.within import within
 
@@ -62,6 +68,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.node:Node.start_monitor": (),
     "ray._private.node:Node.start_raylet": (),
     "ray._private.parameter:RayParams.update_if_absent": None,
+    "ray._private.ray_constants:DEBUG_AUTOSCALING_STATUS": None,
     "ray._private.ray_constants:PROCESS_TYPE_DASHBOARD_AGENT": None,
     "ray._private.ray_constants:PROCESS_TYPE_RUNTIME_ENV_AGENT": None,
     "ray._private.ray_constants:RAY_RUNTIME_ENV_IGNORE_GITIGNORE": None,
@@ -72,8 +79,10 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.utils:get_dashboard_dependency_error": (),
     "ray._private.state:available_resources_per_node": (),
     "ray._private.state:state.get_draining_nodes": (),
+    "ray._private.state:state.get_cluster_config": (),
     "ray._private.state:state.get_max_resources_from_cluster_config": (),
     "ray._private.utils:get_entrypoint_name": (),
+    "ray._private.worker:global_worker": None,
     "ray._private.worker:_worker_logs_enabled": None,
     "ray._raylet:AuthenticationTokenLoader.instance": (),
     "ray._raylet:AuthenticationTokenLoader.reset_cache": None,
@@ -81,14 +90,17 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._raylet:GcsClient": None,
     "ray._raylet:InnerGcsClient.get_all_node_info": (),
     "ray._raylet:InnerGcsClient.drain_node": ("node_id", "reason", "reason_message", "deadline_timestamp_ms"),
+    "ray._raylet:InnerGcsClient.get_cluster_status": ("timeout_s",),
     "ray._raylet:InnerGcsClient.internal_kv_del": ("key", "del_by_prefix", "namespace"),
     "ray._raylet:InnerGcsClient.internal_kv_get": ("key", "namespace"),
+    "ray._raylet:RAY_NODE_GROUP_KEY": None,
     "ray._raylet:RAY_NODE_ID_KEY": None,
     "ray.autoscaler._private.util:prepare_config": ("config",),
     "ray.autoscaler._private.util:validate_config": ("config",),
     "ray.air._internal.device_manager:get_torch_device_manager_by_context": (),
     "ray.core.generated.autoscaler_pb2:DrainNodeReason.Value": None,
     "ray.core.generated.autoscaler_pb2:DRAIN_NODE_REASON_PREEMPTION": None,
+    "ray.core.generated.autoscaler_pb2:GetClusterStatusReply.FromString": None,
     "ray.core.generated.gcs_service_pb2:GetClusterIdRequest": None,
     "ray.core.generated.gcs_service_pb2_grpc:NodeInfoGcsServiceStub": ("channel",),
     "ray.job_submission:JobSubmissionClient._do_request": ("method", "endpoint", "data"),
@@ -224,6 +236,21 @@ USED: dict[str, tuple[str, str]] = {
     "the coordinator of a scaling policy": (
         "ray.train.v2._internal.execution.scaling_policy:ScalingPolicy",
         "self._coordinator_client: ",
+    ),
+    "the client of the head": ("ray._private.worker:connect", "worker.gcs_client = node.get_gcs_client()"),
+    "the monitor's cluster file": (
+        "ray._private.services:start_monitor",
+        'command.append("--autoscaling-config=" + str(autoscaling_config))',
+    ),
+    "the monitor's folder": ("ray._private.services:start_monitor", 'f"--logs-dir={logs_dir}",'),
+    "the report of the first autoscaler": (
+        "ray.autoscaler._private.monitor:Monitor._run",
+        'status["autoscaler_report"] = asdict(autoscaler_summary)',
+    ),
+    "the types in it": ("ray.autoscaler._private.autoscaler:StandardAutoscaler.summary", "node_type_mapping="),
+    "a type of a node that no autoscaler added": (
+        "ray.autoscaler._private.util:format_readonly_node_type",
+        '"node_{}".format(node_id)',
     ),
     "a raylet knows its cluster": ("ray._private.services:start_raylet", '"--gcs-address='),
     "packages by HTTP": ("ray.job_submission:JobSubmissionClient._package_exists", "self._do_request"),
@@ -544,3 +571,79 @@ print(ray.get(value.options(runtime_env={"env_vars": {"MARK": "7"}}).remote(), t
         line = [sys.executable, "-c", code, folder]
         done = subprocess.run(line, capture_output=True, text=True, timeout=150)
     assert done.stdout.splitlines() == ["None 1", "7 0"], done.stderr
+
+
+@pytest.fixture
+def autoscaling() -> Iterator[str]:
+    """A head of four CPUs, and an autoscaler that adds at most two nodes of two GPUs, which nobody built.
+
+    `ray.cluster_utils.AutoscalingCluster` would do the same, but it ends all other Rays of the machine.
+    """
+    port, head = free_port(), "f" * 51 + "00000"
+    provider = {
+        "type": "external",
+        "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+        "launch_multiple": True,
+        "head_node_id": head,
+        "gcs_address": f"127.0.0.1:{port}",
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+    }
+    types: dict[str, Any] = {
+        "ray.head.default": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 0},
+        "gpus": {"resources": {"CPU": 4, "GPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+    }
+    lists = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands")
+    lists += ("head_setup_commands", "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
+    file: dict[str, Any] = {name: [] for name in lists}
+    file |= {"cluster_name": "fake", "max_workers": 4, "idle_timeout_minutes": 9, "upscaling_speed": 1.0, "auth": {}}
+    file |= {"provider": provider, "available_node_types": types, "head_node_type": "ray.head.default"}
+    file |= {"docker": {}, "file_mounts": {}, "file_mounts_sync_continuously": False}
+    environment = {
+        **os.environ,
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_FAKE_CLUSTER": "1",
+        # As `ray up` sets them on the head.
+        "RAY_enable_autoscaler_v2": "1",
+        "RAY_CLOUD_INSTANCE_ID": head,
+        "RAY_NODE_TYPE_NAME": "ray.head.default",
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": head,
+    }
+    with tempfile.TemporaryDirectory(prefix="auto-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        Path(folder, "cluster.json").write_text(json.dumps(file))
+        line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+        line += ["--num-cpus=4", "--num-gpus=0", f"--autoscaling-config={folder}/cluster.json"]
+        line += [f"--temp-dir={folder}", "--include-dashboard=false", "--disable-usage-stats"]
+        line += [f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
+        line += ["--min-worker-port=0", "--max-worker-port=0"]
+        environment["RAY_TMPDIR"] = folder
+        with (
+            open(f"{folder}/log", "wb") as log,
+            subprocess.Popen(line, stdout=log, stderr=log, cwd="/", env=environment) as process,
+        ):
+            try:
+                wait_for_port(port, process)
+                yield f"127.0.0.1:{port}"
+            finally:
+                end(process)
+
+
+@pytest.mark.ray
+def test_gpu_nodes_that_an_autoscaler_may_add_are_the_clusters(
+    autoscaling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a folder that is quickly sent
+    two, five = (worker_keys({"workers": workers}) for workers in (2, 5))
+    each = {"CPU": 1, "GPU": 1}
+    with connected(two, autoscaling, False):
+        assert within(30, lambda: worker_resources(two) == each), "the autoscaler reports within seconds"
+        assert without_gpus(two, each) is None
+        assert re.fullmatch(
+            "2 workers need .* room for 0 workers.*; waiting for the autoscaler", str(check_fits(two, each))
+        )
+        with pytest.raises(ClusterError, match=r"5 GPU .*all nodes that its autoscaler may add it has room for 4;"):
+            check_fits(five, each)
+        monkeypatch.setattr(connect, "node_types", lambda: None)  # as with KubeRay, whose file is elsewhere
+        assert worker_resources(two) == {"CPU": 1}
+        assert "set gpus_per_worker: 1 to have it add GPU nodes" in str(without_gpus(two, {"CPU": 1}))
+        assert re.fullmatch("5 workers need .*; waiting for the autoscaler", str(check_fits(five, each)))

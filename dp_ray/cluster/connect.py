@@ -21,9 +21,11 @@ from dp_ray.cluster.ray_internals.core import (
     autoscales,
     find_users_token,
     forget_variables,
+    node_types,
     raylets_hushed,
     shown_as,
     start_local,
+    type_of,
     wants_token,
 )
 from dp_ray.cluster.ray_internals.variables import (
@@ -34,7 +36,7 @@ from dp_ray.cluster.ray_internals.variables import (
     TRAIN_ENVIRONMENT,
     USE_TLS,
 )
-from dp_ray.cluster.resources import Resources, capacity_for, free_for, text_of, times
+from dp_ray.cluster.resources import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
 from dp_ray.errors import ClusterError
 from dp_ray.job_keys import WorkerKeys
 from dp_ray.system.environment import environment, is_env, without_values
@@ -173,12 +175,31 @@ def train_environment() -> Iterator[None]:
 
 
 def worker_resources(keys: WorkerKeys) -> dict[str, float]:
-    """The resources of one worker; `gpus_per_worker: auto` is 1 if the cluster has GPUs and the job no `devices`."""
+    """The resources of one worker.
+
+    `gpus_per_worker: auto` is 1 if the cluster has GPUs, or its autoscaler may add some, and the job no `devices`.
+    """
     gpus = keys.gpus_per_worker
     if gpus == "auto":
-        gpus = 1 if ray.cluster_resources().get("GPU", 0) > 0 and keys.devices is None else 0
+        gpus = 0 if keys.devices is not None else _gpus_by_default()
     wanted = {"CPU": keys.cpus_per_worker, "GPU": gpus, **keys.resources_per_worker}
     return {name: amount for name, amount in wanted.items() if amount}
+
+
+def _gpus_by_default() -> int:
+    up = ray.cluster_resources().get("GPU", 0)
+    return gpus_by_default(up, node_types() if not up and autoscales() else None)
+
+
+def without_gpus(keys: WorkerKeys, each: Resources) -> str | None:
+    """What to tell of workers with the resources `each` that take no GPU, where an autoscaler might add some."""
+    is_by_default = keys.gpus_per_worker == "auto" and keys.devices is None and "GPU" not in each
+    if not (is_by_default and autoscales() and node_types() is None):
+        return None
+    return (
+        "gpus_per_worker: auto takes no GPU, since no GPU node is up, and which nodes the autoscaler may add is not "
+        "known here: the workers run on CPUs; set gpus_per_worker: 1 to have it add GPU nodes"
+    )
 
 
 def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
@@ -191,10 +212,16 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
             f"({text_of(each)} each, {keys.placement}); the cluster of {len(nodes)} nodes has "
             f"{text_of(_total(nodes, each))}, room for {capacity} workers{_too_large(each, nodes)}"
         )
+        advice = "ask for fewer workers, or for less for each"
         if not autoscales():
-            raise ClusterError(
-                f"{says}, and no autoscaler that could add nodes; ask for fewer workers, or for less for each"
-            )
+            raise ClusterError(f"{says}, and no autoscaler that could add nodes; {advice}")
+        if (types := node_types()) is not None:
+            added = addable(types, [type_of(node) for node in ray.nodes() if node["Alive"]], keys.min_workers)
+            at_most = capacity_for(each, [*nodes, *added], keys.placement, keys.accelerator_type)
+            if at_most < keys.min_workers:
+                raise ClusterError(
+                    f"{says}; with all nodes that its autoscaler may add it has room for {at_most}; {advice}"
+                )
         return f"{says}; waiting for the autoscaler"
     free = ray.available_resources()
     lacking = {name for name, amount in each.items() if free.get(name, 0) < amount * keys.min_workers}

@@ -1,8 +1,39 @@
 """The resources of workers and nodes: how many workers fit, node by node. It knows no Ray."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """A type of nodes that an autoscaler adds: what a node offers, and how many there may be; -1 is without limit."""
+
+    name: str
+    resources: Resources
+    max_count: int
+
+
+def addable(types: Iterable[NodeType], up: Iterable[str], most: int) -> list[dict[str, float]]:
+    """What each node offers that may be added yet, at most `most` of a type; `up` are the types of the nodes there.
+
+    >>> addable([NodeType("gpus", {"GPU": 4}, 3)], ["head", "gpus"], 8)
+    [{'GPU': 4}, {'GPU': 4}]
+    """
+    there = Counter(up)
+    counts = [(one, most if one.max_count < 0 else min(most, one.max_count - there[one.name])) for one in types]
+    return [dict(one.resources) for one, count in counts for _ in range(count)]
+
+
+def gpus_by_default(up: float, types: Sequence[NodeType] | None) -> int:
+    """GPUs of a worker with `gpus_per_worker: auto`: 1 if GPUs are up or may be added, else 0.
+
+    `types` are the autoscaler's; None if they are not known.
+    """
+    may_come = any(one.max_count != 0 and one.resources.get("GPU", 0) > 0 for one in types or ())
+    return int(up > 0 or may_come)
 
 
 def capacity_for(

@@ -9,7 +9,14 @@ from typing import Any
 import ray
 
 from dp_ray.cluster.channel import open_channel, receive
-from dp_ray.cluster.connect import check_fits, connected, is_connected, what_begins, worker_resources
+from dp_ray.cluster.connect import (
+    check_fits,
+    connected,
+    is_connected,
+    what_begins,
+    without_gpus,
+    worker_resources,
+)
 from dp_ray.cluster.early import EarlyConnection
 from dp_ray.cluster.gauges import gauged
 from dp_ray.cluster.requests import Terms, WorkerConfig
@@ -213,12 +220,16 @@ class OwnWorkers:
 
 
 def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say) -> Workers:
-    """Start workers on the Ray that is connected; does not wait for them. `say` is told what they must wait for.
+    """Start workers on the Ray that is connected; does not wait for them.
+
+    `say` is told what they must wait for, and whether they take no GPU where an autoscaler might add some.
 
     `folder` is for Ray Train's own files; `is_own` says that its Ray, or the connection to it, ends with the workers.
     Raises ClusterError if they can never fit.
     """
     each = worker_resources(keys)
+    if told := without_gpus(keys, each):
+        say(told)
     if waiting := check_fits(keys, each):
         say(waiting)
     channel = open_channel(keys.max_workers)

@@ -1,10 +1,11 @@
 """Ray Core: starts and enters a cluster, looks at its nodes, and drains one on purpose."""
 
+import json
 import shlex
 import sys
 import time
 import uuid
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,19 @@ import ray._private.state
 import ray._private.utils
 import ray._private.worker
 import ray._raylet
+import yaml
 from ray._private.authentication import authentication_token_setup
-from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT, PROCESS_TYPE_RUNTIME_ENV_AGENT
+from ray._private.ray_constants import (
+    DEBUG_AUTOSCALING_STATUS,
+    PROCESS_TYPE_DASHBOARD_AGENT,
+    PROCESS_TYPE_RUNTIME_ENV_AGENT,
+)
 from ray.core.generated import autoscaler_pb2
 from ray.exceptions import RpcError
 
 from dp_ray.cluster.ray_internals import forked_worker
 from dp_ray.cluster.ray_internals.variables import VARIABLES
+from dp_ray.cluster.resources import NodeType
 from dp_ray.system.environment import environment
 
 # Finding, starting and authenticating
@@ -42,6 +49,7 @@ WITHOUT_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 # there yet, Ray would wait a second before it tries again. In all, both try for ten seconds.
 CONNECTS_SOON = {"raylet_client_connect_timeout_milliseconds": 10, "raylet_client_num_connect_attempts": 1000}
 _GCS = "--gcs-address="  # an argument of each raylet
+_LOGS, _CLUSTER_FILE = "--logs-dir", "--autoscaling-config"  # arguments of the head's monitor
 
 
 def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None, **keys: Any) -> None:
@@ -241,9 +249,63 @@ def read_variables_anew() -> None:
 # What the cluster is like
 
 
+STATUS_SECONDS = 10.0
+
+
 def autoscales() -> bool:
-    """Whether the cluster has an autoscaler that may add nodes. Public: none."""
-    return bool(ray._private.state.state.get_max_resources_from_cluster_config())
+    """Whether the cluster has an autoscaler that may add nodes. Public: `ray status`, as text.
+
+    Each Ray has a monitor, which reports as an autoscaler does. One that adds no nodes knows no types of nodes, or
+    makes a type of each node that there is.
+    """
+    if ray._private.state.state.get_max_resources_from_cluster_config():  # which Anyscale reports, and no other Ray
+        return True
+    told = _cluster_status()
+    if told.HasField("autoscaling_state"):  # by the second version of the autoscaler
+        return any(node.ray_node_type_name for node in told.cluster_resource_state.node_states)
+    status = ray._private.worker.global_worker.gcs_client.internal_kv_get(DEBUG_AUTOSCALING_STATUS.encode(), None)
+    report = json.loads(status or "{}").get("autoscaler_report") or {}
+    return any(kind != f"node_{node}" for node, kind in (report.get("node_type_mapping") or {}).items())
+
+
+def node_types() -> tuple[NodeType, ...] | None:
+    """The types of nodes that the cluster's autoscaler may have up; None if this process cannot learn them.
+
+    They stand in the cluster's file, which the monitor reads: on the head node, which runs the drivers as a rule.
+    KubeRay's monitor is in another container. Public: none.
+    """
+    config = ray._private.state.state.get_cluster_config()
+    if config is not None and config.node_group_configs:
+        return tuple(NodeType(one.name, dict(one.resources), one.max_count) for one in config.node_group_configs)
+    session = _cluster_status().cluster_resource_state.cluster_session_name
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        given = dict(one.split("=", 1) for one in line if one.startswith("--") and "=" in one)
+        if _CLUSTER_FILE in given and given.get(_LOGS, "").endswith(f"/{session}/logs"):
+            with suppress(OSError, yaml.YAMLError):  # another user's, or one that is being written
+                return types_in(yaml.safe_load(Path(given[_CLUSTER_FILE]).expanduser().read_text()))
+    return None
+
+
+def types_in(cluster_file: Mapping[str, Any]) -> tuple[NodeType, ...]:
+    """The types of nodes in a cluster's file, but for the head's own. Public: the file's format is documented."""
+    most = cluster_file.get("max_workers", 2)  # as many as Ray takes
+    return tuple(
+        NodeType(name, one.get("resources") or {}, min(most, one.get("max_workers", most)))
+        for name, one in (cluster_file.get("available_node_types") or {}).items()
+        if name != cluster_file.get("head_node_type")
+    )
+
+
+def type_of(node: Mapping[str, Any]) -> str:
+    """The type of a node of ray.nodes(); "" if Ray does not tell. Public: the label "ray.io/node-group"."""
+    return str((node.get("Labels") or {}).get(ray._raylet.RAY_NODE_GROUP_KEY, ""))
+
+
+def _cluster_status() -> Any:
+    """What the head knows of the nodes and of the autoscaler."""
+    given = ray._private.worker.global_worker.gcs_client.get_cluster_status(timeout_s=STATUS_SECONDS)
+    return autoscaler_pb2.GetClusterStatusReply.FromString(given)
 
 
 def draining_nodes() -> frozenset[str]:
