@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -95,6 +96,11 @@ class Job(MeasuringKeys):
             yield f"gpus_per_worker: must be 'auto', at most 1, or a whole number, got {gpus:g}"
         if gpus != "auto" and gpus > 1 and self.devices is not None and len(self.devices) != gpus:
             yield f"devices: {len(self.devices)} are named, and gpus_per_worker is {gpus:g}; leave one of them out"
+        if gpus != "auto" and self.own_gpus > math.ceil(gpus):
+            yield (
+                f"devices: {', '.join(self.devices or ())} are of each worker's own GPUs, {self.own_gpus} each, and "
+                f"gpus_per_worker is {gpus:g}; leave one of them out"
+            )
         if self.blocks is not None and self.device_map is None:
             yield "blocks: are what device_map: auto places; set device_map: auto, or leave blocks out"
         if self.device_map is not None and self.num_devices == 1:

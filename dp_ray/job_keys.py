@@ -101,7 +101,8 @@ class WorkerKeys(Strict):
     )
     devices: Annotated[list[str], Field(min_length=1)] | None = Field(
         default=None,
-        description="The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both.",
+        description="The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both. With "
+        "several workers `cuda:0` is the first of a worker's own GPUs, which Ray reserves; else it is the machine's.",
     )
     timeouts: Timeouts = Field(
         default=Timeouts(), description="How long a step may take, and how long to wait for nodes that were lost."
@@ -122,6 +123,22 @@ class WorkerKeys(Strict):
     def max_workers(self) -> int:
         """The most workers with which the job runs."""
         return self.workers.max if isinstance(self.workers, Elastic) else self.workers
+
+    @property
+    def own_gpus(self) -> int:
+        """How many GPUs of its own each worker needs for its `devices`; 0 if a worker is alone on its node.
+
+        The devices of such a worker are those of its machine, as they are named. Others would take the same GPU.
+        """
+        if self.max_workers < 2 or self.placement == "STRICT_SPREAD":
+            return 0
+        return max((number + 1 for number in map(gpu_number, self.devices or ()) if number is not None), default=0)
+
+
+def gpu_number(device: str) -> int | None:
+    """The number in a GPU's name, as of `cuda:1`, which is 0 in `cuda`; None for another device."""
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" and (number.isdecimal() or not number) else None
 
 
 class JobKeys(WorkerKeys, WorkKeys):

@@ -13,6 +13,7 @@ from typing import Any
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
+from dp_ray.job_keys import gpu_number
 from dp_ray.job_plan import has_evaluations, plan_of
 from dp_ray.job_target import Target
 from dp_ray.plan.memory import GIB, MemoryPlan
@@ -52,7 +53,8 @@ def _gpu_bytes(job: Job, gpu_gib: float | None) -> int | None:
         return round(gpu_gib * GIB)
     import torch
 
-    is_for_gpus = job.devices is None and job.gpus_per_worker != 0 and torch.cuda.is_available()
+    takes_gpus = job.gpus_per_worker != 0 if job.devices is None else gpu_number(job.devices[0]) is not None
+    is_for_gpus = takes_gpus and torch.cuda.is_available()
     return int(torch.cuda.get_device_properties(0).total_memory) if is_for_gpus else None
 
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -260,7 +260,7 @@ def worker_keys(keys: dict[str, Any]) -> WorkerKeys:
 def keys_for(jobs: Iterable[Job]) -> WorkerKeys:
     """The keys of a session that can run each of these jobs. Raises JobError if they contradict each other."""
     found = [job for job in jobs if job.max_workers > 0]
-    gpus = [job.gpus_per_worker for job in found if job.gpus_per_worker != "auto"]
+    gpus = [gpus for job in found if (gpus := _gpus_of(job)) != "auto"]
     extra = {name for job in found for name in job.resources_per_worker}
     return worker_keys(
         {
@@ -280,6 +280,11 @@ def keys_for(jobs: Iterable[Job]) -> WorkerKeys:
             "env": found[0].env if all(job.env == found[0].env for job in found) else {},
         }
     )
+
+
+def _gpus_of(job: Job) -> float | Literal["auto"]:
+    """The GPUs that each of a job's workers takes, by `gpus_per_worker` or by `devices`; else auto."""
+    return (job.own_gpus or "auto") if job.gpus_per_worker == "auto" else job.gpus_per_worker
 
 
 def _longest(seconds: list[float | None]) -> float | None:
@@ -310,10 +315,11 @@ def _lacks(job: Job, held: WorkerKeys, each: Resources) -> Iterator[str]:
     elif job.min_workers > held.min_workers:
         yield f"workers: the job needs at least {job.min_workers}, the session may have only {held.min_workers}"
     wanted = {"CPU": job.cpus_per_worker, **job.resources_per_worker}
-    if job.gpus_per_worker != "auto":
-        wanted["GPU"] = job.gpus_per_worker
+    if (gpus := _gpus_of(job)) != "auto":
+        wanted["GPU"] = gpus
     if any(amount > each.get(name, 0) for name, amount in wanted.items()):
-        yield f"a worker of the job needs {text_of(wanted)}; one of the session has {text_of(each)}"
+        named = f" for devices: {', '.join(job.devices)}" if job.devices and job.own_gpus else ""
+        yield f"a worker of the job needs {text_of(wanted)}{named}; one of the session has {text_of(each)}"
     if job.accelerator_type not in (None, held.accelerator_type):
         has = held.accelerator_type or "any"
         yield f"accelerator_type: the job needs {job.accelerator_type}, the session has {has}"

@@ -14,6 +14,7 @@ from unittest import mock
 import psutil
 import pytest
 import ray
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,15 +22,18 @@ from ray.cluster_utils import Cluster as SeveralNodes
 
 import dp_ray
 from dp_ray.cluster import connect
-from dp_ray.cluster.connect import in_ray_job
+from dp_ray.cluster.connect import check_fits, connected, in_ray_job, worker_resources
 from dp_ray.cluster.network import interface_of
 from dp_ray.cluster.ray_internals import forked_worker
 from dp_ray.cluster.ray_internals.core import types_in, wants_token
 from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
+from dp_ray.cluster.worker import named_devices
 from dp_ray.cluster.workers import backend_of
-from dp_ray.errors import ClusterError
+from dp_ray.errors import ClusterError, JobError
 from dp_ray.job import Job
+from dp_ray.job_keys import WorkerKeys
+from dp_ray.replica.devices import input_device
 from dp_ray.system.stop_signals import handlers_kept
 from tests.support import ray_forks
 from tests.support.cluster import ROOT, Cluster, Run, free_port
@@ -69,11 +73,65 @@ def test_capacity_is_counted_node_by_node(
         ({"workers": 2, "gpus_per_worker": 0}, 1, "gloo"),
         ({"workers": 2, "devices": ["cpu", "cpu"]}, 0, "gloo"),
         ({"workers": 2, "devices": ["cuda:0"]}, 1, "nccl"),
+        ({"workers": 2, "devices": ["cuda:0"]}, 0.5, "gloo"),
+        ({"workers": 2, "devices": ["cuda:0", "cpu"]}, 1, "cpu:gloo,cuda:nccl"),
+        ({"workers": 2, "devices": ["cuda:0", "cpu"]}, 0.5, "gloo"),
     ],
 )
 def test_workers_that_may_share_a_gpu_exchange_by_gloo(keys: dict[str, Any], gpus: float, backend: str) -> None:
     job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 8, **keys}, "job")
     assert backend_of(job, gpus) == backend
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus"),
+    [
+        ({"workers": 2, "devices": ["cuda:0"]}, 1),
+        ({"workers": 2, "devices": ["cuda"]}, 1),
+        ({"workers": 2, "devices": ["cuda:0", "cuda:1"]}, 2),
+        ({"workers": 2, "devices": ["cuda:1", "cpu"]}, 2),
+        ({"workers": {"min": 1, "max": 2}, "devices": ["cuda:0", "cuda:0"]}, 1),
+        ({"workers": 2, "devices": ["cpu", "cpu"]}, 0),
+        ({"workers": 2, "devices": None}, 0),
+        ({"workers": 1, "devices": ["cuda:3"]}, 0),  # those of its machine, as it is alone there
+        ({"workers": 0, "devices": ["cuda:3"]}, 0),
+        ({"workers": 2, "devices": ["cuda:3"], "placement": "STRICT_SPREAD"}, 0),
+    ],
+)
+def test_workers_that_may_share_a_node_need_gpus_of_their_own(keys: dict[str, Any], gpus: int) -> None:
+    assert WorkerKeys.model_validate(keys).own_gpus == gpus
+
+
+def test_a_named_gpu_is_one_of_the_workers_own() -> None:
+    """The last two workers of a node of six GPUs, of which each sees all."""
+    second, third = ([torch.device("cuda", number) for number in own] for own in ((2, 3), (4, 5)))
+    cpu = torch.device("cpu")
+    assert named_devices(["cuda:0", "cpu", "cuda:1"], second) == [second[0], cpu, second[1]]
+    assert named_devices(["cuda:1", "cuda"], third) == third[::-1]
+    assert named_devices(["cuda:3", "cpu"], None) == [torch.device("cuda", 3), cpu]
+    assert named_devices(["cpu", "cpu"], [cpu]) == [cpu, cpu]
+    with pytest.raises(JobError, match="devices: cuda:2 is of the worker's own GPUs, of which it has 2"):
+        named_devices(["cuda:2"], third)
+    with pytest.raises(JobError, match="devices: cuda:0 is of the worker's own GPUs, of which it has 0"):
+        named_devices(["cuda:0"], [cpu])
+
+
+@pytest.mark.parametrize(
+    ("devices", "named", "expected"),
+    [
+        (["cuda:0", "cuda:1"], "cuda:1", "cuda:3"),
+        (["cpu", "cuda:0"], "cuda:0", "cuda:3"),  # the place counts
+        (None, "cuda:1", "cuda:3"),
+        (None, "cpu", "cpu"),
+        (["cuda:0", "cuda:1"], "cpu", "cpu"),
+        (["cuda:0", "cuda:1"], None, "cuda:2"),
+    ],
+)
+def test_the_inputs_go_to_the_workers_own_gpu(devices: list[str] | None, named: str | None, expected: str) -> None:
+    keys = {"devices": devices, "input_device": named}
+    job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 8, **keys}, "job")
+    given = [torch.device("cuda", 2), torch.device("cuda", 3)]
+    assert input_device(job, torch.nn.Identity(), given) == torch.device(expected)
 
 
 def test_only_nodes_of_the_accelerator_type_count() -> None:
@@ -223,6 +281,22 @@ def test_each_worker_gets_a_gpu_of_its_own(made_up_gpus: str, tmp_path: Path, in
     assert sorted(tuple(worker["gpu_ids"]) for worker in result.workers) == [("0",), ("0",), ("1",), ("1",)]
     with pytest.raises(ClusterError, match=r"5 workers need 5 CPU, 5 GPU .*3 nodes has 9 CPU, 4 GPU, room for 4"):
         dp_ray.run("jobs/tutorial.yaml", workers=5, address=made_up_gpus, name="five", **keys)
+
+
+@pytest.mark.ray
+def test_named_gpus_of_several_workers_are_reserved(made_up_gpus: str, tmp_path: Path, in_project: Path) -> None:
+    """They are not used here, as torch has no CUDA: a run that fits would fail where its first worker needs one."""
+    several = WorkerKeys(workers=4, devices=["cuda:0", "cpu"])
+    with connected(several, made_up_gpus, False):
+        assert worker_resources(several) == {"CPU": 1, "GPU": 1}
+        assert check_fits(several, worker_resources(several)) is None
+        assert worker_resources(several.model_copy(update={"devices": ["cpu"]})) == {"CPU": 1}
+        assert worker_resources(several.model_copy(update={"workers": 1})) == {"CPU": 1}
+        assert worker_resources(several.model_copy(update={"gpus_per_worker": 0.5})) == {"CPU": 1, "GPU": 0.5}
+    keys: dict[str, Any] = {"storage": str(tmp_path), "address": made_up_gpus, "quiet": True, "name": "few"}
+    says = r"^devices: cuda:0, cuda:1 are of each worker's own GPUs; 3 workers need 3 CPU, 6 GPU .* 9 CPU, 4 GPU"
+    with pytest.raises(JobError, match=says):
+        dp_ray.run("jobs/model_parallel.yaml", workers=3, devices=["cuda:0", "cuda:1"], **keys)
 
 
 @pytest.mark.ray

@@ -245,6 +245,14 @@ def test_a_parameter_on_two_devices_is_told_with_both_its_names() -> None:
         ({"device_map": None, "blocks": ["a"]}, "blocks: are what device_map: auto places"),
         ({"devices": ["cpu"]}, "device_map: a worker has one device"),
         ({"devices": []}, "devices"),
+        (
+            {"devices": ["cuda:0", "cuda:1"], "workers": 2, "shards": 2, "gpus_per_worker": 1},
+            "devices: cuda:0, cuda:1 are of each worker's own GPUs, 2 each, and gpus_per_worker is 1; leave one",
+        ),
+        (
+            {"devices": ["cuda:0", "cpu"], "workers": 2, "shards": 2, "gpus_per_worker": 0},
+            "devices: cuda:0, cpu are of each worker's own GPUs, 1 each, and gpus_per_worker is 0",
+        ),
     ],
 )
 def test_keys_that_cannot_hold_together_are_told(keys: dict[str, Any], says: str) -> None:

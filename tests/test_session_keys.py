@@ -54,6 +54,11 @@ def test_a_job_within_the_session_is_covered(keys: dict[str, Any]) -> None:
             {"workers": 2, "resources_per_worker": {"disk": 1}},
             "a worker of the job needs 1 CPU, 1 disk; one of the session has 1 CPU, 1 GPU, 2 slot",
         ),
+        (
+            {"workers": 2, "devices": ["cuda:0", "cuda:1"]},
+            "a worker of the job needs 1 CPU, 2 GPU for devices: cuda:0, cuda:1; one of the session has 1 CPU, 1 "
+            "GPU, 2 slot",
+        ),
         ({"workers": 2, "accelerator_type": "H100"}, "accelerator_type: the job needs H100, the session has any"),
         ({"workers": 2, "placement": "STRICT_PACK"}, "placement: the job needs STRICT_PACK, the session has PACK"),
     ],
@@ -95,6 +100,19 @@ def test_the_session_of_several_jobs_covers_each() -> None:
 )
 def test_the_gpus_of_a_session_are_enough_for_each_job(gpus: tuple[Any, Any], session: Any) -> None:
     assert keys_for([job_of(workers=1, gpus_per_worker=one) for one in gpus]).gpus_per_worker == session
+
+
+@pytest.mark.parametrize(
+    ("devices", "session"),
+    [
+        ((["cuda:0"], ["cuda:0", "cuda:1"]), 2),
+        ((["cuda:0"], None), 1),
+        ((["cpu"], ["cpu"]), "auto"),
+        ((["cpu"], None), "auto"),
+    ],
+)
+def test_the_gpus_that_jobs_name_are_in_their_session(devices: tuple[Any, ...], session: Any) -> None:
+    assert keys_for([job_of(workers=2, devices=one) for one in devices]).gpus_per_worker == session
 
 
 @pytest.mark.parametrize(

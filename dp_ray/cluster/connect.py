@@ -37,7 +37,7 @@ from dp_ray.cluster.ray_internals.variables import (
     USE_TLS,
 )
 from dp_ray.cluster.resources import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
-from dp_ray.errors import ClusterError
+from dp_ray.errors import ClusterError, Error, JobError
 from dp_ray.job_keys import WorkerKeys
 from dp_ray.system.environment import environment, is_env, without_values
 from dp_ray.system.folders import own_folder, short_folder
@@ -177,11 +177,12 @@ def train_environment() -> Iterator[None]:
 def worker_resources(keys: WorkerKeys) -> dict[str, float]:
     """The resources of one worker.
 
-    `gpus_per_worker: auto` is 1 if the cluster has GPUs, or its autoscaler may add some, and the job no `devices`.
+    `gpus_per_worker: auto` is as many as `devices` name of a worker's own; without `devices`, it is 1 if the cluster
+    has GPUs, or its autoscaler may add some.
     """
     gpus = keys.gpus_per_worker
     if gpus == "auto":
-        gpus = 0 if keys.devices is not None else _gpus_by_default()
+        gpus = _gpus_by_default() if keys.devices is None else keys.own_gpus
     wanted = {"CPU": keys.cpus_per_worker, "GPU": gpus, **keys.resources_per_worker}
     return {name: amount for name, amount in wanted.items() if amount}
 
@@ -203,10 +204,12 @@ def without_gpus(keys: WorkerKeys, each: Resources) -> str | None:
 
 
 def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
-    """What the job must wait for, None if nothing; raises ClusterError if it can never fit."""
+    """What the job must wait for, None if nothing.
+
+    Raises ClusterError if it can never fit, or JobError if `devices` names more GPUs than there can ever be.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    capacity = capacity_for(each, nodes, keys.placement, keys.accelerator_type)
-    if capacity < keys.min_workers:
+    if (capacity := _capacity(keys, each, nodes)) < keys.min_workers:
         says = (
             f"{keys.min_workers} workers need {times(each, keys.min_workers)}{_on(keys.accelerator_type)} "
             f"({text_of(each)} each, {keys.placement}); the cluster of {len(nodes)} nodes has "
@@ -214,14 +217,13 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
         )
         advice = "ask for fewer workers, or for less for each"
         if not autoscales():
-            raise ClusterError(f"{says}, and no autoscaler that could add nodes; {advice}")
+            raise _misfit(keys, each, nodes, f"{says}, and no autoscaler that could add nodes; {advice}")
         if (types := node_types()) is not None:
-            added = addable(types, [type_of(node) for node in ray.nodes() if node["Alive"]], keys.min_workers)
-            at_most = capacity_for(each, [*nodes, *added], keys.placement, keys.accelerator_type)
-            if at_most < keys.min_workers:
-                raise ClusterError(
-                    f"{says}; with all nodes that its autoscaler may add it has room for {at_most}; {advice}"
-                )
+            up = [type_of(node) for node in ray.nodes() if node["Alive"]]
+            nodes = [*nodes, *addable(types, up, keys.min_workers)]
+            if (at_most := _capacity(keys, each, nodes)) < keys.min_workers:
+                says += f"; with all nodes that its autoscaler may add it has room for {at_most}"
+                raise _misfit(keys, each, nodes, f"{says}; {advice}")
         return f"{says}; waiting for the autoscaler"
     free = ray.available_resources()
     lacking = {name for name, amount in each.items() if free.get(name, 0) < amount * keys.min_workers}
@@ -231,6 +233,18 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
             f"free are {text_of({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
         )
     return None
+
+
+def _capacity(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]]) -> int:
+    return capacity_for(each, nodes, keys.placement, keys.accelerator_type)
+
+
+def _misfit(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]], says: str) -> Error:
+    """The error of workers that can never fit; it names `devices` if those are why the nodes have too few GPUs."""
+    gpus = {"GPU": each.get("GPU", 0)}
+    if keys.own_gpus and gpus["GPU"] and _capacity(keys, gpus, nodes) < keys.min_workers:
+        return JobError(f"devices: {', '.join(keys.devices or ())} are of each worker's own GPUs; {says}")
+    return ClusterError(says)
 
 
 def sessions_that_fit(keys: WorkerKeys, wanted: int | None) -> int:

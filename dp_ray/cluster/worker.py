@@ -3,7 +3,7 @@
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from dp_ray.cluster.ray_internals.devices import assigned_devices
 from dp_ray.cluster.requests import GROUP, Ask, Terms, WorkerConfig
 from dp_ray.errors import JobError, WorkerError
 from dp_ray.job import Job
+from dp_ray.job_keys import gpu_number
 from dp_ray.monitor.failures import kind_of
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.message_of import message_of
@@ -143,12 +144,30 @@ def place(workers: int) -> World:
 def with_devices(world: World, job: Job) -> World:
     """The world with the devices that the job names, else with as many GPUs as it takes, else with the CPU."""
     if job.devices:
-        given = [torch.device(name) for name in job.devices]
+        given = named_devices(job.devices, assigned_devices() if job.own_gpus else None)
     elif job.gpus_per_worker == 0:
         given = [CPU]
     else:
         given = assigned_devices()[: job.num_devices]
     return replace(world, device=given[0], all_devices=tuple(given))
+
+
+def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> list[torch.device]:
+    """The devices with these names; with a worker's `own` GPUs, `cuda:i` is the i-th of them.
+
+    All workers of a node see the GPUs of all, and `cuda:0` is the same one to each. Raises JobError if the worker has
+    fewer.
+    """
+    if own is None:
+        return [torch.device(name) for name in names]
+    gpus = [one for one in own if one.type == "cuda"]
+    found = []
+    for name in names:
+        number = gpu_number(name)
+        if number is not None and number >= len(gpus):
+            raise JobError(f"devices: {name} is of the worker's own GPUs, of which it has {len(gpus)}")
+        found.append(torch.device(name) if number is None else gpus[number])
+    return found
 
 
 def workers_on_node(world: World) -> int:

@@ -244,9 +244,9 @@ def backend_of(job: Job, gpus_per_worker: float) -> str:
     all collectives used here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory.
     """
     types = {name.partition(":")[0] for name in job.devices or ()}
-    if types == {"cpu", "cuda"}:
-        return "cpu:gloo,cuda:nccl"
     may_share = 0 < gpus_per_worker < 1 and job.max_workers > 1
+    if types == {"cpu", "cuda"} and not may_share:
+        return "cpu:gloo,cuda:nccl"
     has_no_gpu = gpus_per_worker == 0 or job.gpus_per_worker == 0
     return "gloo" if types == {"cpu"} or may_share or (has_no_gpu and not types) else "nccl"
 

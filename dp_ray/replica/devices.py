@@ -17,6 +17,7 @@ from torch import nn
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
+from dp_ray.job_keys import gpu_number
 from dp_ray.job_target import Target
 from dp_ray.plan.partition import balance
 from dp_ray.plan.plan import PlacedBlock
@@ -55,11 +56,18 @@ def with_devices(model: Any, given: Sequence[torch.device]) -> Any:
 
 
 def input_device(job: Job, model: nn.Module, given: Sequence[torch.device]) -> torch.device:
-    """The device of the inputs: the job's `input_device`, else that of the model's first parameter."""
-    if job.input_device is not None:
-        return torch.device(job.input_device)
-    first = next(model.parameters(), None)
-    return given[0] if first is None or len(given) == 1 else first.device
+    """The device of the inputs: the job's `input_device`, else that of the model's first parameter.
+
+    A GPU that `devices` names too is the one of `given` in its place; without `devices`, `cuda:i` is the i-th.
+    """
+    if (name := job.input_device) is None:
+        first = next(model.parameters(), None)
+        return given[0] if first is None or len(given) == 1 else first.device
+    number = gpu_number(name)
+    if number is not None and job.devices is not None:
+        number = job.devices.index(name) if name in job.devices else None
+    is_own = number is not None and number < len(given) and given[number].type == "cuda"
+    return given[number] if is_own and number is not None else torch.device(name)
 
 
 class Block(NamedTuple):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import dp_ray
 from benchmarks.nets import Images, resnet
-from dp_ray.errors import ModelError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.results.merged import Merged
 from dp_ray.results.proof import prove_outputs
 from dp_ray.storage import Storage
@@ -221,6 +221,25 @@ def test_a_run_from_python_finds_the_gpu(tmp_path: Path, device: torch.device) -
     assert result.status == "done"
     assert {one.device for one in result.shapes} == {str(device)}
     assert result.weights and all(one.device.type == "cpu" for one in result.weights.values())
+
+
+@pytest.mark.ray
+def test_each_of_several_workers_has_the_gpu_that_the_job_names_for_itself(
+    tmp_path: Path, cuda: torch.device
+) -> None:
+    keys = {"task": "train", "loss": "torch.nn:CrossEntropyLoss", **GPT, "batch_size": 12, "max_steps": 3}
+    keys |= {"devices": ["cuda:0"], "workers": 2, "storage": str(tmp_path), "name": "run", "quiet": True}
+    if (there := torch.cuda.device_count()) < 2:
+        says = (
+            f"^devices: cuda:0 are of each worker's own GPUs; 2 workers need 2 CPU, 2 GPU .*, {there} GPU, room for"
+        )
+        with pytest.raises(JobError, match=says):
+            dp_ray.run(**keys)
+        return
+    result = dp_ray.run(**keys)
+    assert result.status == "done"
+    assert sorted(worker["gpu_ids"] for worker in result.workers) == [["0"], ["1"]]
+    assert sorted(worker["device"] for worker in result.workers) == ["cuda:0", "cuda:1"]
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
