@@ -1,10 +1,12 @@
 """What fits into a cluster, and how it is found; the arithmetic without Ray, placement on made-up GPUs."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -334,3 +336,32 @@ def test_the_cluster_file_is_one_that_ray_takes() -> None:
     code += "check_cluster_file(yaml.safe_load(open('cluster.yaml')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def setup_commands() -> list[str]:
+    """What `ray up cluster.yaml` runs on each node before it starts Ray."""
+    return list(yaml.safe_load((ROOT / "cluster.yaml").read_text())["setup_commands"])
+
+
+def test_the_cluster_file_installs_what_dp_ray_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (line,) = (line for line in map(shlex.split, setup_commands()) if any(one.startswith("torch") for one in line))
+    assert line == ["python3", "-m", "pip", "install", *project["dependencies"]]
+
+
+@pytest.mark.parametrize("version", [(3, 8, 2), (3, 10, 14), (3, 11, 0), (3, 13, 1)])
+def test_the_cluster_file_asks_for_the_python_that_dp_ray_needs(version: tuple[int, ...], tmp_path: Path) -> None:
+    """Its first command, with a `python3` that is this one and says that it is another."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11", "then cluster.yaml must ask for another one, too"
+    name = ".".join(map(str, version))
+    posed = f"import sys; sys.version_info, sys.version = {version}, '{name} (main)'; exec(sys.argv[1])"
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{posed}" "$2"\n')
+    python.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", setup_commands()[0]], env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    old = f"cluster.yaml: dp_ray needs Python 3.11 or newer, and this image has {name}; choose another docker.image\n"
+    assert (done.returncode, done.stderr) == ((0, "") if version >= (3, 11) else (1, old))
