@@ -593,7 +593,13 @@ def autoscaling() -> Iterator[str]:
         "ray.head.default": {"resources": {"CPU": 4}, "node_config": {}, "max_workers": 0},
         "gpus": {"resources": {"CPU": 4, "GPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2},
     }
-    lists = ("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands")
+    lists: tuple[str, ...] = (
+        "cluster_synced_files",
+        "rsync_exclude",
+        "rsync_filter",
+        "initialization_commands",
+        "setup_commands",
+    )
     lists += ("head_setup_commands", "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands")
     file: dict[str, Any] = {name: [] for name in lists}
     file |= {"cluster_name": "fake", "max_workers": 4, "idle_timeout_minutes": 9, "upscaling_speed": 1.0, "auth": {}}

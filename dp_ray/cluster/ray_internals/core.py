@@ -258,7 +258,7 @@ def autoscales() -> bool:
     Each Ray has a monitor, which reports as an autoscaler does. One that adds no nodes knows no types of nodes, or
     makes a type of each node that there is.
     """
-    if ray._private.state.state.get_max_resources_from_cluster_config():  # which Anyscale reports, and no other Ray
+    if ray._private.state.state.get_max_resources_from_cluster_config():  # nothing in open-source Ray reports it
         return True
     told = _cluster_status()
     if told.HasField("autoscaling_state"):  # by the second version of the autoscaler
