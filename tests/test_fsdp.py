@@ -13,7 +13,7 @@ from dp_ray.plan.order import Order
 from dp_ray.task.notices import Note
 from dp_ray.task.step_control import StepControl
 from tests.support import training
-from tests.support.cases import USUAL, compare, job_for
+from tests.support.cases import OPTIMIZERS, USUAL, compare, job_for
 from tests.support.cluster import Run
 from tests.support.drivers import told
 from tests.support.group import ProcessExit, Stopped, StopsBefore, history_of, measured, run_group, weights_of
@@ -311,3 +311,76 @@ def test_workers_of_ray_train_it(run_in_session: Run, bitwise: bool) -> None:
         undisturbed = run_in_session(**{**keys, "workers": 0, "epochs": 3, "name": "undisturbed"})
         assert result.weights_sha256 == undisturbed.weights_sha256
         assert told(result) == told(undisturbed)
+
+
+class Overflows(nn.Module):
+    """Two layers; where a row begins with a large number, gradients of the second one's last rows are infinite.
+
+    With `scalar`, also parameters that every worker holds whole: a scalar, and one of another dtype.
+    """
+
+    def __init__(self, scalar: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.loud = nn.Linear(6, 3)
+        if scalar:
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.offset = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        added = self.loud(inputs)
+        if self.training and bool((inputs[:, 0] > 1.5).any()):
+            added.register_hook(lambda gradient: gradient * torch.tensor([1.0, 1.0, torch.inf]).to(gradient))
+        outputs: torch.Tensor = self.body(inputs) + added
+        return outputs * self.scale + self.offset if hasattr(self, "scale") else outputs
+
+
+def scaled_loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -> list[dict[str, float]]:
+    """Plain torch in one process with the loss scaler, in the shards of the jobs here; the steps' loss and rate."""
+    scheduler, scaler = training.warm_up(optimizer), torch.amp.GradScaler("cpu")
+    data, told = training.Pairs(), []
+    for epoch in range(2):
+        order = Order(len(data), 0, epoch, shuffle=True)
+        for start in range(0, len(data), 7):
+            rows = [order[at] for at in range(start, min(start + 7, len(data)))]
+            total = 0.0
+            told.append({"learning_rate": optimizer.param_groups[0]["lr"]})
+            for x, y in zip(data.inputs[rows].chunk(4), data.targets[rows].chunk(4), strict=True):
+                with torch.autocast("cpu", torch.float16):
+                    loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+                scaler.scale(loss / len(rows)).backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if scaler.get_scale() >= before:
+                scheduler.step()
+            told[-1]["loss"] = total / len(rows)
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "scalar", "name"), [(1, True, "SGD"), (2, True, "SGD"), (2, True, "fused AdamW"), (2, False, "SGD")]
+)
+def test_workers_skip_the_updates_that_fp16_overflowed_in_one_workers_part(
+    tmp_path: Path, workers: int, scalar: bool, name: str
+) -> None:
+    """Of the loud layer's three rows, the second of two workers holds the one whose gradients are infinite."""
+    cls, args = OPTIMIZERS[name]
+    keys = {"optimizer": {"target": f"torch.optim:{cls.__name__}", "args": args}, "precision": "fp16", "shards": 4}
+    keys |= {"scheduler": "tests.support.training:warm_up", "grad_clip": 0.3, "checkpoint": {"every_steps": 4}}
+    # As one worker alone, FSDP runs where it computes in other dtypes: here in the same.
+    keys |= {"fsdp": {"mixed_precision": {"param": None, "reduce": "fp32"}, "offload": True}, **SHARDED}
+    job = job_of({"target": "tests.test_fsdp:Overflows", "args": {"scalar": scalar}}, workers=workers, **keys)
+    run_group(job, tmp_path, StopsBefore(10))
+    run_group(job, tmp_path)
+    model = initial(Overflows, scalar)
+    steps = scaled_loop(model, cls(model.parameters(), **args), 0.3)
+    rates = [row["learning_rate"] for row in history_of(tmp_path)]
+    assert rates == [step["learning_rate"] for step in steps]
+    assert len(set(rates)) < len(rates) - 3 and len(set(rates)) > 3, "some steps are skipped, and some are not"
+    assert_close(tmp_path, model, [step["loss"] for step in steps], 1e-5)

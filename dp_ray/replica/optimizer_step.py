@@ -47,6 +47,7 @@ class OptimizerStep:
         self._sharded = sharded
         self.schedule = Schedule(job.scheduler, self.optimizer)
         self.scaler = build_scaler(job, device)
+        self._unscaled: Any = self.optimizer if sharded is None else UnscaledParts(self.optimizer, sharded)
         self._grad_clip = job.grad_clip
         self.has_skipped = False  # whether the last step has left the parameters as they were
         self._parameters = [instead.get(id(one), one) for one in trained]
@@ -95,7 +96,7 @@ class OptimizerStep:
         if self.aligned is not None:
             self.aligned.take()
         if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self._unscaled)
         with_gradient = [one for one in self._parameters if one.grad is not None]
         gradients = [numbers_of(one.grad) for one in with_gradient if one.grad is not None]
         self._has_weighed = weigh_gradients(gradients, weight, rows)
@@ -153,9 +154,40 @@ class OptimizerStep:
             return False
         with waiting("the GPU, which may be in a collective"):  # the scaler reads whether the gradients are finite
             scale = self.scaler.get_scale()
-            self.scaler.step(self.optimizer)
+            self.scaler.step(self._unscaled)
             self.scaler.update()
             return bool(self.scaler.get_scale() < scale)
+
+
+class UnscaledParts:
+    """The optimizer of a sharded model as the fp16 scaler is to see it: with this worker's parts of the gradients.
+
+    The scaler itself takes no sharded gradients beside whole ones, and would ask the other workers on the device of
+    the gradients, where an offloaded model has no collectives. So it gets plain tensors, and one gradient more. That
+    is infinite on all workers if any of them has a gradient that is not finite: so all skip the same updates.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sharded: Sharded) -> None:
+        self._optimizer = optimizer
+        self._sharded = sharded
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """What holds the gradients to unscale. The scaler asks for it once a step, on every rank."""
+        given = [one.grad for group in self._optimizer.param_groups for one in group["params"]]
+        gradients = [numbers for one in given if one is not None and (numbers := numbers_of(one)).numel()]
+        return [{"params": [_holder(one) for one in [*gradients, self._sharded.infinite_if_any(gradients)]]}]
+
+    def step(self) -> None:
+        """Update the parameters; the scaler calls it if all gradients are finite."""
+        self._optimizer.step()
+
+
+def _holder(gradient: torch.Tensor) -> torch.Tensor:
+    """A tensor that has the gradient, in the same memory."""
+    holder = gradient.detach()
+    holder.grad = gradient
+    return holder
 
 
 @contextmanager

@@ -77,6 +77,16 @@ class Sharded:
             dist.all_reduce(total)
         return total.sqrt().float()
 
+    def infinite_if_any(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A scalar: infinite if a number of any worker's `gradients` is not finite, else 0; every rank calls this."""
+        largest = [torch.linalg.vector_norm(one, torch.inf) for one in gradients if one.numel()]
+        device = self.world.device
+        bad = [one.isfinite().logical_not().to(device) for one in largest]
+        found = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
+        with waiting("the other workers' gradients"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return torch.where(found > 0, torch.inf, 0.0)
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
