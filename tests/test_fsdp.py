@@ -1,5 +1,7 @@
 """`strategy: fsdp` ends where plain torch in one process does, whatever workers come, and holds a part on each."""
 
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_ray.errors import JobError
 from dp_ray.plan.order import Order
+from dp_ray.replica.sharded import casting_anew
 from dp_ray.task.notices import Note
 from dp_ray.task.step_control import StepControl
 from tests.support import training
@@ -384,3 +388,127 @@ def test_workers_skip_the_updates_that_fp16_overflowed_in_one_workers_part(
     assert rates == [step["learning_rate"] for step in steps]
     assert len(set(rates)) < len(rates) - 3 and len(set(rates)) > 3, "some steps are skipped, and some are not"
     assert_close(tmp_path, model, [step["loss"] for step in steps], 1e-5)
+
+
+class Casts(nn.Sequential):
+    """Layers in blocks; it counts the casts of their weights that live when its forward ends."""
+
+    found = 0
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh()),
+            *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(layers)),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with LiveCasts() as live:
+            outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+            Casts.found = live.count()
+            assert live.seen > len(self) - 3, "nothing was cast"
+        return outputs if self.training else outputs.float() * 0 + Casts.found
+
+
+class LiveCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches the half-precision copies that are made of matrices of 8 x 8."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copies: list[weakref.ref[Any]] = []
+
+    @property
+    def seen(self) -> int:
+        return len(self._copies)
+
+    def count(self) -> int:
+        return sum(one() is not None for one in self._copies)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        is_cast = function in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)
+        if is_cast and made.dtype == torch.bfloat16 and made.shape == (8, 8):
+            self._copies.append(weakref.ref(made.untyped_storage()))
+        return made
+
+
+def casts(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A metric: what the model has counted."""
+    return torch.full((len(target),), float(Casts.found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["train", "evaluate", "predict"])
+def test_no_copies_of_the_weights_stay_with_half_precision(tmp_path: Path, task: str) -> None:
+    """One more may live, of the layer that runs."""
+    most = []
+    for layers in (3, 9):
+        keys = {"task": task, "precision": "bf16", "max_steps": 2 if task == "train" else None, **SHARDED}
+        keys |= {"inputs": "first"} if task == "predict" else {"metrics": {"casts": "tests.test_fsdp:casts"}}
+        job = job_of({"target": "tests.test_fsdp:Casts", "args": {"layers": layers}}, workers=2, **keys)
+        told = run_group(job, tmp_path / str(layers))
+        if task == "train":
+            most.append(max(row["casts"] for row in history_of(tmp_path / str(layers))))
+        elif task == "evaluate":
+            most.append(measured(told)["casts"])
+        else:
+            most.append(merged(job, tmp_path / str(layers), 101).read().max().item())
+    assert max(most) <= 1
+
+
+class Siblings(nn.Module):
+    """What casts weights as they are, as views and in part: a convolution, an encoder layer, an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(6, 16, 3, padding=1)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(self.conv(inputs).transpose(1, 2))
+        mixed = torch.utils.checkpoint.checkpoint(self.head, hidden, use_reentrant=False)
+        attended = self.attention(hidden, hidden.flip(1), hidden)[0].mean(1)
+        outputs: torch.Tensor = (self.head.weight @ attended.t()).t() + mixed.mean(1)
+        return outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casting_anew_gives_the_same_numbers(dtype: torch.dtype) -> None:
+    """But for the head, which is used twice: its gradients are added in another dtype."""
+    torch.manual_seed(0)
+    model, inputs = Siblings(), torch.randn(5, 6, 7)
+
+    def gradients(context: Any) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        with context(), torch.autocast("cpu", dtype):
+            loss = model(inputs).square().sum()
+        loss.backward()
+        return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+    kept, anew = gradients(nullcontext), gradients(casting_anew)
+    assert len(kept) == len(anew) == len(list(model.parameters()))
+    assert [name for name, one in anew.items() if not torch.equal(one, kept[name])] == ["head.weight"]
+    assert (anew["head.weight"] - kept["head.weight"]).norm() <= 0.01 * kept["head.weight"].norm()
+
+
+def test_casting_anew_of_second_derivatives_and_of_a_weight_that_changed() -> None:
+    layer, inputs = nn.Linear(8, 8), torch.randn(3, 8, requires_grad=True)
+
+    def penalty(context: Any) -> torch.Tensor:
+        layer.zero_grad()
+        with context(), torch.autocast("cpu", torch.bfloat16):
+            (slope,) = torch.autograd.grad(layer(inputs).tanh().float().sum(), inputs, create_graph=True)
+            slope.square().sum().backward()  # type: ignore[no-untyped-call]
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
+
+    assert torch.allclose(penalty(casting_anew), penalty(nullcontext), rtol=1e-2)
+    with casting_anew(), torch.autocast("cpu", torch.bfloat16):
+        loss = layer(inputs).float().sum()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \[8, 8\] was changed in place after the forward"):
+        loss.backward()
+    assert torch.is_autocast_cache_enabled()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
@@ -123,6 +124,33 @@ def test_mixed_precision_is_the_same_bits_on_any_number_of_workers(tmp_path: Pat
     keys = {"shards": 4, "bitwise": True, "strategy": "fsdp", "fsdp": fsdp, "epochs": 1}
     expected = ends(job_of("mlp", workers=1, **keys), tmp_path / "1")
     assert ends(job_of("mlp", workers=3, **keys), tmp_path / "3") == expected
+
+
+class Gated(nn.Module):
+    """Two blocks with a gate of their own each, and one that they share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), shared) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = torch.tanh(block(inputs))
+        outputs: torch.Tensor = self.head(inputs)
+        return outputs
+
+
+@pytest.mark.slow
+def test_half_precision_is_the_same_bits_where_blocks_share_a_weight(tmp_path: Path) -> None:
+    """As in one process, the gradients of both are added in the dtype of the weight's cast."""
+    keys = {"shards": 4, "bitwise": True, "precision": "bf16", "epochs": 1}
+    model = {"target": "tests.test_fsdp_bitwise:Gated"}
+    expected = ends(job_of(model, workers=1, **keys), tmp_path / "ddp")
+    for workers in (1, 3):
+        job = job_of(model, workers=workers, strategy="fsdp", **keys)
+        assert ends(job, tmp_path / str(workers)) == expected, f"{workers} workers"
 
 
 def test_a_block_that_runs_twice_in_a_forward_is_refused_by_name(tmp_path: Path) -> None:

@@ -110,6 +110,33 @@ def test_checkpointing_and_bf16_take_less() -> None:
     assert less < half < plain
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "strategy", "bitwise", "stay"),
+    [
+        ("train", "fsdp", False, False),
+        ("train", "fsdp", True, True),
+        ("evaluate", "fsdp", False, False),
+        ("evaluate", "ddp", False, True),
+        ("predict", "fsdp", False, False),
+        ("predict", "ddp", False, False),
+    ],
+)
+def test_copies_of_the_weights_in_half_precision(task: str, strategy: str, bitwise: bool, stay: bool) -> None:
+    """With six layers more: the copy of each, if torch keeps it, and little else for a row."""
+
+    def activations(depth: int) -> int:
+        model = {"target": "tests.support.large:mlp", "args": {"width": 512, "depth": depth}}
+        keys = {**job_keys({"model": "mlp", "size": [512], "rows": 1}), "model": model, "batch_size": 2}
+        keys |= {"inputs": "first", "loss": None, "optimizer": None} if task == "predict" else {}
+        plan = planned({**keys, "task": task, "precision": "bf16", "bitwise": bitwise, "shards": 2, "workers": 2})
+        return of(plan, strategy, 2).activations
+
+    copies = 6 * 2 * 512 * 512
+    grown = activations(10) - activations(4)
+    assert (copies <= grown < 1.1 * copies) if stay else grown < 0.05 * copies
+
+
 class OfTwo(nn.Sequential):
     """A large layer on the first device, a small one on the last."""
 

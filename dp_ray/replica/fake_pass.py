@@ -24,9 +24,9 @@ from dp_ray.replica.model import autocast, call_model
 from dp_ray.replica.optimizer import build_optimizer
 from dp_ray.replica.scatter import SumScatter
 from dp_ray.replica.shard_loss import ShardLoss
-from dp_ray.replica.sharded import Sharded
+from dp_ray.replica.sharded import Sharded, casting_anew
 from dp_ray.replica.sharded_reduction import ShardedReduction
-from dp_ray.replica.sharding import shard_in_place
+from dp_ray.replica.sharding import recasts, shard_in_place
 from dp_ray.replica.step import build_step, run_step
 from dp_ray.replica.world import World
 from dp_ray.tensors.nested import map_leaves
@@ -75,11 +75,11 @@ class FakeShard:
 
     def sharded(self, workers: int, shards: int) -> Held:
         """What one of `workers` holds that shard the model; it runs `shards` of a batch, one after another."""
-        world = World(world_size=workers)
+        world, adding = World(world_size=workers), self.job.model_copy(update={"bitwise": False})
         with _fake(self.job) as mode, _fake_group(workers):
             model = fake_model(self.job, fake_devices(1), mode)
-            root, current, replicated = shard_in_place(self.job, world, model)  # its mesh of workers needs numbers
-            sharded = Sharded(model, root, replicated, current, world)
+            root, current, replicated = shard_in_place(adding, world, model)  # its mesh of workers needs numbers
+            sharded = Sharded(model, root, replicated, current, world, recasts(self.job))
             with mode, LiveMemory() as live:
                 _tell_gradients(sharded, live)
                 run = self._runner(model, fake_devices(1), mode, sharded)
@@ -143,7 +143,9 @@ class Runner:
     def _infer(self) -> None:
         self._model.eval()
         run = (lambda function, *args: function(*args)) if self._sharded is None else self._sharded.run
-        with torch.no_grad(), autocast(self._job.precision, self._world.device):
+        # A prediction runs in inference mode, in which autocast keeps no copies of weights.
+        casting = casting_anew() if self._job.task == "predict" else nullcontext()
+        with torch.no_grad(), casting, autocast(self._job.precision, self._world.device):
             if self._job.task == "predict":
                 run(call_model, self._model, self._batch, self._job.call)
             else:

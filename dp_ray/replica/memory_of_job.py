@@ -140,10 +140,9 @@ def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split
         yield replace(alone, strategy="fsdp")  # one worker holds the whole model
     # With bitwise each round exchanges; else gradients add up whole until the last.
     rounds_of = {one: 1 if job.bitwise else min(_most_filled(split, one), 2) for one in sharding}
-    whole_job = job.model_copy(update={"bitwise": False})
     for rounds in dict.fromkeys(rounds_of.values()):
         some = [workers for workers in sharding if rounds_of[workers] == rounds]
-        held = replace(shard, job=whole_job).sharded(some[0], rounds)
+        held = replace(shard, job=job).sharded(some[0], rounds)
         for workers in some:
             device = _part(job, held, whole, some[0], workers, shard.on_gpu)
             yield WorkerMemory("fsdp", workers, _most_filled(split, workers), (device,))

@@ -4,8 +4,9 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ from dp_ray.tensors.stored import Stored
 class Sharded:
     """A sharded model. `root` is torch's FSDPModule, and `round` is what its gradients' sums go by.
 
-    `replicated` are the parameters that each worker holds whole, by name.
+    `replicated` are the parameters that each worker holds whole, by name. With `recasts`, a training under autocast
+    casts its weights anew for each operation and for its backward.
     """
 
     model: nn.Module
@@ -31,10 +33,12 @@ class Sharded:
     replicated: dict[str, nn.Parameter]
     round: Round
     world: World
+    recasts: bool
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that runs the model, with the parameters outside its blocks gathered."""
-        return self.root(function, *args)
+        with casting_anew() if self.recasts or not torch.is_grad_enabled() else nullcontext():
+            return self.root(function, *args)
 
     def end_of_evaluation(self) -> None:
         """Free what a forward without a backward has left gathered."""
@@ -86,6 +90,59 @@ class Sharded:
         with waiting("the other workers' gradients"):
             dist.all_reduce(found, dist.ReduceOp.MAX)
         return torch.where(found > 0, torch.inf, 0.0)
+
+
+@contextmanager
+def casting_anew() -> Iterator[None]:
+    """While a sharded model runs: autocast's copies of the gathered weights are freed with their operations.
+
+    Else torch keeps a copy of each weight until the forward's end, in case it is cast again, and one until the
+    backward, which may need it: in the end, the whole model. What is computed are the same numbers, but for a weight
+    that is used twice: its gradients are added after their cast to its own dtype, and no longer before it.
+    """
+    before = torch.is_autocast_cache_enabled()
+    saving = torch.autograd.graph.saved_tensors_hooks(_without_cast, _cast_again)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with saving if torch.is_grad_enabled() else nullcontext():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class _Cast(NamedTuple):
+    """A tensor that a backward needs, as a view of a parameter's cast; and the parameter's version by then."""
+
+    parameter: nn.Parameter
+    version: int
+    dtype: torch.dtype
+    view: tuple[Sequence[int], Sequence[int], int]
+
+
+def _without_cast(saved: torch.Tensor) -> Any:
+    """What to keep of a tensor for the backward: of a parameter's cast, only how to make it."""
+    cast = saved if saved._base is None else saved._base
+    node = cast.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or cast._version:
+        return saved
+    one = getattr(node.next_functions[0][0], "variable", None)  # a leaf's
+    if not isinstance(one, nn.Parameter) or one.dtype == cast.dtype:
+        return saved
+    if one.device != cast.device or one.stride() != cast.stride():
+        return saved
+    return _Cast(one, one._version, cast.dtype, (saved.size(), saved.stride(), int(saved.storage_offset())))
+
+
+def _cast_again(kept: Any) -> torch.Tensor:
+    """What was saved for the backward; in it, FSDP has gathered the parameter again."""
+    if not isinstance(kept, _Cast):
+        saved: torch.Tensor = kept
+        return saved
+    if kept.parameter._version != kept.version:
+        raise RuntimeError(
+            f"a parameter of shape {list(kept.parameter.shape)} was changed in place after the forward has used it"
+        )
+    return kept.parameter.detach().to(kept.dtype).as_strided(*kept.view)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -59,7 +59,17 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
         note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
     tensors = _materialise(places, world.device, job.fsdp.offload)
     fill(lambda number, whole: _copy_rows(tensors[number], whole))
-    return Sharded(model, root, {name: _get(model, name) for name in replicated}, current, world)
+    kept_whole = {name: _get(model, name) for name in replicated}
+    return Sharded(model, root, kept_whole, current, world, recasts(job))
+
+
+def recasts(job: Job) -> bool:
+    """Whether a training casts its weights anew for each operation, and for its backward.
+
+    With `bitwise` it does not: torch adds the gradients of a weight that is used twice before their cast if it keeps
+    the copy, as one process does, and after it else.
+    """
+    return job.precision != "fp32" and not job.bitwise
 
 
 def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule, Round, dict[str, nn.Parameter]]:

@@ -36,8 +36,9 @@ class Rows(Dataset[Any]):
         return torch.randn(self.size), index % 10
 
 
-def mlp(width: int = 1024) -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(6)), nn.Linear(width, 10))
+def mlp(width: int = 1024, depth: int = 6) -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
 def conv() -> nn.Module:
