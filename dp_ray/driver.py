@@ -125,11 +125,11 @@ def execute(
         prepared = prepared.cut_as(with_shards_of_run(prepared.job, base))
     job, plan = prepared.job, prepared.plan
     reopen = again and functools.partial(again, plan.split)
-    claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, reopen)
-    for line in resumption_lines(prepared, claimed, killed):
-        console.say(line)
     with contextlib.ExitStack() as until_end:
-        workers = on_ray or _on_own_workers(options, until_end)
+        workers = on_ray or _on_own_workers(job, options, console, until_end)
+        claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, reopen)
+        for line in resumption_lines(prepared, claimed, killed):
+            console.say(line)
         execution = Execution(prepared, claimed, options, console, started, workers, on_ray is not None)
         until_end.enter_context(held(claimed, lambda: execution.steps_done))
         try:
@@ -138,8 +138,11 @@ def execute(
             execution.write_page()
 
 
-def _on_own_workers(options: Options, until_end: contextlib.ExitStack) -> OnRay:
-    """What runs jobs on workers that the first one starts."""
+def _on_own_workers(job: Job, options: Options, console: Console, until_end: contextlib.ExitStack) -> OnRay:
+    """What runs jobs on workers that the first one starts.
+
+    Raises an Error if a job that replaces another run has no Ray on which it could run: before that run is deleted.
+    """
 
     @functools.cache
     def workers() -> Any:
@@ -151,6 +154,9 @@ def _on_own_workers(options: Options, until_end: contextlib.ExitStack) -> OnRay:
         job, rows = prepared.job, prepared.plan.rows
         workers().run(job, claimed, rows, monitor, console, prepared.faults)
 
+    if options.overwrite and job.max_workers > 0:
+        with console.if_slow("looking for the cluster"):
+            workers().check(job)
     return on_ray
 
 

@@ -107,6 +107,7 @@ class Session:
             if job.max_workers == 0:
                 return execute(job, options)
             check_covered(job, self._keys, self._workers.each)
+            check_can_be_shipped(job)
             job = job.model_copy(update={"env": {**self._keys.env, **job.env}})  # in the driver too
             self._renew(Console(job.run_name, options.quiet))
             return execute(job, options, self._run_on_workers)
@@ -149,7 +150,6 @@ class Session:
 
     def _run_on_workers(self, prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
         self._sources.note()
-        check_can_be_shipped(prepared.job)
         monitor.begin("waiting for the workers")
         try:
             self._workers.run(prepared.job, claimed, prepared.plan.rows, monitor, prepared.faults)

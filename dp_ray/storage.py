@@ -9,6 +9,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import posixpath
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -68,6 +69,17 @@ class Storage:
         child.path = self.file(name)
         child._base = f"{self._base.rstrip('/')}/{name}"
         return child
+
+    def holds(self, location: str) -> bool:
+        """Whether a path or URL is this folder or leads into it, however it is spelled: by links, or with `..`."""
+        scheme, mark, rest = location.partition("://")
+        if not isinstance(self.fs, pafs.LocalFileSystem):
+            return bool(mark) and (_bare(location) + "/").startswith(_bare(self._base) + "/")
+        if mark and scheme != "file":
+            return False
+        path = Path(rest if mark else location).expanduser().absolute()
+        folders = {one for found in (path, path.resolve()) for one in (found, *found.parents)}
+        return any(_is_same(one, self.path) for one in folders)
 
     @property
     def parent(self) -> "Storage":
@@ -223,6 +235,24 @@ class Storage:
             may_not = is_writing and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
             advice = "; set storage to a folder that you may read and write" if may_not else ""
             raise StorageError(f"{self}: {what}: {error}{advice}") from error
+
+
+def _bare(url: str) -> str:
+    """A URL without its secrets and options, and with each of its folders spelled once.
+
+    >>> _bare("s3://KEY:SECRET@bucket/runs//a/../b/?region=x")
+    's3://bucket/runs/b'
+    """
+    scheme, _, rest = url.partition("?")[0].partition("://")
+    scheme = {"gcs": "gs"}.get(scheme, scheme)
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{posixpath.normpath(host.rpartition('@')[2] + slash + path)}"
+
+
+def _is_same(path: Path, other: str) -> bool:
+    with suppress(OSError):  # there is no such folder, or it cannot be looked at
+        return os.path.samefile(path, other)
+    return False
 
 
 def _nothing() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
@@ -14,8 +15,9 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS
 from dp_ray.rundir.claim import base_storage, check_shared, claim, with_shards_of_run
 from dp_ray.rundir.history_file import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.rundir.weights_files import INDEX, WEIGHTS
+from dp_ray.rundir.weights_files import INDEX, WEIGHTS, write_weights
 from dp_ray.storage import Storage
+from dp_ray.tensors.file import write_tensors
 
 
 def job_of(**keys: Any) -> Job:
@@ -25,6 +27,13 @@ def job_of(**keys: Any) -> Job:
 
 def finish(folder: Path, status: str) -> None:
     (folder / "job" / "result.json").write_text(json.dumps({"status": status}))
+
+
+class InFolder:
+    """A dataset from Python whose files are in a folder."""
+
+    def __init__(self, root: str) -> None:
+        self.root: Any = root
 
 
 def test_a_new_run_is_claimed(tmp_path: Path) -> None:
@@ -167,6 +176,86 @@ def test_a_run_that_would_begin_with_nothing_neither_begins_nor_replaces_another
         claim(job_of(init_from=str(tmp_path / "nowhere.pt")), Storage(str(tmp_path)), overwrite)
     assert (tmp_path / "job" / "result.json").exists() == overwrite
     assert (tmp_path / "job").exists() == overwrite
+
+
+def finished_training(folder: Path) -> Path:
+    """A finished training with weights, and a file of a dataset in its folder."""
+    claim(job_of(), Storage(str(folder)))
+    finish(folder, "done")
+    run = folder / "job"
+    write_weights(Storage(str(run)), {"w": torch.zeros(2)}, lambda tensor: tensor)
+    (run / "outputs").mkdir()
+    (run / "outputs" / "0.parquet").touch()
+    return run
+
+
+@pytest.mark.parametrize(
+    "place", ["{run}", "{run}/weights.safetensors", "{run}/../job", "file://{run}", "job", "link"]
+)
+def test_overwrite_deletes_no_weights_from_which_the_new_run_would_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    run = finished_training(tmp_path)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / WEIGHTS).symlink_to(run / WEIGHTS)
+    monkeypatch.chdir(tmp_path)
+    job = job_of(init_from=place.format(run=run))
+    with pytest.raises(
+        JobError, match=r"init_from: \S*weights.safetensors lies in \S*/job, which --overwrite .*--name"
+    ):
+        claim(job, Storage(str(tmp_path)), overwrite=True)
+    assert (run / WEIGHTS).exists() and (run / "result.json").exists()
+
+
+@pytest.mark.parametrize("name", ["w.pt", "model.safetensors.index.json", "step-3.safetensors"])
+def test_nor_any_other_file_that_weights_consist_of(tmp_path: Path, name: str) -> None:
+    run, other = finished_training(tmp_path), tmp_path / "other"
+    other.mkdir()
+    (run / "part").touch()
+    if name == "w.pt":
+        (other / name).symlink_to(run / WEIGHTS)
+    elif name == "model.safetensors.index.json":
+        (other / name).write_text(json.dumps({"weight_map": {"w": "part"}}))
+        (other / "part").symlink_to(run / "part")
+    else:
+        write_tensors(Storage(str(other)), name, {}, json.dumps({"pieces": {"step": 3, "sha256": ["00"]}}))
+        (other / "pieces").symlink_to(run)
+    with pytest.raises(JobError, match=rf"init_from: {other}/\S+ lies in {run}, which"):
+        claim(job_of(init_from=str(other / name)), Storage(str(tmp_path)), overwrite=True)
+    assert (run / WEIGHTS).exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("dataset", {"target": "a:b", "args": {"paths": ["{run}/outputs/*.parquet"]}}),
+        ("dataset", {"target": "a:b", "args": {"nested": {"root": "{run}"}}}),
+        ("model", {"target": "a:b", "args": {"weights": "{run}/weights.safetensors"}}),
+        ("dataset", InFolder("{run}/outputs")),
+    ],
+)
+def test_nor_what_a_target_would_read(tmp_path: Path, key: str, given: Any) -> None:
+    run = finished_training(tmp_path)
+    if isinstance(given, InFolder):
+        given.root = Path(given.root.format(run=run))
+    else:
+        given = json.loads(json.dumps(given).replace("{run}", str(run)))
+    with pytest.raises(JobError, match=rf"{key}: {run}\S* lies in {run}, which --overwrite"):
+        claim(job_of(**{key: given}), Storage(str(tmp_path)), overwrite=True)
+    assert (run / "outputs" / "0.parquet").exists()
+
+
+def test_overwrite_with_what_lies_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finished_training(tmp_path)
+    (tmp_path / "job-2").mkdir()
+    torch.save({}, tmp_path / "job-2" / "w.pt")
+    monkeypatch.chdir(run)  # then each path that does not exist would lie in it
+    dataset = {"target": "a:b", "args": {"reduction": "mean", "empty": "", "n": 3, "url": "https://x/{run}"}}
+    hooks = {"on_step": {"target": "a:b", "args": {"log": str(run / WEIGHTS)}}}  # it may write there
+    train = {"task": "train", "loss": "torch.nn:MSELoss", "optimizer": "torch.optim:SGD", "hooks": hooks}
+    job = job_of(**train, dataset=dataset, init_from=str(tmp_path / "job-2" / "w.pt"))
+    assert not claim(job, Storage(str(tmp_path)), overwrite=True).is_resumed
+    assert not (run / WEIGHTS).exists()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -73,6 +73,15 @@ def test_each_has_a_name_of_its_own_and_the_last_weights_are_to_be_had(
         assert dp_ray.load(run_dir.parent / place).rows == 101
 
 
+@pytest.mark.parametrize("task", ["evaluate", "predict"])
+def test_neither_takes_the_place_of_the_training_whose_weights_it_reads(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    assert follow(monkeypatch, task, run_dir, "--name", run_dir.name, "--overwrite") == 2
+    assert f"init_from: {run_dir}/best.safetensors lies in {run_dir}, which --overwrite" in capsys.readouterr().err
+    assert dp_ray.load(run_dir).weights
+
+
 def test_a_key_of_a_dataset_that_is_not_used_is_said(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -299,8 +299,10 @@ def test_more_workers_than_the_cluster_can_ever_hold_fail_at_once(run: Run) -> N
     started = time.monotonic()
     with pytest.raises(ClusterError, match=r"9 workers need 9 CPU .*has 8 CPU, room for 8 workers"):
         run("jobs/tutorial.yaml", workers=9)
+    before = run("jobs/tutorial.yaml", workers=0, name="before")
     with pytest.raises(ClusterError, match=r"2 workers need 2 CPU, 8 GPU .*has 8 CPU, 0 GPU, room for 0 workers"):
-        run("jobs/tutorial.yaml", workers=2, gpus_per_worker=4, overwrite=True)
+        run("jobs/tutorial.yaml", workers=2, gpus_per_worker=4, name="before", overwrite=True)
+    assert dp_ray.load(before.run_dir) == before
     assert time.monotonic() - started < 30, "it must not wait for what cannot come"
 
 
@@ -399,9 +401,12 @@ def test_a_reader_of_shapes_that_has_seen_enough_does_not_end_the_job(tmp_path: 
 
 @pytest.mark.ray
 def test_an_address_where_no_ray_answers(tmp_path: Path) -> None:
-    done = command("run", "jobs/tutorial.yaml", "--storage", str(tmp_path), "--address", "127.0.0.1:1")
+    before = dp_ray.run("jobs/tutorial.yaml", workers=0, name="tutorial", storage=str(tmp_path), quiet=True)
+    place = "--storage", str(tmp_path), "--address", "127.0.0.1:1"
+    done = command("run", "jobs/tutorial.yaml", *place, "--overwrite")
     assert done.returncode == 1
     assert "error: no Ray answers at 127.0.0.1:1" in done.stderr
+    assert dp_ray.load(before.run_dir) == before  # a run that cannot begin replaces no other
 
 
 @pytest.mark.ray

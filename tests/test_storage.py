@@ -154,6 +154,24 @@ def test_a_local_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert child.location == str(tmp_path / name / "a")
 
 
+@pytest.mark.parametrize(
+    ("url", "is_in"),
+    [
+        ("s3://other:secret@bucket/runs/a/weights.safetensors?region=y", True),
+        ("s3://bucket/runs//b/../a", True),
+        ("s3://bucket/runs/a", True),
+        ("s3://bucket/runs/ab/weights.safetensors", False),
+        ("s3://bucket/runs", False),
+        ("s3://another/runs/a", False),
+        ("gs://bucket/runs/a", False),
+        ("/bucket/runs/a", False),
+    ],
+)
+def test_what_a_folder_of_an_object_store_holds(url: str, is_in: bool) -> None:
+    options = "scheme=http&endpoint_override=127.0.0.1:1&region=us-east-1"
+    assert Storage(f"s3://key:secret@bucket/runs/a/?{options}").holds(url) == is_in
+
+
 def test_the_options_of_a_url_stay_behind_its_path() -> None:
     child = Storage("mock:///bucket/run?endpoint=localhost:9000").child("parts")
     assert child.location == "mock:///bucket/run/parts?endpoint=localhost:9000"

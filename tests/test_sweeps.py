@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 import threading
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 
 import optuna
 import pytest
+import torch
 
 import dp_ray
 from dp_ray.errors import RunInterrupted
@@ -247,6 +249,22 @@ def test_overwrite_deletes_the_sweep_and_its_runs_only(
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
         *["job-sweep", "job-sweep-1", "job-sweep-2", "job-sweep-9"]
     ]
+
+
+def test_overwrite_deletes_no_run_from_which_a_trial_would_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
+) -> None:
+    job, runs = training_job(tmp_path), tmp_path / "runs"
+    sweep = ["sweep", job, "--quiet", "--set", "max_steps=1", "--over", "batch_size=16,32"]
+    assert status_of(monkeypatch, *sweep) == 0
+    begins = f"init_from={tmp_path}/elsewhere.pt,{runs}/job-sweep-2/weights.safetensors"
+    torch.save({}, tmp_path / "elsewhere.pt")
+    assert status_of(monkeypatch, *sweep[:-2], "--over", begins, "--overwrite") == 2
+    says = r"init_from: \S+job-sweep-2/weights.safetensors lies in \S+/job-sweep-2, which --overwrite"
+    assert re.search(says, capsys.readouterr().err)
+    left = ["job-sweep", "job-sweep-1", "job-sweep-2"]
+    assert sorted(path.name for path in runs.iterdir()) == left and states(Storage(str(runs))) == ["done"] * 2
+    assert (runs / left[2] / "weights.safetensors").exists()
 
 
 def test_overwrite_leaves_a_run_where_no_trial_had_begun(

@@ -175,6 +175,7 @@ class OwnWorkers:
         self._address = address
         self._verbose = verbose
         self._open = ExitStack()
+        self._is_own: bool | None = None  # whether the connection is; None before there is one
         self._workers: Workers | None = None
 
     def __enter__(self) -> "OwnWorkers":
@@ -199,7 +200,8 @@ class OwnWorkers:
         with ExitStack() as until_end:
             until_end.callback(self._open.close)
             if self._workers is None:
-                check_can_be_shipped(job)
+                if self._is_own is None:  # else `check` has done it
+                    check_can_be_shipped(job)
                 self._workers = self._start(job, monitor, console)
             else:
                 monitor.begin("waiting for the workers")
@@ -207,11 +209,23 @@ class OwnWorkers:
             if job.finds_shards:
                 until_end.pop_all()
 
+    def check(self, job: Job) -> None:
+        """Connect; raises an Error if no Ray answers, or if the job can never run there."""
+        check_can_be_shipped(job)
+        self._connect(job)
+        check_fits(job, worker_resources(job))
+
+    def _connect(self, job: Job) -> bool:
+        """Connect, if that is not done; whether the connection ends with these workers."""
+        if self._is_own is None:
+            self._is_own = not is_connected()
+            self._open.enter_context(connected(job, self._address, self._verbose))
+        return self._is_own
+
     def _start(self, job: Job, monitor: Monitor, console: Console) -> Workers:
-        is_own = not is_connected()
-        if EarlyConnection.begun is None:  # else there is nothing to wait for
+        if EarlyConnection.begun is None and self._is_own is None:  # else there is nothing to wait for
             monitor.begin(what_begins(self._address))
-        self._open.enter_context(connected(job, self._address, self._verbose))
+        is_own = self._connect(job)
         folder = self._open.enter_context(own_folder())
         workers = start_workers(job, folder, is_own, self._verbose, console.say)
         self._open.callback(workers.close, 0 if is_own else CLOSE_SECONDS)  # an own connection ends them

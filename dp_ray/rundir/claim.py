@@ -1,14 +1,17 @@
 """Claims a run directory for a driver, and decides whether its run can be resumed."""
 
 import json
+import os
+import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job, that_count
 from dp_ray.job_parts import Elastic
+from dp_ray.job_target import Target
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.differences import differences
@@ -17,8 +20,11 @@ from dp_ray.rundir.history_file import METRICS, unmerge_history
 from dp_ray.rundir.incidents import read_incidents
 from dp_ray.rundir.location import located_at
 from dp_ray.rundir.quarantine_files import unmerge_quarantine
-from dp_ray.rundir.weights import check_start, find_start
+from dp_ray.rundir.weights import check_start, files_of_start, find_start
+from dp_ray.secrets import hide
 from dp_ray.storage import Storage
+
+PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ def claim(
     job's Python objects are those of the run. A finished prediction is resumed if `again` makes it an unfinished one;
     it is called once nothing speaks against the job.
     Raises JobError if the directory holds a finished run, a run of a different job, or files of no run. Raises it too
-    if the file that `init_from` names, or with which the run began, is missing.
+    if the file that `init_from` names, or with which the run began, is missing, or would be deleted by `overwrite`.
     """
     storage = base.child(job.run_name)
     token = uuid.uuid4().hex
@@ -60,6 +66,8 @@ def claim(
         _check_is_run(storage)
     is_resumed = not overwrite and check_resumable(job, storage, rows or {}, steps, resume, again is not None)
     _check_start(job, storage, is_resumed)
+    if overwrite:
+        check_reads_nothing_of(storage, job)
     lengths = _changed_lengths(read_claim(storage), job) if is_resumed else ""
     if is_resumed and again is not None:
         again(storage)
@@ -74,6 +82,52 @@ def claim(
     storage.child("parts").create()
     claimed = RunDir(storage, token, is_resumed, lengths)
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
+
+
+def check_reads_nothing_of(run: Storage, job: Job) -> None:
+    """Raise JobError if the job reads files of a run that it is to replace: they would be deleted before they are read.
+
+    They are those of `init_from`, and each path among the args of targets and in datasets from Python.
+    """
+    if not run.exists(RUN):
+        return
+    for key, location in _inputs(job):
+        if run.holds(location):
+            raise JobError(
+                f"{key}: {hide(location)} lies in {run}, which --overwrite (overwrite=True) would delete before it is "
+                "read; give the new run another name (--name, name=), or copy what it reads to another place first"
+            )
+
+
+def _inputs(job: Job) -> Iterator[tuple[str, str]]:
+    """The paths and URLs that a job reads as far as its keys tell, each with its key."""
+    if job.init_from is not None:
+        yield from (("init_from", file) for file in files_of_start(job.init_from))
+    for key, given in job.targets.items():
+        if not key.startswith("hooks."):  # they write
+            told = given.args if isinstance(given, Target) else _told_by(given)
+            yield from ((key, location) for location in _locations(told))
+
+
+def _told_by(given: Any) -> list[Any]:
+    """What may be paths of an object from Python: its own values, and the files that a source of dp_ray has found."""
+    own = [value for value in getattr(given, "__dict__", {}).values() if isinstance(value, str | os.PathLike)]
+    pins = getattr(given, "pins", None)
+    return [*own, *(pins if isinstance(pins, dict) else ())]
+
+
+def _locations(told: Any) -> Iterator[str]:
+    """The URLs among some values, and the paths of what exists; of a pattern, the folder in which it looks."""
+    if isinstance(told, Mapping):
+        told = list(told.values())
+    if isinstance(told, list | tuple):
+        for one in told:
+            yield from _locations(one)
+    elif isinstance(told, str | os.PathLike) and (text := os.fspath(told)) and isinstance(text, str):
+        fixed = PATTERN.split(text)[0]
+        fixed = text if fixed == text else fixed.rpartition("/")[0] or "/" * text.startswith("/")
+        if "://" in fixed or (fixed and os.path.lexists(os.path.expanduser(fixed))):
+            yield fixed
 
 
 def keep_shards(claimed: RunDir, job: Job) -> None:

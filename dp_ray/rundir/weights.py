@@ -78,6 +78,16 @@ def find_start(location: str) -> tuple[Storage, str, str]:
     )
 
 
+def files_of_start(location: str) -> list[str]:
+    """The paths or URLs of all files that `init_from` loads; raises JobError if there is no such file."""
+    storage, folder, name = find_start(location)
+    source = storage.child(folder) if folder else storage
+    others = files_of(source, name) if name.endswith(INDEXES) else []
+    if NAME.fullmatch(name):
+        others = [f"{PIECES}/{piece}" for piece in _pieces_of(source, name)]
+    return [source.child(one).location for one in (name, *others)]
+
+
 def pinned(run: Storage) -> Start | None:
     """The file with which a run began; None if none is pinned yet."""
     if not run.exists(PIN):

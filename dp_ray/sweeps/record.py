@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dp_ray.errors import JobError, StorageError
+from dp_ray.job import Job
+from dp_ray.rundir.claim import check_reads_nothing_of, with_full_init_from
 from dp_ray.rundir.differences import differences
 from dp_ray.rundir.files import RUN, SWEEP, damage_told, read_json, write_json
 from dp_ray.rundir.lease import kept, wait_until_free
@@ -181,11 +183,12 @@ def _changes(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     return found
 
 
-def remove_sweep(folder: Storage, base: Storage, say: Callable[[str], None]) -> None:
+def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Callable[[str], None]) -> None:
     """Remove the sweep in a directory, whatever it is, with the runs of its trials; nothing if there is none.
 
     What stands where a trial has not begun is not the sweep's, and stays; neither is a run of another name.
-    Raises JobError if the driver of the sweep, or of a run, is active.
+    Raises JobError, and removes nothing, if the driver of the sweep, or of a run, is active, or if one of the new
+    trials' `jobs` reads files of a run.
     """
     if not folder.exists(SWEEP):
         return
@@ -194,8 +197,11 @@ def remove_sweep(folder: Storage, base: Storage, say: Callable[[str], None]) -> 
     with damage_told(f"{folder}/{SWEEP}"):
         begun = [one for one in read_json(folder, SWEEP)["trials"] if one["state"] != "waiting"]
         names = [one["run"] for one in begun if one["run"] == run_name(name, one["number"])]
-    for run in map(base.child, names):
-        if run.exists(RUN):
-            wait_until_free(run, say)
-            run.remove()
+    runs = [run for run in map(base.child, names) if run.exists(RUN)]
+    for run in runs:
+        wait_until_free(run, say)
+        for job in jobs:
+            check_reads_nothing_of(run, with_full_init_from(job.for_task()))
+    for run in runs:
+        run.remove()
     folder.remove()

@@ -155,10 +155,10 @@ def run_sweep(record: Record, base: Storage, how: How) -> None:
     and ClusterError if no Ray answers or a session has ended.
     """
     definition, say = record.definition, Console(record.definition.name, how.flags["quiet"]).say
-    if how.overwrite:
-        remove_sweep(record.folder, base, say)
-        check_places(record, base)  # else it is done before the workers start
     jobs = [definition.job(1, picked) for picked in definition.probes()]
+    if how.overwrite:
+        remove_sweep(record.folder, base, jobs, say)
+        check_places(record, base)  # else it is done before the workers start
     with record.held(say):
         sweep = Sweep(record, base, how, say)
         try:
