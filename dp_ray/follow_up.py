@@ -10,7 +10,7 @@ from dp_ray.job_file import job_of
 from dp_ray.key_hints import renamed
 from dp_ray.rundir.claim import located
 from dp_ray.rundir.files import RESULT, RUN, read_json
-from dp_ray.rundir.weights import BEST, EMA
+from dp_ray.rundir.weights import BEST, EMA, goes_on
 from dp_ray.rundir.weights_files import weights_name
 from dp_ray.storage import Storage
 
@@ -89,7 +89,12 @@ def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides:
 
 
 def _evaluated(run: Storage, kept: Mapping[str, Any]) -> Weights:
-    """The weights that a training has left: the best, else those that it evaluated at its end."""
+    """The weights that a training has left: the best, else those that it evaluated at its end.
+
+    One that goes on has left only its last checkpoint.
+    """
+    if goes_on(run):
+        return "last"
     if run.exists(BEST):
         return "best"
     return "ema" if (kept.get("ema") or {}).get("evaluate") and run.exists(EMA) else "last"
@@ -100,6 +105,15 @@ def _named(target: Any) -> Any:
 
 
 def _init_from(run: Storage, which: Weights) -> str:
+    if goes_on(run):
+        if which != "last":
+            name = BEST if which == "best" else EMA
+            older = f"its {name} is that of an earlier, shorter training" if run.exists(name) else f"it has no {name}"
+            raise JobError(
+                f"--weights {which}: {run} is unfinished, and {older}: train to the end; or use --weights last, its "
+                "newest checkpoint"
+            )
+        return run.location
     if which == "best" and not run.exists(BEST):
         raise JobError(
             f"--weights best: {run} holds no {BEST}: set checkpoint.best, and train to the end; or use --weights last"
@@ -110,7 +124,6 @@ def _init_from(run: Storage, which: Weights) -> str:
             "--weights last"
         )
     name = {"best": BEST, "ema": EMA}.get(which) or weights_name(run)
-    # An unfinished run has no weights file: use its newest checkpoint.
     return run.child(name).location if name is not None else run.location
 
 

@@ -10,8 +10,8 @@ from dp_ray.job_file import job_of
 from dp_ray.key_hints import renamed
 from dp_ray.plan.split import Split
 from dp_ray.results.reopen import reopen
-from dp_ray.rundir.claim import is_finished, located, read_claim
-from dp_ray.rundir.files import BEFORE_RETRY, RUN
+from dp_ray.rundir.claim import located, read_claim
+from dp_ray.rundir.files import BEFORE_RETRY, RUN, is_finished
 from dp_ray.rundir.quarantine_files import merged_positions
 from dp_ray.storage import Storage
 from dp_ray.task.pins import let_files_change

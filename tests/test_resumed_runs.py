@@ -11,12 +11,15 @@ from torch import nn
 import dp_ray
 from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
+from dp_ray.rundir.checkpoint import load_checkpoint
 from dp_ray.rundir.claim import claim
 from dp_ray.rundir.history_file import CLOCKED
 from dp_ray.storage import Storage
+from dp_ray.task.hooks import TrainingView
 from tests.support import training
+from tests.support.cli import status_of
 from tests.support.group import StopsBefore, run_group, weights_of
-from tests.support.trainings import job_of
+from tests.support.trainings import eval_loss, job_of
 
 pytestmark = pytest.mark.usefixtures("in_project")
 
@@ -106,6 +109,42 @@ def test_a_longer_run_that_is_killed_resumes_too(tmp_path: Path) -> None:
     run_group(longer, tmp_path / "run", StopsBefore(43))
     result = run(tmp_path, epochs=4)
     assert same(result, run(tmp_path, epochs=4, name="undisturbed"))
+
+
+def ends_in_step_33(view: TrainingView) -> None:
+    if view.step == 33:
+        raise RuntimeError("the machine is needed elsewhere")
+
+
+def test_what_is_asked_of_a_longer_run_that_stopped_is_of_it_and_not_of_the_shorter_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"eval": EVAL, "checkpoint": {"every_steps": 2, "best": "eval_loss"}, "ema": {"decay": 0.5}}
+    place, shorter = str(tmp_path / "run"), run(tmp_path, epochs=2, **keys)
+    assert shorter.best and len(shorter.history) == 30
+    with pytest.raises(Exception, match="needed elsewhere"):
+        run(tmp_path, epochs=4, hooks={"on_step": ends_in_step_33}, **keys)
+    stopped = dp_ray.load(place)
+    assert (stopped.status, stopped.best, stopped.ema, stopped.weights_path) == ("failed", None, None, None)
+    assert [row["step"] for row in stopped.history] == list(range(33))
+    asked = ("evaluate", place, "--quiet", "--name")
+    assert status_of(monkeypatch, *asked, "last", "--weights", "last") == 0
+    newest = load_checkpoint(Storage(f"{place}/checkpoints"), "step-32.safetensors")[1]["model"]
+    expected = eval_loss(newest)
+    assert expected != pytest.approx(eval_loss(shorter.weights), rel=1e-3)
+    assert dp_ray.load(tmp_path / "last").metrics["loss"] == pytest.approx(expected, rel=1e-6)
+    assert status_of(monkeypatch, *asked, "default") == 0
+    assert dp_ray.load(tmp_path / "default").metrics["loss"] == dp_ray.load(tmp_path / "last").metrics["loss"]
+    for which in ("best", "ema"):
+        assert status_of(monkeypatch, *asked, which, "--weights", which) == 2
+        said = f"--weights {which}: {place} is unfinished, and its {which}.safetensors is that of an earlier, shorter"
+        assert said in capsys.readouterr().err
+    asks = {"task": "evaluate", "init_from": place, "optimizer": None, "ema": None, "name": "named", "eval": None}
+    dp_ray.run(job(tmp_path, **asks, checkpoint={}))
+    assert "the run's newest checkpoint\n" in capsys.readouterr().err  # and not: its best weights are ...
+    assert (
+        run(tmp_path, epochs=4, **keys).weights_sha256 == run(tmp_path, epochs=4, name="alone", **keys).weights_sha256
+    )
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from dp_ray.results.step_times_table import read_step_times
 from dp_ray.results.time_split import time_split
 from dp_ray.results.verdicts import facts_of, verdict_of
 from dp_ray.rundir.about import read_about
-from dp_ray.rundir.claim import is_finished, read_claim
-from dp_ray.rundir.files import RESULT, read_json
-from dp_ray.rundir.history_file import METRICS, history_so_far, merged_history
+from dp_ray.rundir.claim import read_claim
+from dp_ray.rundir.files import RESULT, is_finished, read_json
+from dp_ray.rundir.history_file import history_of
 from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, read_incidents
 from dp_ray.rundir.quarantine_files import QUARANTINE, QUARANTINED, Record, read_records, record_files
 from dp_ray.rundir.unfinished import UnfinishedRun, unfinished
@@ -105,16 +105,12 @@ def read_run(run: Storage) -> RunData:
     data.incidents = part(
         "the interruptions", lambda: read_incidents(run, RESULT if done else INCIDENTS), IncidentLog()
     )
-    data.history = part("the history", lambda: _history(run, done), None)
+    data.history = part("the history", lambda: history_of(run), None)
     data.time_split, data.verdict = part("the times of the steps", lambda: _times(run, data), NO_TIMES)
     data.grid = part("the shape reports", lambda: worker_grid(run, data.total_steps), None)
     data.quarantined = part("the samples set aside", lambda: _quarantined(run), [])
     data.samples = part("the outputs", lambda: output_samples(run) if data.task == "predict" else [], [])
     return data
-
-
-def _history(run: Storage, is_done: bool) -> pa.Table | None:
-    return merged_history(run) if is_done and run.exists(METRICS) else history_so_far(run)
 
 
 def _times(run: Storage, data: RunData) -> tuple[dict[str, Any] | None, str | None]:

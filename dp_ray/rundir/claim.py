@@ -15,7 +15,7 @@ from dp_ray.job_target import Target
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
 from dp_ray.rundir.contents import replacing
 from dp_ray.rundir.differences import differences
-from dp_ray.rundir.files import RESULT, RUN, read_json
+from dp_ray.rundir.files import RESULT, RUN, is_finished, read_json
 from dp_ray.rundir.history_file import METRICS, unmerge_history
 from dp_ray.rundir.incidents import read_incidents
 from dp_ray.rundir.location import located_at
@@ -85,7 +85,7 @@ def claim(
 
 
 def check_reads_nothing_of(run: Storage, job: Job) -> None:
-    """Raise JobError if the job reads files of a run that it is to replace: they would be deleted before they are read.
+    """Raise JobError if the job reads files of a run that it is to replace: it would delete them first.
 
     They are those of `init_from`, and each path among the args of targets and in datasets from Python.
     """
@@ -94,8 +94,8 @@ def check_reads_nothing_of(run: Storage, job: Job) -> None:
     for key, location in _inputs(job):
         if run.holds(location):
             raise JobError(
-                f"{key}: {hide(location)} lies in {run}, which --overwrite (overwrite=True) would delete before it is "
-                "read; give the new run another name (--name, name=), or copy what it reads to another place first"
+                f"{key}: {hide(location)} lies in {run}, which --overwrite (overwrite=True) would delete before it "
+                "is read; give the new run another name (--name, name=), or copy what it reads to another place first"
             )
 
 
@@ -259,11 +259,6 @@ def _changed_lengths(claimed: dict[str, Any], job: Job) -> str:
     there, here = claimed.get("job", {}), job.describe()
     keys = [key for key in job.LENGTHS if job.task == "train" and there.get(key) != here[key]]
     return "; ".join(f"{key}: {there.get(key) or 'none'} before, {here[key] or 'none'} now" for key in keys)
-
-
-def is_finished(storage: Storage) -> bool:
-    """Whether a run directory holds a finished run."""
-    return storage.exists(RESULT) and read_json(storage, RESULT).get("status") == "done"
 
 
 def _reopen(storage: Storage) -> None:

@@ -26,6 +26,11 @@ def read_json(run: Storage, name: str) -> dict[str, Any]:
         raise StorageError(f"{run}/{name}: is damaged: {error}") from None
 
 
+def is_finished(run: Storage) -> bool:
+    """Whether a run directory holds a finished run."""
+    return run.exists(RESULT) and read_json(run, RESULT).get("status") == "done"
+
+
 @contextmanager
 def damage_told(run: object) -> Iterator[None]:
     """Raise StorageError for whatever a foreign or damaged file of a run makes the block raise."""

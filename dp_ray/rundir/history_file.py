@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from dp_ray.errors import StorageError
 from dp_ray.rundir.contents import replacing
+from dp_ray.rundir.files import is_finished
 from dp_ray.storage import Storage
 
 METRICS = "metrics.parquet"
@@ -111,9 +112,12 @@ def end_of_pieces(folder: Storage) -> int:
     return max((end for _, _, end in _segments(folder)), default=0)
 
 
-def merged_history(run: Storage) -> pa.Table:
-    """The whole history of a finished training."""
-    return _read(run, METRICS)
+def history_of(run: Storage) -> pa.Table | None:
+    """The whole history of a finished training, or the rows so far; None if there are none.
+
+    A finished training that goes on for longer has its merged history still, as of the end that it had.
+    """
+    return _read(run, METRICS) if is_finished(run) and run.exists(METRICS) else history_so_far(run)
 
 
 def _read(folder: Storage, name: str) -> pa.Table:
@@ -125,8 +129,8 @@ def _read(folder: Storage, name: str) -> pa.Table:
 
 
 def read_history(run: Storage) -> Iterator[dict[str, Any]]:
-    """Read the rows of `metrics.parquet`, in the order of steps; of a run that has none yet, the rows so far."""
-    table = merged_history(run) if run.exists(METRICS) else history_so_far(run)
+    """Read the rows of the history, in the order of steps; of an unfinished run, those so far."""
+    table = history_of(run)
     yield from [] if table is None else table.to_pylist()
 
 

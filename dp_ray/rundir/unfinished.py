@@ -10,8 +10,8 @@ from dp_ray.plan.split import Split, num_filled
 from dp_ray.plan.work import Done
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.claim import is_finished, read_claim
-from dp_ray.rundir.files import RESULT, RUN
+from dp_ray.rundir.claim import read_claim
+from dp_ray.rundir.files import RESULT, RUN, is_finished
 from dp_ray.rundir.incidents import IncidentKind, Interruption, read_incidents
 from dp_ray.rundir.lease_file import Lease, last_alive
 from dp_ray.rundir.lengths import split_of

@@ -21,7 +21,7 @@ from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.replica.world import broadcast, is_rank_0
 from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, name_of, parse, steps_of
 from dp_ray.rundir.contents import replacing
-from dp_ray.rundir.files import write_json
+from dp_ray.rundir.files import is_finished, write_json
 from dp_ray.rundir.pieces import PIECES, names_of
 from dp_ray.rundir.weights_files import INDEXES, WEIGHTS, files_of, open_index, weights_name
 from dp_ray.storage import Storage
@@ -76,6 +76,11 @@ def find_start(location: str) -> tuple[Storage, str, str]:
     raise JobError(
         f"init_from: {location} {what}: give a run of task train, or a file of weights, by its end: {kinds}"
     )
+
+
+def goes_on(run: Storage) -> bool:
+    """Whether a training has a checkpoint and is not done: weights beside it are those of an earlier, shorter end."""
+    return not is_finished(run) and bool(steps_of(run.child(CHECKPOINTS)))
 
 
 def files_of_start(location: str) -> list[str]:
@@ -156,7 +161,7 @@ def describe_start(run: Storage, location: str) -> str:
         return line + _told_best(*file_of(run, location, start))
     if not start.folder:
         return line
-    has_best = storage.exists(BEST)
+    has_best = storage.exists(BEST) and not goes_on(storage)
     beside = f"; its best weights are {storage}/{BEST}{_told_best(storage, BEST)}" if has_best else ""
     return f"{line}, the run's newest checkpoint{beside}"
 

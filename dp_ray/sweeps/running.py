@@ -14,8 +14,8 @@ from dp_ray.errors import ClusterError, Error, JobError, RunInterrupted
 from dp_ray.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.results.short import relative
-from dp_ray.rundir.claim import is_finished, read_claim, with_full_init_from, with_shards_of_run
-from dp_ray.rundir.files import RESULT, damage_told, read_json
+from dp_ray.rundir.claim import read_claim, with_full_init_from, with_shards_of_run
+from dp_ray.rundir.files import RESULT, damage_told, is_finished, read_json
 from dp_ray.storage import Storage
 from dp_ray.sweeps.definition import Definition, Picked
 from dp_ray.sweeps.lanes import Lane, Say, Stop, opened, run_side_by_side
