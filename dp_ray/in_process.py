@@ -61,8 +61,11 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
 def with_own_model(job: Job) -> Job:
     """The job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
 
-    Raises JobError if the object cannot be copied.
+    So do the tensors and lists among args: a model may take one as its weights, a scheduler writes into a rate. A
+    dataset is only read. Raises JobError if the model object cannot be copied.
     """
+    given = {key: getattr(job, key) for key in job.TARGETED if key != "dataset"}
+    job = job.model_copy(update={key: _with_own_args(one) for key, one in given.items() if isinstance(one, Target)})
     if isinstance(job.model, Target):
         return job
     try:
@@ -70,6 +73,16 @@ def with_own_model(job: Job) -> Job:
     except Exception as error:  # a user's __deepcopy__ may raise anything
         advice = "give its class, or a function that makes it"
         raise JobError(f"model: the object cannot be copied: {type(error).__name__}: {error}; {advice}") from error
+
+
+def _with_own_args(target: Target) -> Target:
+    """The target with copies of its args; what cannot be copied is taken itself."""
+    args = {}
+    for name, value in target.args.items():
+        args[name] = value
+        with contextlib.suppress(Exception):  # a user's __deepcopy__ may raise anything
+            args[name] = copy.deepcopy(value)
+    return target.model_copy(update={"args": args})
 
 
 def with_own_objects(job: Job) -> Job:

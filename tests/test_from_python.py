@@ -93,6 +93,14 @@ def run(folder: Path, name: str, **keys: Any) -> dp_ray.Result:
     return dp_ray.run(**{**given, "storage": str(folder), "name": name, "quiet": True, **keys})
 
 
+class FromWeight(nn.Linear):
+    """A layer that takes a tensor as its weights, as `nn.Embedding.from_pretrained` does."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(6, 3)
+        self.weight = nn.Parameter(weight)
+
+
 def test_objects_train_to_what_their_names_do(tmp_path: Path) -> None:
     runs = [run(tmp_path, f"run-{at}", **keys) for at, keys in enumerate((NAMES, objects(), arguments()))]
     assert len({one.weights_sha256 for one in runs}) == 1
@@ -125,6 +133,31 @@ def test_an_object_is_trained_as_a_copy_so_that_the_next_run_starts_from_the_sam
     first, second = (run(tmp_path, name, model=net, **given) for name in ("first", "second"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert first.weights_sha256 == second.weights_sha256
+
+
+@pytest.mark.parametrize("way", ["args", "groups", "partial", "function"])
+def test_a_rate_that_is_a_tensor_stays_as_the_caller_gave_it(tmp_path: Path, way: str) -> None:
+    rate = torch.tensor(0.1)
+    sgd: dict[str, Any] = {
+        "args": {"target": torch.optim.SGD, "args": {"lr": rate}},
+        "groups": {"target": torch.optim.SGD, "args": {"lr": 0.1}, "groups": [{"match": ".", "args": {"lr": rate}}]},
+        "partial": functools.partial(torch.optim.SGD, lr=rate),
+        "function": lambda parameters: torch.optim.SGD(parameters, lr=rate),
+    }
+    decay = {"target": "torch.optim.lr_scheduler:ExponentialLR", "args": {"gamma": 0.9}}
+    given = {"model": Net, "dataset": training.Pairs(), "loss": nn.CrossEntropyLoss, "scheduler": decay}
+    first = run(tmp_path, "first", optimizer=sgd[way], **given)
+    assert rate.item() == pytest.approx(0.1)
+    assert run(tmp_path, "second", optimizer=sgd[way], **given).weights_sha256 == first.weights_sha256
+    assert first.history[1]["learning_rate"] == pytest.approx(0.09)
+
+
+def test_weights_among_the_args_of_a_model_stay_as_the_caller_gave_them(tmp_path: Path) -> None:
+    weight = torch.zeros(3, 6)
+    model = {"target": FromWeight, "args": {"weight": weight}}
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    result = run(tmp_path, "run", model=model, dataset=training.Pairs(), loss=nn.CrossEntropyLoss, optimizer=sgd)
+    assert result.weights["weight"].abs().sum() > 0 and not weight.any()
 
 
 def test_an_object_that_cannot_be_copied_is_refused_before_there_is_a_run_directory(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def build_optimizer(
     check_optimizer(type(made))
     if isinstance(given, Optimizer):
         check_groups(given, made)
+    for group in made.param_groups:  # a scheduler writes into them, and the next attempt begins with the job's own
+        group |= {name: value.detach().clone() for name, value in group.items() if isinstance(value, torch.Tensor)}
     return made
 
 
