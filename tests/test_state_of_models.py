@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+import dp_ray
 from dp_ray.checks import check_targets
 from dp_ray.errors import Error, JobError
 from dp_ray.job import Job
@@ -20,7 +21,7 @@ from dp_ray.storage import Storage
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.task import compiling, run_task
 from tests.support.group import ProcessExit, measured, run_group
-from tests.support.odd import Observed
+from tests.support.odd import Counted, Observed
 from tests.support.training import Pairs, mlp
 from tests.support.trainings import job_of
 
@@ -117,7 +118,8 @@ def test_each_module_has_its_own_mode_again_after_an_evaluation() -> None:
 @pytest.mark.parametrize(
     ("keys", "says", "steps"),
     [
-        ({"model": odd("Extra")}, r"model._extra_state.* is of type object", []),
+        ({"model": odd("Extra")}, r"model._extra_state is of type object: a weights file", []),
+        ({"model": odd("Counted")}, r"model.0._extra_state is of type dict: a weights file", []),
         ({"model": odd("Double")}, r"model.phase is of torch.complex128", []),
         ({"scheduler": odd("FunctionScheduler")}, r"scheduler.function.* is of type function", []),
         ({"optimizer": odd("ObjectSGD")}, r"optimizer.state.0.kept.* is of type object", [0]),
@@ -132,6 +134,19 @@ def test_what_cannot_be_kept_or_trained_is_said_at_once(
     with pytest.raises(Error, match=says):
         run_task(job, World(), Storage(str(tmp_path)), lambda what: None, control)
     assert control.steps == steps
+
+
+def test_an_extra_state_that_is_a_tensor_comes_back_with_the_weights(tmp_path: Path) -> None:
+    given = {**odd("Counted"), "args": {"is_tensor": True}}
+    place: dict[str, Any] = {"workers": 0, "storage": str(tmp_path)}
+    trained = dp_ray.run(job_of(given, **place), quiet=True, name="trained")
+    model = Counted(is_tensor=True)
+    model.load_state_dict(trained.weights)
+    assert model[0].calls == len(trained.history) > 1
+    data = Pairs(10).inputs
+    keys = {"task": "predict", "model": given, "init_from": trained.weights_path, "dataset": list(data)}
+    outputs = dp_ray.run(**keys, **place, batch_size=5, name="predicted", quiet=True).outputs
+    torch.testing.assert_close(outputs, model.eval()(data).detach())
 
 
 def test_an_optimizer_that_wants_a_closure_is_refused_before_anything_starts() -> None:

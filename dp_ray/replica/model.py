@@ -176,6 +176,19 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
 
 
+def check_all_tensors(model: nn.Module) -> None:
+    """Raise ModelError if the module's state_dict has other values than tensors: no weights file could hold them.
+
+    A model is loaded with all values of its state_dict, so such a file could never be loaded.
+    """
+    for name, one in model.state_dict().items():
+        if not isinstance(one, torch.Tensor):
+            raise ModelError(
+                f"model.{name} is of type {type(one).__qualname__}: a weights file holds tensors only, and could not "
+                "be loaded without it; have get_extra_state give a tensor, or keep the value in a buffer"
+            )
+
+
 def _state_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 

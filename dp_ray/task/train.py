@@ -15,7 +15,7 @@ from dp_ray.replica.activation_checkpointing import recompute_blocks
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import Evaluation, build_metrics, check_watched
 from dp_ray.replica.loss_watch import LossWatch
-from dp_ray.replica.model import build_model, compiled
+from dp_ray.replica.model import build_model, check_all_tensors, compiled
 from dp_ray.replica.one_ahead import OneAhead
 from dp_ray.replica.passes import passes_of
 from dp_ray.replica.quarantine import Quarantine, load_good
@@ -59,6 +59,7 @@ def train(
     split = split_of(job, len(dataset))
     sharded = sharded_model(job, world, telling(world, send))
     model = whole_model(job, world) if sharded is None else sharded.model
+    check_all_tensors(model)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     measures, states = build_metrics(job)
     check_watched(job, states)

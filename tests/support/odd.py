@@ -67,6 +67,31 @@ class Extra(nn.Linear):
         pass
 
 
+class Count(nn.Linear):
+    """A layer whose extra state is a count, alone in a dict or as a tensor."""
+
+    def __init__(self, is_tensor: bool) -> None:
+        super().__init__(6, 3)
+        self.calls, self.is_tensor = 0, is_tensor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.calls) if self.is_tensor else {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = int(state) if self.is_tensor else state["calls"]
+
+
+class Counted(nn.Sequential):
+    """A model with a `Count` in it."""
+
+    def __init__(self, is_tensor: bool = False) -> None:
+        super().__init__(Count(is_tensor))
+
+
 class Double(nn.Linear):
     """A layer with a complex number of 128 bits."""
 
