@@ -26,7 +26,7 @@ from dp_ray.storage import Storage
 from dp_ray.sweeps.axes import parse_axis
 from dp_ray.sweeps.definition import Definition
 from dp_ray.sweeps.lanes import Lane, Stop, run_side_by_side
-from dp_ray.sweeps.record import Record, Trial
+from dp_ray.sweeps.record import Record, Trial, open_record
 from dp_ray.sweeps.search import suggested
 from dp_ray.system.stop_signals import planned_stops
 from tests.support import sweeps
@@ -414,6 +414,36 @@ def test_a_search_takes_what_is_no_result_for_none(tmp_path: Path) -> None:
     assert found == suggested(sweep, 0, 17, [*good, *others, infinite])
     assert found != suggested(sweep, 1, 17, [*good, *others, infinite])
     assert found != suggested(sweep, 0, 18, [*good, *others, infinite])
+
+
+def test_a_search_draws_the_same_from_infinite_losses_after_it_was_stopped(tmp_path: Path) -> None:
+    axes = (parse_axis("model.args.x=0.0..8.0"),)
+    sweep = Definition("s", job_maker(evaluation_job(tmp_path)), axes, 99, "optuna", "loss")
+    losses = [math.inf if number > 8 else number / 4 for number in range(16)]
+    trials = [
+        Trial(at, {"model.args.x": (at * 5 % 16) / 2}, "done", {"loss": losses[at * 5 % 16]}) for at in range(1, 16)
+    ]
+    record = Record(Storage(str(tmp_path / "s")), sweep, trials)
+    with record.held(print):
+        pass
+    again = open_record(sweep, Storage(str(tmp_path))).trials
+    assert suggested(sweep, 0, 16, again) == suggested(sweep, 0, 16, trials)
+
+
+def test_a_run_that_measured_infinity_before_its_driver_was_killed_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Lines
+) -> None:
+    job, base = evaluation_job(tmp_path), Storage(str(tmp_path / "runs"))
+    sweep = ["sweep", job, "--quiet", "--over", "model.args.x=-1e30,1"]
+    assert status_of(monkeypatch, *sweep) == 0
+    assert json.loads((tmp_path / "runs" / "job-sweep-1" / "result.json").read_text())["metrics"] == {"loss": None}
+    file = tmp_path / "runs" / "job-sweep" / "sweep.json"
+    told = json.loads(file.read_text())
+    told["trials"][0] |= {"state": "running", "metrics": {}}
+    file.write_text(json.dumps(told))
+    assert status_of(monkeypatch, *sweep) == 0
+    assert states(base) == ["done"] * 2
+    assert drivers(base)[:2] == [1, 1]
 
 
 def test_a_search_leaves_optunas_own_settings_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,9 +44,9 @@ class Trial:
         return {"metric": metrics.get(metric or "") if self.state == "done" else None, "metrics": metrics}
 
     def value(self, metric: str | None) -> float | None:
-        """What its run measured, if that is a number."""
+        """What its run measured, if that is a finite number: no file keeps another, so no search may count it."""
         found = self.metrics.get(metric) if metric and self.state == "done" else None
-        return None if found is None or math.isnan(found) else found
+        return found if found is not None and math.isfinite(found) else None
 
 
 class Record:
@@ -169,8 +169,14 @@ def _trials(told: Sequence[Mapping[str, Any]], definition: Definition) -> list[T
 
 def _trial(told: Mapping[str, Any], definition: Definition) -> Trial:
     definition.values(told["picked"])  # raises if the file is damaged
-    metrics = {name: math.nan if value is None else float(value) for name, value in told["metrics"].items()}
-    return Trial(int(told["number"]), dict(told["picked"]), told["state"], metrics, str(told["error"]))
+    return Trial(
+        int(told["number"]), dict(told["picked"]), told["state"], numbers(told["metrics"]), str(told["error"])
+    )
+
+
+def numbers(told: Mapping[str, float | None]) -> dict[str, float]:
+    """The metrics that a file tells, in which a number that is not finite is null; raises if they are damaged."""
+    return {name: math.nan if value is None else float(value) for name, value in told.items()}
 
 
 def _changes(there: dict[str, Any], here: dict[str, Any]) -> list[str]:

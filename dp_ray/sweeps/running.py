@@ -19,7 +19,7 @@ from dp_ray.rundir.files import RESULT, damage_told, is_finished, read_json
 from dp_ray.storage import Storage
 from dp_ray.sweeps.definition import Definition, Picked
 from dp_ray.sweeps.lanes import Lane, Say, Stop, opened, run_side_by_side
-from dp_ray.sweeps.record import Record, Trial, remove_sweep
+from dp_ray.sweeps.record import Record, Trial, numbers, remove_sweep
 from dp_ray.sweeps.shown import runs_to_compare
 from dp_ray.system.environment import environment
 
@@ -126,7 +126,7 @@ class Sweep:
         if not is_finished(run) or not asked.has_fingerprint(read_claim(run).get("fingerprint")):
             return None
         with damage_told(f"{run}/{RESULT}"):
-            return {name: float(value) for name, value in read_json(run, RESULT)["metrics"].items()}
+            return numbers(read_json(run, RESULT)["metrics"])
 
     def _ended(self, trial: Trial, metrics: dict[str, float]) -> None:
         done = replace(trial, state="done", metrics=metrics, error="")
