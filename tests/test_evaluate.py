@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 from dp_ray.job import Job
@@ -41,8 +42,6 @@ def job_of(**keys: Any) -> Job:
 
 def expected() -> dict[str, float]:
     """Everything at once, in one process."""
-    import torchmetrics
-
     torch.manual_seed(0)
     model = training.mlp()
     model.eval()
@@ -73,6 +72,89 @@ def test_a_worker_without_any_row_takes_part(tmp_path: Path) -> None:
     data = {"target": "tests.support.training:Pairs", "args": {"length": 2}}
     found = measured(run_group(job_of(workers=4, dataset=data), tmp_path))
     assert 0 <= found["right"] <= 1
+
+
+class Regression(training.Pairs):
+    """Pairs whose target is a number of the inputs, which correlates with what the model gives."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.inputs[index].sum() + 3
+
+
+class One(nn.Linear):
+    """A number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs)[:, 0]
+
+
+WHOLE = ("PearsonCorrCoef", "ConcordanceCorrCoef", "KendallRankCorrCoef", "R2Score")
+
+
+@pytest.mark.parametrize("shards", [2, 3, 8])
+def test_metrics_whose_states_are_no_sums_are_those_of_the_whole(tmp_path: Path, shards: int) -> None:
+    keys: dict[str, Any] = {"model": "tests.test_evaluate:One", "dataset": "tests.test_evaluate:Regression"}
+    metrics = {name: f"torchmetrics.regression:{name}" for name in WHOLE}
+    job = job_of(**keys, metrics=metrics, loss=None, shards=shards, workers=2)
+    found = measured(run_group(job, tmp_path))
+    torch.manual_seed(0)
+    data, model = Regression(), One()
+    inputs, target = (torch.stack(column) for column in zip(*(data[at] for at in range(len(data))), strict=True))
+    with torch.no_grad():
+        outputs = model(inputs)
+    for name in WHOLE:
+        assert found[name] == pytest.approx(
+            getattr(torchmetrics.regression, name)()(outputs, target).item(), rel=1e-4
+        )
+
+
+class MeanState(torchmetrics.Metric):
+    """A metric whose state is a mean."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, outputs: torch.Tensor, _: torch.Tensor) -> None:
+        self.mean = outputs.mean()
+
+    def compute(self) -> torch.Tensor:
+        return self.mean
+
+
+WRAPPED = torchmetrics.wrappers.MinMaxMetric(torchmetrics.classification.MulticlassF1Score(num_classes=3))
+
+
+@pytest.mark.parametrize(
+    ("metric", "says"),
+    [
+        (MeanState(), r"metrics.odd: MeanState reduces its state 'mean' by a mean, .* keep a sum and a count"),
+        (
+            torchmetrics.NormalizedRootMeanSquaredError(),
+            r"metrics.odd: Norm\w+Error has a state, 'total', that .* another",
+        ),
+        (WRAPPED, r"metrics.odd: MinMaxMetric wraps a metric \(MulticlassF1Score\), .* give the MulticlassF1Score"),
+    ],
+)
+def test_metrics_that_shards_do_not_tell_are_refused_by_name(tmp_path: Path, metric: Any, says: str) -> None:
+    job = job_of(metrics={"odd": metric}, loss=None, shards=3, workers=1)
+    with pytest.raises(ProcessExit, match=says):
+        run_group(job, tmp_path)
+    if metric is WRAPPED:  # one shard is the whole
+        assert measured(run_group(job_of(metrics={"odd": metric}, shards=1, batch_size=101), tmp_path / "one"))
+
+
+def test_counts_are_those_of_one_worker_on_any_number(tmp_path: Path) -> None:
+    """torchmetrics adds up the states of all processes, if it finds any."""
+    counts = {"target": "torchmetrics.classification:MulticlassConfusionMatrix", "args": {"num_classes": 3}}
+    for workers in (1, 2):
+        job = job_of(metrics={"seen": counts}, loss=None, workers=workers)
+        assert sum(measured(run_group(job, tmp_path / str(workers))).values()) == 101
 
 
 def test_metrics_alone_need_no_loss(tmp_path: Path) -> None:

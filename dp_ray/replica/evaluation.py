@@ -1,7 +1,7 @@
 """Evaluation: means over a whole dataset, each sample counted once, the same bits on any number of workers."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +28,25 @@ from dp_ray.replica.user_code import at, got, loaded, raising
 from dp_ray.replica.world import gathered
 from dp_ray.system.waiting import waiting
 
+# Metrics whose compute takes the states of several shards stacked, and gives what the whole gives.
+# NormalizedRootMeanSquaredError's takes them too, and gives another value for more than two.
+STACKED = {
+    f"torchmetrics.regression.{name}" for name in ("pearson.PearsonCorrCoef", "concordance.ConcordanceCorrCoef")
+}
+
 
 def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
     """The job's metrics: the functions of (outputs, target), and by name the torchmetrics objects, with a state.
 
-    Raises JobError if a metric cannot be imported, built or called.
+    Raises JobError if a metric cannot be imported, built or called, or put together from the states of shards.
     """
     functions: dict[str, Any] = {}
     states: dict[str, Any] = {}
     for name, given in job.metrics.items():
         made = _make(f"metrics.{name}", given)
         (states if keeps_state(made) else functions)[name] = made
+        if keeps_state(made) and job.num_shards > 1:
+            check_merges(name, made)
     return Metrics(functions, job.batch_dim), states
 
 
@@ -201,10 +209,9 @@ class Evaluation:
         by_shard = {shard: own for theirs in everybodys for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:
-            first, *others = [by_shard[shard][name] for shard in sorted(by_shard)]
-            for other in others:
-                first.merge_state(other)
-            found = self._numbers_of(name, first)
+            with raising(f"metrics.{name}.merge_state"):
+                whole = merged(name, [by_shard[shard][name] for shard in sorted(by_shard)])
+            found = self._numbers_of(name, whole)
             if twice := measured.keys() & found.keys():
                 raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")
             measured.update(found)
@@ -213,6 +220,86 @@ class Evaluation:
     def _numbers_of(self, name: str, metric: Any) -> dict[str, float]:
         with raising(f"metrics.{name}.compute"):
             return _named_numbers(name, metric.compute())
+
+
+def check_merges(name: str, metric: Any) -> None:
+    """Raise JobError if a metric of torchmetrics cannot be put together from the states of several shards."""
+    if not _is_torchmetrics(metric):
+        return
+    kinds = {f"{one.__module__}.{one.__qualname__}" for one in type(metric).__mro__}
+    inner = [type(one).__qualname__ for one in metric.modules() if one is not metric and keeps_state(one)]
+    stacked = [
+        state for state, how in _states(metric) if how is None and not isinstance(getattr(metric, state), list)
+    ]
+    if stacked and not kinds & STACKED:
+        says = f"has a state, {stacked[0]!r}, that those of several shards do not tell; give another metric"
+    elif inner:
+        says = f"wraps a metric ({inner[0]}), whose state it does not merge; give the {inner[0]} itself"
+    elif metric.dist_sync_on_step:
+        says = "has dist_sync_on_step, which no evaluation needs; leave it out"
+    else:
+        return
+    kind = type(metric).__qualname__
+    own = f"a subclass of {kind} with a merge_state of its own"
+    raise JobError(f"metrics.{name}: {kind} {says}, or {own}, or set shards to 1")
+
+
+def merged(name: str, metrics: Sequence[Any]) -> Any:
+    """The metric of all shards, from those of each, in shard order; the first of them is changed.
+
+    Raises JobError if a state is a mean, which the means of the shards do not tell.
+    """
+    first, *others = metrics
+    if others and _is_torchmetrics(first):
+        _check_means(name, metrics)
+    if others and _is_torchmetrics(first) and first.full_state_update is not False:  # merge_state refuses it
+        _put_together(first, others)
+    else:
+        for other in others:
+            first.merge_state(other)
+    for one in first.modules() if hasattr(first, "modules") else ():
+        # Each rank has merged the states of all. torchmetrics would add up those of all ranks once more.
+        one.distributed_available_fn = _never
+    return first
+
+
+def _never() -> bool:
+    return False
+
+
+def _is_torchmetrics(metric: Any) -> bool:
+    """Whether torchmetrics' own `merge_state` merges the metric, and none of a subclass."""
+    has_it = next((one for one in type(metric).__mro__ if "merge_state" in vars(one)), None)
+    return has_it is not None and (has_it.__module__, has_it.__qualname__) == ("torchmetrics.metric", "Metric")
+
+
+def _states(metric: Any) -> list[tuple[str, Any]]:
+    """The names of a metric's states, each with what torchmetrics reduces it by."""
+    return list(metric._reductions.items())
+
+
+def _put_together(first: Any, others: Sequence[Any]) -> None:
+    """Reduce the states of all shards at once, as torchmetrics itself does those of several processes."""
+    for state, how in _states(first):
+        values = [getattr(one, state) for one in (first, *others)]
+        if isinstance(values[0], list):
+            setattr(first, state, [inner for value in values for inner in value])
+        else:
+            stacked = torch.stack(values)
+            setattr(first, state, stacked if how is None else how(stacked))
+    first._update_count = sum(one._update_count for one in (first, *others))
+    first._computed = None
+
+
+def _check_means(name: str, metrics: Sequence[Any]) -> None:
+    for state, how in _states(metrics[0]):
+        if getattr(how, "__name__", "") == "dim_zero_mean":
+            values = [getattr(one, state) for one in metrics]
+            if not all(torch.equal(values[0], value) for value in values[1:]):
+                raise JobError(
+                    f"metrics.{name}: {type(metrics[0]).__qualname__} reduces its state {state!r} by a mean, which "
+                    "the means of several shards do not tell; keep a sum and a count in its place, or set shards to 1"
+                )
 
 
 def _on_cpu(own: dict[str, Any]) -> dict[str, Any]:

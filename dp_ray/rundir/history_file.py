@@ -117,7 +117,12 @@ def history_of(run: Storage) -> pa.Table | None:
 
     A finished training that goes on for longer has its merged history still, as of the end that it had.
     """
-    return _read(run, METRICS) if is_finished(run) and run.exists(METRICS) else history_so_far(run)
+    if not run.exists(METRICS):
+        return history_so_far(run)
+    merged = _read(run, METRICS)
+    end = merged.column("step")[-1].as_py() + 1
+    has_more = run.exists(RECENT) or end_of_pieces(run.child(HISTORY)) > end
+    return history_so_far(run) if has_more and not is_finished(run) else merged
 
 
 def _read(folder: Storage, name: str) -> pa.Table:
