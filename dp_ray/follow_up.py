@@ -47,7 +47,7 @@ def follow_up(
     check_no_objects(run, task, values, overrides)
     which = weights or _evaluated(run, kept)
     values |= {"task": task, "storage": run.parent.location, "init_from": _init_from(run, which)}
-    default = f"{kept['name']}-{task}"
+    default = f"{run.name}-{task}"  # a copy's run.json has the name of the run that was copied
     job = job_of({**values, "name": default}, overrides, default)
     if "name" not in overrides:
         job = job.model_copy(update={"name": _free_name(job, default)})

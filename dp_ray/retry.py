@@ -10,7 +10,7 @@ from dp_ray.job_file import job_of
 from dp_ray.key_hints import renamed
 from dp_ray.plan.split import Split
 from dp_ray.results.reopen import reopen
-from dp_ray.rundir.claim import located, read_claim
+from dp_ray.rundir.claim import base_storage, located, read_claim
 from dp_ray.rundir.files import BEFORE_RETRY, RUN, is_finished
 from dp_ray.rundir.quarantine_files import merged_positions
 from dp_ray.storage import Storage
@@ -53,5 +53,9 @@ def _job_kept(run: Storage, overrides: Mapping[str, Any]) -> Job:
     if kept["task"] != "predict":
         raise JobError(f"retry: {run} is a run of task {kept['task']}; {NOT_A_PREDICTION[kept['task']]}")
     check_no_objects(run, "predict", {**kept, "eval": None}, {})
-    values = {**kept, "storage": run.parent.location, "env": {}}
-    return job_of(values, overrides, kept["name"])
+    # Where the run is, not where it was: a copy's run.json names the run that was copied.
+    values = {**kept, "storage": run.parent.location, "name": run.name, "env": {}}
+    job = job_of(values, overrides, run.name)
+    if base_storage(job).child(job.run_name).path != run.path:
+        raise JobError(f"retry: runs in {run} itself; leave name and storage as they are")
+    return job

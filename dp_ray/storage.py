@@ -82,6 +82,11 @@ class Storage:
         return any(_is_same(one, self.path) for one in folders)
 
     @property
+    def name(self) -> str:
+        """The name of this folder in the one that holds it."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
     def parent(self) -> "Storage":
         """The folder that holds this one, with the same connection."""
         parent = copy.copy(self)

@@ -1,5 +1,6 @@
 """What a whole run tells of its bad samples: its result, its files, its errors, on the console and on Ray."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,18 @@ def test_what_succeeds_again_takes_its_place(
     assert len(third.shapes) == len(clean.shapes)
     with pytest.raises(SystemExit, match="2"):
         retry(tmp_path, monkeypatch)
+
+
+def test_a_retry_of_a_copy_leaves_the_run_that_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = keys(tmp_path, task="predict", dataset=broken(tmp_path, [3, 11]), on_error={"quarantine": 3})
+    dp_ray.run(**{**given, "name": "first"})
+    shutil.copytree(tmp_path / "first", tmp_path / "run")
+    before = {path: path.read_bytes() for path in sorted((tmp_path / "first").rglob("*")) if path.is_file()}
+    (tmp_path / "mended").write_text("3 11")
+    with pytest.raises(SystemExit, match="2"):
+        retry(tmp_path, monkeypatch, "--set", "name=first")
+    assert retry(tmp_path, monkeypatch).quarantined == 0
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "first").rglob("*")) if path.is_file()} == before
 
 
 def test_a_retry_that_is_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from dp_ray.results.compare import compared, compared_run, compared_values
 from dp_ray.results.sparkline import BLOCKS, sparkline
 from dp_ray.rundir.lease import held
 from dp_ray.storage import Storage
+from tests.support import training
 from tests.support.cli import status_of
 from tests.support.fresh import loaded_by
 from tests.support.run_dirs import claimed_in
@@ -68,6 +69,14 @@ def test_runs_of_one_job_differ_in_nothing(here: Path) -> None:
     assert told_of(first, train(here, "three", seed=1)).splitlines()[0] == "different jobs, different weights"
     kept = train(here, "four", checkpoint={"keep": 7})
     assert told_of(first, kept).splitlines()[0] == "the same job (but for checkpoint.keep), the same weights"
+
+
+def test_what_came_from_python_is_not_called_the_same(here: Path) -> None:
+    first, second = (train(here, name, dataset=training.Pairs(101)) for name in ("one", "two"))
+    told = "the same job as far as can be told: dataset from Python cannot be compared, the same weights"
+    assert told_of(first, second).splitlines()[0] == told
+    other = train(here, "three", dataset=training.Pairs(101), seed=1)
+    assert told_of(first, other).splitlines()[0] == "different jobs, different weights"
 
 
 def test_curves_lie_side_by_side_on_one_scale(here: Path) -> None:

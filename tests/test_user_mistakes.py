@@ -1,5 +1,6 @@
 """Mistakes in user code, and what the world may do to a run: each ends in one clear error, and nothing is lost."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,20 @@ def test_the_result_of_another_driver_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="was taken over by another driver"):
         run(tmp_path, model, "tests.support.models:Rows")
     assert not (tmp_path / "run" / "result.json").exists()
+
+
+class Removes(TakesOver):
+    """While it runs, somebody removes its run directory."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        shutil.rmtree(Path(self.folder) / "run", ignore_errors=True)
+        return inputs
+
+
+def test_a_run_directory_that_was_removed_is_told_as_that(tmp_path: Path) -> None:
+    model = {"target": "tests.test_user_mistakes:Removes", "args": {"folder": str(tmp_path)}}
+    with pytest.raises(StorageError, match=rf"{tmp_path}/run was removed while this driver ran in it: its run.json"):
+        run(tmp_path, model, "tests.support.models:Rows")
 
 
 def test_overwriting_needs_a_job_that_can_be_written_down(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from dp_ray.text import listed, printable
 
 NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
 OF_EACH_DRIVER = ("started", "command", "folder", "plan")
+OBJECT = re.compile(r"<[\w.]+:[^:]+>")
 CURVE_WIDTH = 60
 NO_CURVE = {"step", "epoch", "rows", "rows_per_second", "data_wait_seconds"}
 
@@ -163,11 +165,18 @@ def _verdict(runs: Sequence[ComparedRun]) -> Iterator[str]:
     differing = differing_keys(runs)
     counting = {key for key in differing if not {key, key.partition(".")[0]} & Job.CANNOT_CHANGE_THE_RESULT}
     alike = f"the same job (but for {listed(differing)})" if differing else "the same job"
+    if objects := [key.removesuffix(".target") for key, value in dotted(runs[0].job) if _is_object(key, value)]:
+        alike += f" as far as can be told: {listed(objects)} from Python cannot be compared"
     yield "different jobs" if counting else alike
     for what in ("weights", "outputs"):
         found = [run.result.get(f"{what}_sha256") for run in runs]
         if all(found):
             yield f"{'the same' if len(set(found)) == 1 else 'different'} {what}"
+
+
+def _is_object(key: str, value: Any) -> bool:
+    """Whether a key of a job had a Python object: a file keeps its type alone, `<module:Class>`."""
+    return isinstance(value, str) and OBJECT.fullmatch(value) is not None and not key.startswith("hooks.")
 
 
 def _whole_rate(result: Mapping[str, Any]) -> float | None:

@@ -166,9 +166,19 @@ def is_ours(claimed: RunDir) -> bool:
 
 
 def check_ours(claimed: RunDir) -> None:
-    """Raise StorageError if another driver has claimed the run directory since: its files are that driver's now."""
+    """Raise StorageError if another driver has claimed the run directory since, or if it was removed."""
     if not is_ours(claimed):
-        raise StorageError(f"{claimed.storage} was taken over by another driver, which was started after this one")
+        raise StorageError(lost(claimed.storage, RUN))
+
+
+def lost(folder: Storage, name: str) -> str:
+    """Why a folder is not this driver's any more, which keeps its claim in the file `name`."""
+    if folder.exists(name):
+        return f"{folder} was taken over by another driver, which was started after this one"
+    return (
+        f"{folder} was removed while this driver ran in it: its {name} is gone, and what was kept with it; "
+        "run it again, and leave the folder until its end"
+    )
 
 
 def check_shared(run: Storage, token: str, who: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job import Job
-from dp_ray.rundir.claim import check_reads_nothing_of, with_full_init_from
+from dp_ray.rundir.claim import check_reads_nothing_of, lost, with_full_init_from
 from dp_ray.rundir.differences import differences
 from dp_ray.rundir.files import RUN, SWEEP, damage_told, read_json, write_json
 from dp_ray.rundir.lease import kept, wait_until_free
@@ -96,7 +96,7 @@ class Record:
 
     def _check_ours(self) -> None:
         if not self._is_ours():
-            raise StorageError(f"{self.folder} was taken over by another driver, which was started after this one")
+            raise StorageError(lost(self.folder, SWEEP))
 
     def _write(self) -> None:
         trials = [self._row(trial) for trial in self.trials]
