@@ -107,8 +107,8 @@ def _named(target: Any) -> Any:
 def _init_from(run: Storage, which: Weights) -> str:
     if goes_on(run):
         if which != "last":
-            name = BEST if which == "best" else EMA
-            older = f"its {name} is that of an earlier, shorter training" if run.exists(name) else f"it has no {name}"
+            file = BEST if which == "best" else EMA
+            older = f"its {file} is that of an earlier, shorter training" if run.exists(file) else f"it has no {file}"
             raise JobError(
                 f"--weights {which}: {run} is unfinished, and {older}: train to the end; or use --weights last, its "
                 "newest checkpoint"

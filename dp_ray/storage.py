@@ -84,7 +84,7 @@ class Storage:
     @property
     def name(self) -> str:
         """The name of this folder in the one that holds it."""
-        return self.path.rstrip("/").rpartition("/")[2]
+        return str(self.path).rstrip("/").rpartition("/")[2]
 
     @property
     def parent(self) -> "Storage":

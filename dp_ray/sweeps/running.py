@@ -156,13 +156,16 @@ def run_sweep(record: Record, base: Storage, how: How) -> None:
     """
     definition, say = record.definition, Console(record.definition.name, how.flags["quiet"]).say
     jobs = [definition.job(1, picked) for picked in definition.probes()]
-    if how.overwrite:
-        remove_sweep(record.folder, base, jobs, say)
-        check_places(record, base)  # else it is done before the workers start
-    with record.held(say):
-        sweep = Sweep(record, base, how, say)
+    sweep = Sweep(record, base, how, say)
+    with contextlib.ExitStack() as until_end:
+        if not how.overwrite:
+            until_end.enter_context(record.held(say))
         try:
             with opened(jobs, sweep.num_left, Options(**how.flags), how.parallel, say) as lanes:
+                if how.overwrite:  # not before there are workers for what takes its place
+                    remove_sweep(record.folder, base, jobs, say)
+                    check_places(record, base)  # else it is done before the workers start
+                    until_end.enter_context(record.held(say))
                 run_side_by_side(lanes, sweep.work, sweep.stop)
         except KeyboardInterrupt as stopped:
             if not record.is_over:
