@@ -13,7 +13,7 @@ endif
 # Else each of a thousand processes compiles dp_ray's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test below on-ray quick gpu ray fuzz check bench docs clean
+.PHONY: demo test below on-ray quick gpu sim ray fuzz check bench docs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
@@ -36,7 +36,10 @@ below: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray' $(FILES)
 
 # Only files with such tests are imported.
-on-ray: $(VENV)/installed
+on-sim: $(VENV)/installed
+	$(BIN)/python -m pytest tests/sim
+
+ray: $(VENV)/installed
 	$(BIN)/python -m pytest -m ray -n 2 --dist loadgroup $$(grep -l mark.ray tests/test_*.py)
 
 quick: $(VENV)/installed
@@ -44,6 +47,9 @@ quick: $(VENV)/installed
 
 gpu: $(VENV)/installed
 	$(BIN)/python -m pytest tests/gpu
+
+sim: $(VENV)/installed
+	$(BIN)/python -m pytest tests/sim
 
 ray: $(VENV)/installed
 	$(BIN)/python -m pytest tests/test_ray_internals.py

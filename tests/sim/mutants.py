@@ -1,0 +1,70 @@
+"""dp_ray with one wait, or one note to the allocator, taken out: each must show."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Mutant(NamedTuple):
+    """A call that is left out: `owner.method` where the function `caller` of the module calls it.
+
+    `shows` is what the report then says: a race of these words, `garbage` in a checkpoint, or `stopped`.
+    """
+
+    module: str
+    caller: str
+    method: str
+    job: str
+    size: int
+    shows: str
+
+
+RACE = "waits for no event behind that"
+REUSE = "may be handed out again"
+MUTANTS = {
+    "the loader's copy is not noted": Mutant("replica.data", "on_device", "record_event", "ddp", 1, RACE),
+    "a batch waits for no copy": Mutant("replica.data", "_wait_for", "wait_event", "ddp", 1, RACE),
+    "a batch may be freed": Mutant("replica.data", "_wait_for", "record_stream", "ddp", 1, REUSE),
+    "a vote's copy is not noted": Mutant("replica.stop_vote", "take", "record", "long", 1, "stopped"),
+    "a vote is read too early": Mutant("replica.stop_vote", "_read", "synchronize", "long", 1, "stopped"),
+    "a checkpoint waits for no copy": Mutant("rundir.checkpoint", "_stage", "synchronize", "kept", 1, "garbage"),
+    "gradients are not noted": Mutant("replica.reducer", "_begin_exchange", "record_event", "paused", 3, RACE),
+    "an exchange waits for no gradient": Mutant("replica.reducer", "_complete", "wait_event", "paused", 3, RACE),
+    "an exchange's sums may be freed": Mutant("replica.reducer", "_complete", "record_stream", "paused", 3, REUSE),
+}
+METHODS = "wait_event", "wait_stream", "record_event", "record", "synchronize", "record_stream"
+# What orders nothing: the times of a step's parts (a function within another counts for both).
+NO_ORDER = {("replica.step_clock", name, "record") for name in ("clock_on", "record")}
+
+
+@contextmanager
+def applied(name: str | None) -> Iterator[None]:
+    """While a job runs: dp_ray without that call; None leaves it as it is."""
+    if name is None:
+        yield
+        return
+    mutant = MUTANTS[name]
+    file = f"dp_ray/{mutant.module.replace('.', '/')}.py"
+    owners: tuple[Any, ...] = torch.Tensor, torch.cuda.Stream, torch.cuda.Event
+    kept = {owner: getattr(owner, mutant.method) for owner in owners if hasattr(owner, mutant.method)}
+
+    def leaving_out(call: Any) -> Any:
+        def called(*args: Any) -> Any:
+            code = sys._getframe(1).f_code
+            if code.co_name != mutant.caller or not code.co_filename.endswith(file):
+                return call(*args)
+            # An event that was never recorded holds nothing back.
+            return torch.cuda.Event() if mutant.method == "record_event" else None  # type: ignore[no-untyped-call]
+
+        return called
+
+    for owner, call in kept.items():
+        setattr(owner, mutant.method, leaving_out(call))
+    try:
+        yield
+    finally:
+        for owner, call in kept.items():
+            setattr(owner, mutant.method, call)

@@ -1,0 +1,128 @@
+"""What a process of a set does: jobs one after another, on the CPU and on simulated GPUs."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dp_ray.errors import Error
+from dp_ray.replica.freed_memory import free_memory
+from dp_ray.replica.world import World, form_group
+from dp_ray.rundir.ledger import PARTS
+from dp_ray.storage import Storage
+from dp_ray.task.notices import Measured
+from dp_ray.task.step_control import StepControl
+from dp_ray.task.task import run_task
+from tests.sim import jobs, mutants
+from tests.support import simgpu, training
+from tests.support.trainings import initial
+
+
+class Counting(StepControl):
+    """Notes what the GPU has done by the begin of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[simgpu.Counts] = []
+
+    def before(self, step: int) -> None:
+        self.seen.append(simgpu.counts())
+
+
+class Plan(NamedTuple):
+    """What a set of processes runs, and where; `ports` are those of two stores."""
+
+    folder: str
+    size: int
+    ports: list[int]
+    jobs: list[str]
+    mutants: list[str]
+
+
+def run_plan(plan: Plan, rank: int) -> None:
+    """Be the process `rank` of a set: run the jobs on the CPU over gloo, then on simulated GPUs of its own over NCCL.
+
+    What it has seen of a job stands in FOLDER/KIND/NAME.RANK.json, once the job has ended.
+    """
+    torch.set_num_threads(1)
+    own = [rank * 2, rank * 2 + 1]
+    with group("gloo", plan, rank):
+        for name in plan.jobs:
+            run(plan, rank, "cpu", name, ["cpu"] * jobs.num_devices(name))
+    torch.cuda.set_device(own[0])
+    with group("nccl", plan, rank):
+        for name in plan.jobs:
+            run(plan, rank, "gpu", name, [f"cuda:{one}" for one in own[: jobs.num_devices(name)]])
+        for name in plan.mutants:
+            run(plan, rank, name, mutants.MUTANTS[name].job, [f"cuda:{own[0]}"], name)
+    if plan.size == 1:
+        counts = {"counts": plain_counts(torch.device("cuda", own[0]))}
+        Path(plan.folder, "gpu/plain torch.0.json").write_text(json.dumps(counts))
+
+
+@contextmanager
+def group(backend: str, plan: Plan, rank: int) -> Iterator[None]:
+    """The process group of the set, while the block runs."""
+    if plan.size > 1:
+        store = TCPStore("127.0.0.1", plan.ports[backend == "nccl"])
+        form_group(backend, store, World(rank, plan.size, device=torch.device("cuda", rank * 2)))
+    yield
+    if plan.size > 1:
+        dist.destroy_process_group()
+
+
+def run(plan: Plan, rank: int, kind: str, name: str, devices: list[str], mutant: str | None = None) -> None:
+    """Run a job, and write what was seen of it."""
+    size, where = plan.size, Path(plan.folder) / kind / name
+    storage = Storage(str(where))
+    storage.child(PARTS).create()
+    there = tuple(map(torch.device, devices))
+    counting, ended = Counting(), "well"
+    sent: list[Any] = []
+    simgpu.watch(kind != "cpu")
+    with mutants.applied(mutant):
+        world = World(rank, size, rank, 0, "host", there[0], there)
+        try:
+            run_task(jobs.job(name, size, devices), world, storage, sent.append, counting)
+        except Error as error:  # alone: other workers would wait
+            if mutant is None or size > 1:
+                raise
+            ended = str(error)
+    races = simgpu.races()
+    simgpu.watch(False)
+    report = {"races": races, "contexts": simgpu.contexts(), "counts": counting.seen, "ended": ended}
+    if mutant is not None and size == 1:
+        report["garbage"] = [str(path) for path in where.glob("checkpoints/step-*.safetensors") if has_nan(path)]
+    report["measured"] = next((one.metrics for one in sent if isinstance(one, Measured)), None)
+    free_memory()
+    if size > 1:
+        dist.barrier()
+    Path(f"{where}.{rank}.json").write_text(json.dumps(report))
+
+
+def has_nan(path: Path) -> bool:
+    """Whether a file of tensors holds numbers that nobody has copied there."""
+    return any(bool(one.isnan().any()) for one in load_file(path).values() if one.is_floating_point())
+
+
+def plain_counts(device: torch.device) -> list[simgpu.Counts]:
+    """The counts before each step of plain torch that trains the job `one shard`."""
+    model, data = initial(jobs.Wide).to(device), training.Pairs(34)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    seen = []
+    for start in range(0, 32, 8):
+        seen.append(simgpu.counts())
+        inputs, targets = (
+            torch.stack(list(column)).to(device)
+            for column in zip(*map(data.__getitem__, range(start, start + 8)), strict=True)
+        )
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return seen

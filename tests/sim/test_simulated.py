@@ -1,0 +1,134 @@
+"""Jobs on simulated GPUs: the CPU's bits, no races, no needless waits and kernels, no context on another's GPU."""
+
+import ast
+import itertools
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.sim.conftest import Set
+from tests.sim.jobs import JOBS, NOT_BITWISE, OTHER_KERNELS, num_devices
+from tests.sim.mutants import METHODS, MUTANTS, NO_ORDER
+from tests.support.cluster import ROOT
+from tests.support.group import history_of, weights_of
+
+SIZES = [1, 2, 3]
+Sets = Callable[[int], Set]
+on_each_number = pytest.mark.parametrize("size", SIZES)
+with_each_job = pytest.mark.parametrize("name", JOBS)
+is_training = {name: keys.get("task", "train") == "train" for name, keys in JOBS.items()}
+TRAININGS = [name for name, trains in is_training.items() if trains]
+# Host waits of a step: "unused" asks the other workers; fp16's scaler reads whether there were infinities.
+MOST_WAITS = {"unused": 1, "unused bitwise": 1, "fp16": 3, "fsdp fp16": 3}
+# What a step of one shard launches more than plain torch, which waits for its two copies to the GPU.
+MORE = {"kernels": 25, "copies": 1, "host waits": -2}
+
+
+def results(folder: Path, name: str) -> dict[str, Any]:
+    """The bits that a job has left: the digests of its weights and its history, or its outputs in order."""
+    if is_training[name]:
+        digests = {key: sha256(tensor.numpy().tobytes()).hexdigest() for key, tensor in weights_of(folder).items()}
+        return {**digests, "history": repr(history_of(folder))}
+    files = sorted((folder / "outputs").glob("*.parquet"))
+    return dict(pa.concat_tables(map(pq.read_table, files)).to_pydict())
+
+
+@on_each_number
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in OTHER_KERNELS and name != "evaluate"])
+def test_a_job_ends_with_the_bits_of_the_cpu(set_of: Sets, size: int, name: str) -> None:
+    found = set_of(size)
+    found.reports("gpu", name)
+    assert results(found.folder / "gpu" / name, name) == results(found.folder / "cpu" / name, name)
+
+
+@on_each_number
+@pytest.mark.parametrize("name", sorted(OTHER_KERNELS))
+def test_half_precision_ends_near_the_cpus(set_of: Sets, size: int, name: str) -> None:
+    found = set_of(size)
+    found.reports("gpu", name)
+    on_gpu, on_cpu = (weights_of(found.folder / kind / name) for kind in ("gpu", "cpu"))
+    for key, tensor in on_cpu.items():
+        assert (on_gpu[key] - tensor).norm() < 0.05 * tensor.norm(), key
+
+
+@on_each_number
+def test_an_evaluation_measures_what_the_cpu_measures(set_of: Sets, size: int) -> None:
+    gpu, cpu = (set_of(size).reports(kind, "evaluate")[0]["measured"] for kind in ("gpu", "cpu"))
+    assert gpu == cpu
+    assert gpu.keys() == {"loss", "right"}
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in NOT_BITWISE and name != "evaluate"])
+def test_a_job_has_the_same_bits_on_any_number_of_gpus(set_of: Sets, size: int, name: str) -> None:
+    alone, together = (results(set_of(number).folder / "gpu" / name, name) for number in (1, size))
+    assert alone == together
+
+
+@on_each_number
+@with_each_job
+def test_no_kernel_races_another(set_of: Sets, size: int, name: str) -> None:
+    assert [report["races"] for report in set_of(size).reports("gpu", name)] == [[]] * size
+
+
+@on_each_number
+@with_each_job
+def test_a_worker_opens_no_context_on_anothers_gpu(set_of: Sets, size: int, name: str) -> None:
+    for rank, report in enumerate(set_of(size).reports("gpu", name)):
+        own = {str(rank * 2 + number) for number in range(num_devices(name))}
+        assert report["contexts"].keys() == own, report["contexts"]
+
+
+@on_each_number
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_host_waits_for_no_step(set_of: Sets, size: int, name: str) -> None:
+    for report in set_of(size).reports("gpu", name):
+        assert usual_step(report)["host waits"] <= MOST_WAITS.get(name, 0)
+
+
+def test_a_step_launches_what_plain_torch_launches_and_little_more(set_of: Sets) -> None:
+    found = set_of(1)
+    ours, plain = (usual_step(found.reports("gpu", name)[0]) for name in ("one shard", "plain torch"))
+    assert {name: ours[name] - plain[name] for name in ours} == MORE
+
+
+def usual_step(report: dict[str, Any]) -> dict[str, int]:
+    """The fewest kernels, copies and waits of a step but the first; now and then one also keeps the history."""
+    counts = report["counts"][1:]
+    added = [list(map(int.__sub__, after, before)) for before, after in itertools.pairwise(counts)]
+    return dict(zip(MORE, map(min, zip(*added, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wait_that_is_left_out_shows(set_of: Sets, name: str) -> None:
+    mutant = MUTANTS[name]
+    reports = set_of(mutant.size).reports(name, mutant.job)
+    if mutant.shows == "stopped":
+        assert reports[0]["ended"] == "stopped as it was asked"
+    elif mutant.shows == "garbage":
+        assert reports[0]["garbage"]
+    else:
+        assert any(mutant.shows in race for report in reports for race in report["races"])
+
+
+def test_each_wait_of_the_code_has_a_mutant() -> None:
+    """The calls of streams, events and the allocator in dp_ray, found in its sources."""
+    found = set()
+    for path in sorted((ROOT / "dp_ray").rglob("*.py")):
+        module = path.relative_to(ROOT / "dp_ray").with_suffix("").as_posix().replace("/", ".")
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+                names = {one.attr for one in calls if isinstance(one, ast.Attribute) and is_of_a_stream(one)}
+                found |= {(module, function.name, method) for method in names}
+    named = {(mutant.module, mutant.caller, mutant.method) for mutant in MUTANTS.values()}
+    assert found - NO_ORDER == named
+
+
+def is_of_a_stream(call: ast.Attribute) -> bool:
+    return call.attr in METHODS and not (isinstance(call.value, ast.Name) and call.value.id == "self")

@@ -1,0 +1,222 @@
+"""A simulated GPU: torch's `cuda` on a machine without one, with a detector of races between streams.
+
+`build` compiles the library for the torch of this environment. `begin`, called before anything imports torch, loads
+it and gives `torch.cuda` the calls that a build for CUDA has; torch's own Python does the rest. A process cannot go
+back, so tests run theirs apart.
+
+It shows what depends on the rules of a GPU: which stream runs what, which work waits for which, which calls make the
+host wait or open a context on another GPU, and that random numbers of a GPU have generators of their own. Its numbers
+are the CPU's. It cannot show what depends on time (lag, queues, hangs), memory limits, or NCCL's and CUDA's own bits.
+"""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+SOURCES = "clocks", "device", "nccl"
+TORCH = "2.13.0"  # whose internals the library is written against
+LIBRARY = "libsimgpu.so"
+COMPILER = "g++"
+
+
+def why_not() -> str | None:
+    """Why the library cannot be built here; None if it can."""
+    version = importlib.metadata.version("torch").partition("+")[0]
+    if version != TORCH:
+        return f"the simulated GPU is written for torch {TORCH}, this is {version}"
+    return None if shutil.which(COMPILER) else f"the simulated GPU is built with {COMPILER}, which is not installed"
+
+
+def build(folder: Path) -> Path:
+    """Compile the library into a folder; its path."""
+    torch = _torch_folder()
+    flags = "-O1", "-fPIC", "-std=c++20", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1"
+    includes = f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"
+    objects = [folder / f"{name}.o" for name in SOURCES]
+    commands = [
+        [COMPILER, *flags, *includes, "-c", str(HERE / f"{name}.cpp"), "-o", str(made)]
+        for name, made in zip(SOURCES, objects, strict=True)
+    ]
+    for process in [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+    library = folder / LIBRARY
+    link = [COMPILER, "-shared", *map(str, objects), f"-L{torch}/lib", "-lc10", "-ltorch_cpu", "-o", str(library)]
+    subprocess.run(link, check=True)
+    return library
+
+
+def begin(library: Path) -> None:
+    """Simulate GPUs in this process, which has not imported torch yet."""
+    for path in (_torch_folder() / "lib/libc10.so", _torch_folder() / "lib/libtorch_cpu.so", library):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    import torch
+
+    _give_calls(torch)
+    _give_nccl(torch)
+
+
+class Counts(NamedTuple):
+    """What this process has done on its GPUs so far; views and allocations are no kernels."""
+
+    kernels: int
+    copies: int  # between a GPU and the host, or two GPUs
+    host_waits: int
+
+
+def counts() -> Counts:
+    """What this process has done on its GPUs so far."""
+    import torch
+
+    return Counts(*torch.ops.simgpu.counts())
+
+
+def watch(on: bool) -> None:
+    """Begin, or end, to look for races."""
+    import torch
+
+    torch.ops.simgpu.watch(on)
+
+
+def races() -> list[str]:
+    """The races since `watch`, or since the last call."""
+    import torch
+
+    return list(torch.ops.simgpu.races())
+
+
+def contexts() -> dict[int, str]:
+    """The GPUs on which this process has a context, and what made it."""
+    import torch
+
+    pairs = (text.split(" by ", 1) for text in torch.ops.simgpu.contexts())
+    return {int(device): by for device, by in pairs}
+
+
+def _torch_folder() -> Path:
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def _give_calls(torch: Any) -> None:
+    """Give torch._C the functions of a build for CUDA, and torch.cuda classes of streams and events."""
+    sim, cuda = torch.ops.simgpu, torch.cuda
+
+    def index(device: int | None) -> int:
+        return int(sim.device()) if device is None or device < 0 else device
+
+    def set_device(device: int) -> None:
+        if device >= 0:
+            sim.set_device(device, f"set_device in thread {threading.current_thread().name}")
+
+    def exchange_device(device: int) -> int:
+        before = int(sim.device())
+        set_device(device)
+        return before
+
+    def maybe_exchange_device(device: int) -> int:
+        before = int(sim.device())
+        if device >= 0:
+            sim.note_device(device)
+        return before
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        if sim.device() != device_index:
+            set_device(device_index)
+        sim.set_stream(device_index, stream_id)
+
+    def current_stream(device: int | None) -> tuple[int, int, int]:
+        return int(sim.stream(index(device))), index(device), 1  # the number of the device type CUDA
+
+    calls: dict[str, Callable[..., Any]] = {
+        "init": lambda: None,
+        "getDeviceCount": lambda: 8,
+        "isInBadFork": lambda: False,
+        "getDevice": lambda: int(sim.device()),
+        "setDevice": set_device,
+        "exchangeDevice": exchange_device,
+        "maybeExchangeDevice": maybe_exchange_device,
+        "getCurrentStream": current_stream,
+        "getCurrentRawStream": lambda device: int(sim.stream(index(device))),
+        "getDefaultStream": lambda device: (0, index(device), 1),
+        "setStream": set_stream,
+        "synchronize": lambda: sim.synchronize(sim.device()),
+        "emptyCache": lambda: None,
+        "set_sync_debug_mode": lambda mode: None,
+        "get_sync_debug_mode": lambda: 0,
+        "isCurrentStreamCapturing": lambda: False,
+    }
+    for name, call in calls.items():
+        setattr(torch._C, f"_cuda_{name}", call)
+
+    class Stream(torch.Stream):  # type: ignore[misc,name-defined]  # Any
+        def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Any:
+            if given:
+                return super().__new__(cls, **given)
+            where = torch.device("cuda", cuda._utils._get_device_index(device, optional=True))
+            return super().__new__(cls, where, priority=priority)
+
+    class Event(torch.Event):  # type: ignore[misc,name-defined]  # Any
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
+            return super().__new__(cls, torch.device("cuda"), enable_timing=enable_timing)
+
+        def elapsed_time(self, end: Any) -> float:
+            return 0.01  # milliseconds
+
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda._exchange_device, cuda._maybe_exchange_device = exchange_device, maybe_exchange_device
+    cuda._initialized = True
+    cuda.default_generators = tuple(sim.generator(number) for number in range(8))
+    cuda.is_current_stream_capturing = lambda: False
+    cuda._is_in_bad_fork = lambda: False
+    cuda.device_count = lambda: 8
+    cuda.empty_cache = lambda: None
+    cuda.set_sync_debug_mode = lambda mode: None
+    card = SimpleNamespace(name="simulated GPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=1)
+    cuda.get_device_properties = lambda device=None: card
+    cuda.get_device_name = lambda device=None: card.name
+    cuda.mem_get_info = lambda device=None: (card.total_memory, card.total_memory)
+    cuda.memory_reserved = cuda.memory_allocated = lambda device=None: 0
+    resize = torch.UntypedStorage.resize_
+
+    def resize_storage(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize(storage, size)
+        sim.resize_storage(storage, size)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_storage
+
+
+def _give_nccl(torch: Any) -> None:
+    """Let a process group of the backend nccl be gloo's under NCCL's rules."""
+    import torch.distributed.distributed_c10d as c10d
+
+    class ProcessGroupNCCL(c10d.ProcessGroupGloo):
+        """What torch takes for NCCL."""
+
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            super().__init__(store, rank, size, timeout=options._timeout)
+
+    make_group = c10d._new_process_group_helper
+
+    def made_group(*args: Any, **keys: Any) -> Any:
+        group, *rest = make_group(*args, **keys)
+        if isinstance(group, c10d.ProcessGroup) and "nccl" in c10d.get_backend_config(group):
+            torch.ops.simgpu.follow_nccl(group.boxed())
+        return group, *rest
+
+    c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
+    c10d.is_nccl_available = lambda: True
+    c10d._new_process_group_helper = made_group
