@@ -181,11 +181,16 @@ def _give_calls(torch: Any) -> None:
     cuda.device_count = lambda: 8
     cuda.empty_cache = lambda: None
     cuda.set_sync_debug_mode = lambda mode: None
-    card = SimpleNamespace(name="simulated GPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=1)
+    card = SimpleNamespace(name="simulated GPU", total_memory=sim.memory(), major=9, minor=0, multi_processor_count=1)
+
+    def allocated(device: Any = None) -> int:
+        return int(sim.allocated(cuda._utils._get_device_index(device, optional=True)))
+
     cuda.get_device_properties = lambda device=None: card
     cuda.get_device_name = lambda device=None: card.name
-    cuda.mem_get_info = lambda device=None: (card.total_memory, card.total_memory)
-    cuda.memory_reserved = cuda.memory_allocated = lambda device=None: 0
+    cuda.mem_get_info = lambda device=None: (card.total_memory - allocated(device), card.total_memory)
+    cuda.memory_allocated = allocated
+    cuda.memory_reserved = lambda device=None: 0
     resize = torch.UntypedStorage.resize_
 
     def resize_storage(storage: Any, size: int) -> Any:
@@ -213,7 +218,7 @@ def _give_nccl(torch: Any) -> None:
 
     def made_group(*args: Any, **keys: Any) -> Any:
         group, *rest = make_group(*args, **keys)
-        if isinstance(group, c10d.ProcessGroup) and "nccl" in c10d.get_backend_config(group):
+        if isinstance(group, c10d.ProcessGroup) and torch.device("cuda") in group._device_types:
             torch.ops.simgpu.follow_nccl(group.boxed())
         return group, *rest
 

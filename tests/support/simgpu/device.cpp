@@ -6,6 +6,7 @@
 #include "clocks.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -13,6 +14,8 @@
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <unordered_set>
@@ -132,30 +135,40 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
+constexpr int64_t kMemory = int64_t(2) << 30; // bytes of a GPU
+std::array<std::atomic<int64_t>, kDevices> allocated{};
+
 struct Block {
   void* memory;
   at::Tensor owner; // of the CPU's own memory, if a CPU kernel has made it
+  size_t bytes;
+  DeviceIndex device;
 };
 
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
+  allocated[block->device] -= block->bytes;
   on_release(block->memory);
   if (!block->owner.defined())
     free(block->memory);
   delete block;
 }
 
-c10::DataPtr on_device(void* memory, at::Tensor owner, DeviceIndex device) {
+c10::DataPtr on_device(void* memory, at::Tensor owner, size_t bytes, DeviceIndex device) {
   on_context(device, "an allocation");
   on_allocation(memory, current_key(device));
-  return c10::DataPtr(memory, new Block{memory, std::move(owner)}, release, Device(DeviceType::CUDA, device));
+  allocated[device] += bytes;
+  auto* block = new Block{memory, std::move(owner), bytes, device};
+  return c10::DataPtr(memory, block, release, Device(DeviceType::CUDA, device));
 }
 
 struct DeviceAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK_WITH(OutOfMemoryError, allocated[current_device] + static_cast<int64_t>(bytes) <= kMemory,
+                     "CUDA out of memory. Tried to allocate ", bytes, " bytes of a simulated GPU.");
     void* memory = nullptr;
     TORCH_CHECK(!bytes || !posix_memalign(&memory, 64, bytes), "no memory");
-    return on_device(memory, {}, current_device);
+    return on_device(memory, {}, bytes, current_device);
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return nullptr;
@@ -341,7 +354,7 @@ class HostViews {
       tensor = at::detail::make_tensor<c10::TensorImpl>(
           c10::TensorImpl::VIEW, c10::Storage(view->second.storage()), view->second.key_set(), made.dtype());
     } else {
-      auto memory = on_device(made.storage().mutable_data(), made, device);
+      auto memory = on_device(made.storage().mutable_data(), made, made.storage().nbytes(), device);
       c10::Storage storage(
           c10::Storage::use_byte_size_t(), made.storage().nbytes(), std::move(memory), &device_allocator, true);
       tensor = at::detail::make_tensor<c10::TensorImpl>(
@@ -357,7 +370,7 @@ class HostViews {
       auto* from = host.storage().unsafeGetStorageImpl();
       auto* to = tensor.storage().unsafeGetStorageImpl();
       if (from->data() != to->data()) {
-        to->set_data_ptr_noswap(on_device(from->mutable_data(), host, device));
+        to->set_data_ptr_noswap(on_device(from->mutable_data(), host, from->nbytes(), device));
         to->set_nbytes(from->nbytes());
       }
       if (host.sizes() != tensor.sizes() || host.strides() != tensor.strides())
@@ -384,8 +397,7 @@ const std::unordered_set<std::string> kWaiting = {
     "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::repeat_interleave", "aten::bincount"};
 const std::unordered_set<std::string> kNoKernel = {
-    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::resize_", "aten::set_",
-    "aten::detach", "aten::lift_fresh"};
+    "aten::empty_like", "aten::new_empty", "aten::resize_", "aten::set_", "aten::detach", "aten::lift_fresh"};
 
 bool is_mask(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
@@ -526,6 +538,34 @@ void fill_with_garbage(const at::Tensor& tensor) {
     std::memset(tensor.data_ptr(), tensor.scalar_type() == at::kBool ? 1 : 0xff, tensor.nbytes());
 }
 
+// While it lives, allocations are on a device.
+struct On {
+  explicit On(std::optional<Device> device) : before(current_device) {
+    if (device.has_value() && device->has_index())
+      current_device = device->index();
+  }
+  ~On() {
+    current_device = before;
+  }
+  DeviceIndex before;
+};
+
+at::Tensor empty(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  On on(device);
+  return at::detail::empty_generic(
+      size, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(
+    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<Device> device, std::optional<bool>) {
+  On on(device);
+  return at::detail::empty_strided_generic(
+      size, stride, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+}
+
 // A copy runs on the stream of the GPU that it reads, or else of the one that it writes.
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   const auto device = is_cuda(from) ? from.device().index() : to.device().index();
@@ -569,7 +609,7 @@ at::Scalar local_scalar(const at::Tensor& tensor) {
 // As FSDP frees and allocates what it has gathered.
 void resize_storage(c10::Storage storage, int64_t bytes) {
   auto* memory = storage.unsafeGetStorageImpl();
-  current_device = memory->device().index();
+  On on(memory->device());
   memory->set_data_ptr_noswap(device_allocator.allocate(bytes));
   memory->set_nbytes(bytes);
 }
@@ -601,6 +641,8 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&simgpu::run_on_host>());
 }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", simgpu::empty);
+  library.impl("empty_strided", simgpu::empty_strided);
   library.impl("copy_", simgpu::copy_);
   library.impl("record_stream", simgpu::record_stream);
   library.impl("_local_scalar_dense", simgpu::local_scalar);
@@ -625,6 +667,8 @@ TORCH_LIBRARY(simgpu, library) {
   library.def("generator(int device) -> Generator?", [](int64_t device) {
     return std::optional<at::Generator>(simgpu::generator_of(static_cast<c10::DeviceIndex>(device)));
   });
+  library.def("memory() -> int", [] { return simgpu::kMemory; });
+  library.def("allocated(int device) -> int", [](int64_t device) { return simgpu::allocated.at(device).load(); });
   library.def("resize_storage(Storage storage, int bytes) -> ()", simgpu::resize_storage);
   library.def("host_view(Tensor tensor) -> Tensor", simgpu::host_view);
 }
