@@ -35,7 +35,7 @@ class Pause(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = inputs * 1.0
         if outputs.requires_grad:
-            outputs.register_hook(lambda _: wait_for_exchange())
+            outputs.register_hook(lambda _: wait_for_exchange())  # type: ignore[no-untyped-call]
         return outputs
 
 
@@ -83,6 +83,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "bitwise": True, "optimizer": SGD},
     "bf16": {"precision": "bf16", "bitwise": True, "optimizer": SGD},
     "fsdp fp16": {"strategy": "fsdp", "precision": "fp16", "optimizer": SGD},
+    "fsdp bf16": {"strategy": "fsdp", "precision": "bf16", "optimizer": SGD},
     "BatchNorm": {"model": wide(norm=True), "bitwise": True, "batch_size": 12, "shards": 3},
     "everything": {
         "ema": {"decay": 0.9, "evaluate": True},
@@ -107,8 +108,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "kept": {"checkpoint": {"every_steps": 2}},
     "paused": {"model": wide(pauses=True), "bitwise": True, "shards": 8, "max_steps": 2},
 }
-OTHER_KERNELS = {"fp16", "bf16", "fsdp fp16"}  # autocast takes others to half precision on a GPU than on a CPU
-NOT_BITWISE = {"ddp", "fsdp", "fsdp fp16", "unused"}  # another number of workers may round otherwise
+# Autocast takes other kernels to half precision on a GPU than on a CPU.
+OTHER_KERNELS = {"fp16", "bf16", "fsdp fp16", "fsdp bf16"}
+NOT_BITWISE = {"ddp", "fsdp", "fsdp fp16", "fsdp bf16", "unused"}  # another number of workers may round otherwise
 
 
 def num_devices(name: str) -> int:

@@ -95,7 +95,7 @@ def run(plan: Plan, rank: int, kind: str, name: str, devices: list[str], mutant:
             ended = str(error)
     races = simgpu.races()
     simgpu.watch(False)
-    report = {"races": races, "contexts": simgpu.contexts(), "counts": counting.seen, "ended": ended}
+    report: dict[str, Any] = {"races": races, "contexts": simgpu.contexts(), "counts": counting.seen, "ended": ended}
     if mutant is not None and size == 1:
         report["garbage"] = [str(path) for path in where.glob("checkpoints/step-*.safetensors") if has_nan(path)]
     report["measured"] = next((one.metrics for one in sent if isinstance(one, Measured)), None)

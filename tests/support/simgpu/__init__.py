@@ -10,6 +10,7 @@ are the CPU's. It cannot show what depends on time (lag, queues, hangs), memory 
 """
 
 import ctypes
+import importlib
 import importlib.metadata
 import importlib.util
 import shutil
@@ -158,14 +159,14 @@ def _give_calls(torch: Any) -> None:
     for name, call in calls.items():
         setattr(torch._C, f"_cuda_{name}", call)
 
-    class Stream(torch.Stream):  # type: ignore[misc,name-defined]  # Any
+    class Stream(torch.Stream):  # type: ignore[misc]  # Any
         def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Any:
             if given:
                 return super().__new__(cls, **given)
             where = torch.device("cuda", cuda._utils._get_device_index(device, optional=True))
             return super().__new__(cls, where, priority=priority)
 
-    class Event(torch.Event):  # type: ignore[misc,name-defined]  # Any
+    class Event(torch.Event):  # type: ignore[misc]  # Any
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
             return super().__new__(cls, torch.device("cuda"), enable_timing=enable_timing)
 
@@ -204,9 +205,9 @@ def _give_calls(torch: Any) -> None:
 
 def _give_nccl(torch: Any) -> None:
     """Let a process group of the backend nccl be gloo's under NCCL's rules."""
-    import torch.distributed.distributed_c10d as c10d
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 
-    class ProcessGroupNCCL(c10d.ProcessGroupGloo):
+    class ProcessGroupNCCL(c10d.ProcessGroupGloo):  # type: ignore[misc]  # Any
         """What torch takes for NCCL."""
 
         Options = SimpleNamespace
@@ -222,6 +223,6 @@ def _give_nccl(torch: Any) -> None:
             torch.ops.simgpu.follow_nccl(group.boxed())
         return group, *rest
 
-    c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
+    c10d.ProcessGroupNCCL = ProcessGroupNCCL
     c10d.is_nccl_available = lambda: True
     c10d._new_process_group_helper = made_group
