@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,9 @@ from dp_ray.replica import data, rng
 from dp_ray.replica import model as model_module
 from dp_ray.replica.collating import Batch
 from dp_ray.replica.optimizer_step import OptimizerStep
+from dp_ray.replica.read_requests import ReadRequest
+from dp_ray.replica.step_clock import DeviceClock
+from dp_ray.replica.step_times import StepTimes
 from dp_ray.replica.trainer import Update
 from dp_ray.replica.world import World
 from dp_ray.results.history import History
@@ -63,6 +67,13 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
     assert given == [1, 2, 3, 4]
     assert len(stream.copies) == 4
     assert stream.waited == [1, 2, 3, 4], "the copy of the next batch is in the queue already"
+
+
+def test_what_a_loaders_process_gets_holds_no_events_of_the_gpu() -> None:
+    clock = DeviceClock(lambda: object())  # such as `clock_on` makes: it cannot be pickled
+    samples = data.Samples(training.Pairs(), 0, times=StepTimes(clock))
+    there = pickle.loads(pickle.dumps(samples))
+    assert len(there.__getitems__(ReadRequest(0, 0, 0, [3, 4]))[1]) == 2
 
 
 @pytest.mark.parametrize("begins", ["", "Caught RuntimeError in pin memory thread for device 0.\n"])

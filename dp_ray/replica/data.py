@@ -94,6 +94,10 @@ class Samples(Dataset[Any]):
         self._quiet = RngProbe()
         self._draws = bool(self._own)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without `times`: a loader's process has no use for them, and on a GPU they hold events, which stay here."""
+        return {**self.__dict__, "times": None}
+
     def __len__(self) -> int:
         return len(self.dataset)
 

@@ -20,4 +20,5 @@ def main(library: str, plan: str, rank: str) -> None:
         raise
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

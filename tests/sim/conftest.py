@@ -65,7 +65,7 @@ def set_of(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             "size": size,
             "ports": [store.port for store in stores],
             "folder": str(folder),
-            "jobs": (["one shard"] if size == 1 else []) + list(JOBS),
+            "jobs": (["one shard", "loader"] if size == 1 else []) + list(JOBS),
             "mutants": [name for name, mutant in MUTANTS.items() if mutant.size == size],
         }
         path = folder / "plan.json"

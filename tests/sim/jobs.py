@@ -104,6 +104,7 @@ JOBS: dict[str, dict[str, Any]] = {
 # What only some of the counts, or the mutants, run.
 OTHERS: dict[str, dict[str, Any]] = {
     "one shard": {"shards": 1, "grad_clip": 0.5},
+    "loader": {"model": PARTLY, "loader": {"processes": 1, "context": "forkserver"}},
     "long": {"model": PARTLY, "batch_size": 1, "shards": 1, "max_steps": 20},
     "kept": {"checkpoint": {"every_steps": 2}},
     "paused": {"model": wide(pauses=True), "bitwise": True, "shards": 8, "max_steps": 2},

@@ -2,6 +2,10 @@
 
 import ast
 import itertools
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -21,8 +25,8 @@ SIZES = [1, 2, 3]
 Sets = Callable[[int], Set]
 on_each_number = pytest.mark.parametrize("size", SIZES)
 with_each_job = pytest.mark.parametrize("name", JOBS)
-is_training = {name: keys.get("task", "train") == "train" for name, keys in JOBS.items()}
-TRAININGS = [name for name, trains in is_training.items() if trains]
+is_training = {"loader": True} | {name: keys.get("task", "train") == "train" for name, keys in JOBS.items()}
+TRAININGS = [name for name in JOBS if is_training[name]]
 # Host waits of a step: "unused" asks the other workers; fp16's scaler reads whether there were infinities.
 MOST_WAITS = {"unused": 1, "unused bitwise": 1, "fp16": 3, "fsdp fp16": 3}
 # What a step of one shard launches more than plain torch, which waits for its two copies to the GPU.
@@ -44,6 +48,13 @@ def test_a_job_ends_with_the_bits_of_the_cpu(set_of: Sets, size: int, name: str)
     found = set_of(size)
     found.reports("gpu", name)
     assert results(found.folder / "gpu" / name, name) == results(found.folder / "cpu" / name, name)
+
+
+def test_a_loaders_processes_know_nothing_of_the_gpu(set_of: Sets) -> None:
+    found = set_of(1)
+    (report,) = found.reports("gpu", "loader")
+    assert report["races"] == []
+    assert results(found.folder / "gpu/loader", "loader") == results(found.folder / "cpu/loader", "loader")
 
 
 @on_each_number
@@ -132,3 +143,18 @@ def test_each_wait_of_the_code_has_a_mutant() -> None:
 
 def is_of_a_stream(call: ast.Attribute) -> bool:
     return call.attr in METHODS and not (isinstance(call.value, ast.Name) and call.value.id == "self")
+
+
+# What of tests/gpu needs CUDA and neither time, Triton nor a program of its own; the rest runs on the CPU.
+ON_CUDA_ALONE = (
+    "no_step_waits or lags or connects or gives_back or fused or how_many_rows or without_memory or is_flat"
+)
+
+
+def test_what_of_the_gpus_suite_needs_cuda_passes(library: Path) -> None:
+    command = [sys.executable, "-m", "tests.sim.gpu_suite", str(library), "tests/gpu", "-k", ON_CUDA_ALONE]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-6000:]
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found is not None and int(found[1]) >= 15, done.stdout[-6000:]

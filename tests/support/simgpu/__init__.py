@@ -152,8 +152,8 @@ def _give_calls(torch: Any) -> None:
         "setStream": set_stream,
         "synchronize": lambda: sim.synchronize(sim.device()),
         "emptyCache": lambda: None,
-        "set_sync_debug_mode": lambda mode: None,
-        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda mode: sim.raise_at_waits(mode == 2),
+        "sleep": lambda cycles: None,
         "isCurrentStreamCapturing": lambda: False,
     }
     for name, call in calls.items():
@@ -181,7 +181,6 @@ def _give_calls(torch: Any) -> None:
     cuda._is_in_bad_fork = lambda: False
     cuda.device_count = lambda: 8
     cuda.empty_cache = lambda: None
-    cuda.set_sync_debug_mode = lambda mode: None
     card = SimpleNamespace(name="simulated GPU", total_memory=sim.memory(), major=9, minor=0, multi_processor_count=1)
 
     def allocated(device: Any = None) -> int:
@@ -224,5 +223,5 @@ def _give_nccl(torch: Any) -> None:
         return group, *rest
 
     c10d.ProcessGroupNCCL = ProcessGroupNCCL
-    c10d.is_nccl_available = lambda: True
+    c10d.is_nccl_available = torch.distributed.is_nccl_available = lambda: True
     c10d._new_process_group_helper = made_group

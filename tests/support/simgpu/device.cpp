@@ -42,6 +42,15 @@ StreamKey current_key(DeviceIndex device) {
   return key_of(device, current_stream(device));
 }
 
+std::atomic<bool> waits_raise{false}; // torch.cuda.set_sync_debug_mode("error")
+
+// The host waits for a kernel's result, as torch.cuda's debug mode sees it; to wait for an event is no such thing.
+void host_waits_on(StreamKey stream) {
+  TORCH_CHECK(!waits_raise, "called a synchronizing CUDA operation");
+  count(kHostWaits);
+  host_learns(clock_of(stream));
+}
+
 // --- devices, streams, events ----------------------------------------------------------------------------------------
 
 struct Event {
@@ -420,7 +429,7 @@ class Call {
     if (!is_view_ && !kNoKernel.count(schema_.name()))
       count(kKernels);
     if (kWaiting.count(schema_.name()) || indexes_by_mask_)
-      host_waits();
+      host_waits_on(current_key(device_));
     {
       c10::impl::ExcludeDispatchKeyGuard plain(
           c10::autograd_dispatch_keyset | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView));
@@ -502,11 +511,6 @@ class Call {
     }
   }
 
-  void host_waits() {
-    count(kHostWaits);
-    host_learns(clock_of(current_key(device_)));
-  }
-
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
   torch::jit::Stack& stack_;
@@ -580,10 +584,8 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     on_access(to.storage().data(), true, stream, "copy_");
   stream_learns(other, clock_of(stream));
   const bool is_with_host = !is_cuda(to) || !is_cuda(from);
-  if (is_with_host && !non_blocking) {
-    count(kHostWaits);
-    host_learns(clock_of(stream));
-  }
+  if (is_with_host && !non_blocking)
+    host_waits_on(stream);
   if (!is_cuda(to) && non_blocking && is_pinned(to.data_ptr())) {
     auto copied = host_view(from).clone();
     fill_with_garbage(to);
@@ -601,8 +603,7 @@ void record_stream(at::Tensor& tensor, Stream stream) {
 at::Scalar local_scalar(const at::Tensor& tensor) {
   const auto stream = current_key(tensor.device().index());
   on_access(tensor.storage().data(), false, stream, "item");
-  count(kHostWaits);
-  host_learns(clock_of(stream));
+  host_waits_on(stream);
   return host_view(tensor).item();
 }
 
@@ -667,6 +668,7 @@ TORCH_LIBRARY(simgpu, library) {
   library.def("generator(int device) -> Generator?", [](int64_t device) {
     return std::optional<at::Generator>(simgpu::generator_of(static_cast<c10::DeviceIndex>(device)));
   });
+  library.def("raise_at_waits(bool on) -> ()", [](bool on) { simgpu::waits_raise = on; });
   library.def("memory() -> int", [] { return simgpu::kMemory; });
   library.def("allocated(int device) -> int", [](int64_t device) { return simgpu::allocated.at(device).load(); });
   library.def("resize_storage(Storage storage, int bytes) -> ()", simgpu::resize_storage);
