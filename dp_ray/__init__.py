@@ -1,12 +1,11 @@
 """Run PyTorch models data-parallel on Ray clusters: exact, elastic, merged."""
 
-from typing import TYPE_CHECKING, Any
-
-from dp_ray import errors
-from dp_ray.errors import Error
+TYPE_CHECKING = False  # as mypy reads it; `typing` takes longer to import than all else that `dp-ray` begins with
 
 if TYPE_CHECKING:
+    from dp_ray import errors
     from dp_ray.driver import run
+    from dp_ray.errors import Error
     from dp_ray.job import Job
     from dp_ray.replica.devices import devices
     from dp_ray.results.result import Result, load
@@ -16,6 +15,7 @@ __all__ = ["Error", "Job", "Result", "Session", "devices", "errors", "load", "ru
 
 # Imported when first used, so that `dp-ray plan` and `import dp_ray` wait neither for torch nor for Ray.
 _HOMES = {
+    "Error": "dp_ray.errors",
     "Job": "dp_ray.job",
     "Result": "dp_ray.results.result",
     "devices": "dp_ray.replica.devices",
@@ -26,12 +26,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+def __getattr__(name: str) -> object:
+    if name not in __all__:
         raise AttributeError(f"module 'dp_ray' has no attribute {name!r}")
     import importlib
 
-    found = getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "errors":
+        return importlib.import_module("dp_ray.errors")
+    found: object = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = found
     return found
 

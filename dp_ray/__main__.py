@@ -1,24 +1,35 @@
 """The program `dp-ray`, which is `python -m dp_ray` too."""
 
-import atexit
+import _signal  # which Python holds in itself: to import `signal` takes so long that Ctrl-C may come meanwhile
 import os
 import sys
-import threading
-
-from dp_ray.cli import main
 
 
 def program() -> None:
     """Run the program, and end its process at once.
 
-    Python would first take apart all modules, for a second or more where torch is imported. What has to happen at the
-    end does: other threads end, exit handlers are called, output is written.
+    SIGINT and SIGTERM end it with status 130 and no traceback, from its first moment to its last. Python would first
+    take apart all modules, for a second or more where torch is imported. What has to happen at the end does: other
+    threads end, exit handlers are called, output is written.
     """
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _leave)
+    import atexit
+    import threading
+
+    from dp_ray.system.stop_signals import INTERRUPTED, ends_at_once, interrupts
+
+    interrupts()
     status: object = 0
     try:
+        from dp_ray.cli import main
+
         main()
     except SystemExit as leaving:
         status = leaving.code or 0
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    ends_at_once()
     if not isinstance(status, int):
         sys.exit(str(status))
     threading._shutdown()  # type: ignore[attr-defined]
@@ -26,6 +37,12 @@ def program() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _leave(*_: object) -> None:
+    """End the process that was interrupted before it could import how to be."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

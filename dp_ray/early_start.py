@@ -8,7 +8,7 @@ import click
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.job import Job
 from dp_ray.system.imports import collector_paused
-from dp_ray.system.stop_signals import interrupts_after
+from dp_ray.system.stop_signals import raise_put_off
 
 
 @contextmanager
@@ -27,8 +27,9 @@ def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: 
 
         say(f"{name}: {what_begins(address)}", is_quiet)
         with connected_early(jobs[0], address, is_verbose) as connection:
-            with collector_paused(), interrupts_after():
+            with collector_paused():
                 from dp_ray.cluster import workers  # noqa: F401
+            raise_put_off()
             connection.wait()
             yield
 

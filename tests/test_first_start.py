@@ -14,6 +14,7 @@ import pytest
 
 from dp_ray.cluster.ray_internals.variables import VARIABLES
 from dp_ray.errors import JobError
+from dp_ray.system.folders import OWNER
 from tests.support.cluster import ROOT
 from tests.support.within import within
 
@@ -56,18 +57,29 @@ def started(*arguments: str) -> Iterator[Command]:
     assert within(SECONDS, lambda: not command.processes()), command.processes()
 
 
+def owner_of(folder: Path) -> str:
+    with suppress(OSError):
+        return (folder / OWNER).read_text()
+    return ""
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("foreground")
-@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
-def test_ctrl_c_while_ray_starts_ends_with_130_and_leaves_no_ray(process: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("process", "number"), [("gcs_server", signal.SIGTERM), ("raylet", signal.SIGINT)])
+def test_a_signal_while_ray_starts_ends_with_130_and_leaves_no_ray(
+    process: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    before = set(Path("/tmp").glob("dp_ray-*"))
     with started("--storage", str(tmp_path)) as command:
         assert within(SECONDS, lambda: any(process in line for line in command.processes().values()))
-        command.running.send_signal(signal.SIGINT)
+        command.running.send_signal(number)
         status, errors = command.ends()
         assert status == 130, errors
         assert errors.splitlines()[-1] == "interrupted"
         assert "Traceback" not in errors
     assert not list(tmp_path.iterdir()), "no run has begun"
+    ours = [one for one in set(Path("/tmp").glob("dp_ray-*")) - before if str(command.running.pid) in owner_of(one)]
+    assert not ours
 
 
 @pytest.mark.ray

@@ -71,6 +71,7 @@ FLOORS = [
 # What imports inside functions: what is slow to import, or needs Ray, where it is used.
 LAZY = {
     "dp_ray/__init__.py",
+    "dp_ray/__main__.py",
     "dp_ray/cli.py",
     "dp_ray/cli_runs.py",
     "dp_ray/cli_jobs.py",

@@ -1,7 +1,9 @@
 """How the program's process ends."""
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,97 @@ def test_what_is_to_happen_at_the_end_happens(tmp_path: Path) -> None:
     written = done.stdout + done.stderr  # a plan keeps stdout free of what user code prints
     assert "an exit handler" in written
     assert f"a thread {'x' * 100_000}\n" in written
+
+
+# Sends this process a signal when it imports a module, and runs the program.
+SIGNALLED = """
+import os, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
+
+sys.meta_path.insert(0, Finder())
+from dp_ray.__main__ import program
+program()
+"""
+TUTORIAL = "jobs/tutorial.yaml"
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize(
+    ("arguments", "module", "number"),
+    [
+        (["list"], "dp_ray.cli", signal.SIGINT),
+        (["list"], "pydantic", signal.SIGTERM),
+        (["list", "{folder}"], "dp_ray.rundir.listing", signal.SIGINT),
+        (["compare", "a", "b"], "pyarrow", signal.SIGTERM),
+        (["plan", TUTORIAL], "torch", signal.SIGINT),
+        (["run", TUTORIAL, "--workers", "0", "--storage", "{folder}"], "dp_ray.driver", signal.SIGTERM),
+    ],
+)
+def test_a_signal_within_its_first_imports_ends_it(
+    arguments: list[str], module: str, number: int, tmp_path: Path
+) -> None:
+    given = [one.format(folder=tmp_path) for one in arguments]
+    ended = python(SIGNALLED.format(module=module, number=int(number)), *given)
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in ended.stderr and not ended.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["plan", TUTORIAL], ["run", TUTORIAL, "--workers", "0", "--storage", "{folder}"]]
+)
+def test_a_signal_in_its_first_half_second_shows_no_traceback(
+    arguments: list[str], number: signal.Signals, tmp_path: Path
+) -> None:
+    """Until Python has started and runs a line of dp_ray, a signal is Python's own matter."""
+    line = [sys.executable, "-m", "dp_ray", *(one.format(folder=tmp_path) for one in arguments)]
+    ended = []
+    for milliseconds in (0, 20, 50, 100, 200, 400):
+        with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+            time.sleep(milliseconds / 1000)
+            running.send_signal(number)
+            _, errors = running.communicate(timeout=120)
+        assert "Traceback" not in errors or f"{ROOT}/dp_ray/" not in errors, errors
+        ended.append(running.returncode)
+    assert 130 in ended, ended
+
+
+# What an import does that is interrupted while there is something to undo.
+HOLDING = """
+import os, sys, time
+from dp_ray.system.stop_signals import has_begun, interrupts
+
+interrupts()
+has_begun()
+sys.path.insert(0, {folder!r})
+try:
+    import interrupted_module
+    print("the import has ended", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted", "interrupted_module" in sys.modules)
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize(
+    ("times", "says"), [(1, "the import has ended\ninterrupted True\n"), (2, "interrupted False\n")]
+)
+def test_an_import_is_ended_first_if_there_is_something_to_undo(times: int, says: str, tmp_path: Path) -> None:
+    module = f"import os, signal, time\nfor _ in range({times}):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "interrupted_module.py").write_text(f"{module}time.sleep(0.2)\n")
+    ended = python(HOLDING.format(folder=str(tmp_path)))
+    assert (ended.stdout, ended.stderr, ended.returncode) == (says, "", 0)

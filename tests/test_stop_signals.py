@@ -16,7 +16,7 @@ from torch import nn
 import dp_ray
 import tests.support.training
 from dp_ray.errors import RunInterrupted
-from dp_ray.system.stop_signals import interrupts_after, planned_stops
+from dp_ray.system.stop_signals import planned_stops
 from tests.support import forked, models
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")
@@ -194,28 +194,3 @@ def test_a_signal_to_the_group_stops_the_run_and_not_the_processes_of_its_loader
     assert "stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once" in errors
     assert errors.splitlines()[-1] == "interrupted after step 20 of 48; run the same command to resume"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-20.safetensors"]
-
-
-def importing(times: int, done: list[str], fails: bool = False) -> None:
-    """As an import that gets so many interrupts."""
-    with interrupts_after():
-        for _ in range(times):
-            signal.raise_signal(signal.SIGINT)
-        if fails:
-            raise ImportError("no such thing")
-        done.append("the import has ended")
-
-
-def test_an_interrupt_during_imports_waits_for_their_end_and_a_second_does_not() -> None:
-    done: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        importing(1, done)
-    assert done == ["the import has ended"]
-    with pytest.raises(KeyboardInterrupt):
-        importing(2, done)
-    assert done == ["the import has ended"]
-
-
-def test_an_error_of_an_import_is_told_before_an_interrupt() -> None:
-    with pytest.raises(ImportError, match="no such thing"):
-        importing(1, [], fails=True)

@@ -21,6 +21,7 @@ from dp_ray.cluster.ray_internals.core import find_users_token, leave_on_head, t
 from dp_ray.cluster.ray_internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.cluster.uploads import told_uploads
 from dp_ray.errors import ClusterError, JobError
+from dp_ray.system.stop_signals import INTERRUPTED, Terminated
 from dp_ray.text import listed
 
 NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
@@ -29,7 +30,6 @@ STOP_SECONDS = 600
 AWAY_SECONDS = 30.0  # so long a dashboard may not answer
 LOOK_SECONDS = 0.5
 
-INTERRUPTED = 130  # exit status
 STATUSES = {
     JobStatus.PENDING: "waiting",
     JobStatus.RUNNING: "running",
@@ -202,8 +202,8 @@ def follow(dashboard: Dashboard, submission: str) -> int:
     while True:
         try:
             return follower.follow()
-        except KeyboardInterrupt:
-            choice = "d" if is_stopping else _asked()
+        except KeyboardInterrupt as stopped:
+            choice = "d" if is_stopping or isinstance(stopped, Terminated) else _asked()
         if choice == "s":
             is_stopping = True
             dashboard.ask_to_stop(submission)

@@ -23,6 +23,7 @@ from dp_ray.rundir.quarantine_files import unmerge_quarantine
 from dp_ray.rundir.weights import check_start, files_of_start, find_start
 from dp_ray.secrets import hide
 from dp_ray.storage import Storage
+from dp_ray.system.stop_signals import has_begun
 
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 
@@ -68,6 +69,7 @@ def claim(
     _check_start(job, storage, is_resumed)
     if overwrite:
         check_reads_nothing_of(storage, job)
+    has_begun()
     lengths = _changed_lengths(read_claim(storage), job) if is_resumed else ""
     if is_resumed and again is not None:
         again(storage)

@@ -12,6 +12,7 @@ from dp_ray.rundir.stop_request import take_request
 from dp_ray.storage import Storage
 from dp_ray.system.process import is_dead, machine, this_process
 from dp_ray.system.repeating import repeated
+from dp_ray.system.stop_signals import has_begun
 
 RENEW_SECONDS = 5.0
 TELL_SECONDS = 1.0  # between two checks of the steps done, on local disks, where a write is cheap
@@ -60,6 +61,7 @@ def kept(
     folder: Storage, token: str, is_still_ours: Callable[[], bool], steps_done: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
     """Hold the lease of a folder while the block runs, as long as the folder is this driver's."""
+    has_begun()
     lease, due = Lease(this_process(), token), time.monotonic() + RENEW_SECONDS
     write_lease(folder, lease)
     looks = RENEW_SECONDS if folder.is_atomic else min(TELL_SECONDS, RENEW_SECONDS)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dp_ray.system.process import Process, is_dead, this_process
+from dp_ray.system.stop_signals import has_begun
 
 PREFIX = "dp_ray-"
 OWNER = "dp_ray-owner.json"
@@ -23,6 +24,7 @@ def short_folder() -> str | None:
 @contextmanager
 def own_folder(parent: str | None = None) -> Iterator[str]:
     """A temporary folder, removed when the block ends; first remove those of drivers that are certainly dead."""
+    has_begun()
     remove_orphans(Path(parent or tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as folder:
         (Path(folder) / OWNER).write_text(json.dumps(asdict(this_process())))

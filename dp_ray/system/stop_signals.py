@@ -1,13 +1,21 @@
 """SIGINT (Ctrl-C) and SIGTERM as planned stops: the first asks the run to stop, the second ends it at once."""
 
+import _thread
+import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130  # the exit status
+IMPORT = "<frozen importlib._bootstrap>"  # the file of the frames that each import has
+AGAIN_SECONDS = 0.01
+ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
+_C = ctypes.CDLL(None)
 
 
 @contextmanager
@@ -60,39 +68,104 @@ def ask_others(signal_name: str) -> None:
         ask(signal_name)
 
 
-@contextmanager
-def interrupts_after() -> Iterator[None]:
-    """Ctrl-C within the block raises KeyboardInterrupt at its end, a second one at once.
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: whoever sent it is not there to be asked."""
 
-    For imports: one that is interrupted leaves half a module, which fails in another way when it is used.
+
+class _Program:
+    """What the handlers of the program `dp-ray` know."""
+
+    pid = 0
+    has_begun = False
+    is_put_off = False
+    is_sent_again = False
+
+
+def interrupts() -> None:
+    """For the program `dp-ray`: from now on SIGINT and SIGTERM raise KeyboardInterrupt, but not within an import.
+
+    There Python prints errors of its own callbacks, or leaves half a module. As long as nothing `has_begun`, the
+    process ends at once. Later the interrupt waits for the import's end, and a second one does not.
     """
-    before = signal.getsignal(signal.SIGINT)
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield
-        return
+    _Program.pid = os.getpid()
+    _handle(_interrupt)
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked:
-            signal.default_int_handler(number, frame)
-        asked.append(number)
 
-    signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
+def has_begun() -> None:
+    """From now on there is something to undo: a folder, a process, a run directory in use."""
+    _Program.has_begun = True
+
+
+def raise_put_off() -> None:
+    """Raise the interrupt that waits for the end of an import, if there is one, now that the import has ended."""
+    if _Program.is_put_off:
+        _Program.is_put_off = False
         raise KeyboardInterrupt
+
+
+def ends_at_once() -> None:
+    """From now on SIGINT and SIGTERM end the process of `dp-ray`: it has undone what there was to undo."""
+    _handle(_end)
+
+
+def _handle(handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGINT is in a shell's background job
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    is_sent_again, _Program.is_sent_again = _Program.is_sent_again, False
+    is_second = _Program.is_put_off and not is_sent_again
+    if os.getpid() != _Program.pid:
+        _in_forked_process(number)
+    elif is_sent_again and not _Program.is_put_off:
+        return  # a second signal has been faster
+    elif is_second or not _is_importing(frame):
+        _Program.is_put_off = False
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    elif not _Program.has_begun:
+        _end(number, frame)
+    else:
+        _Program.is_put_off = True
+        _thread.start_new_thread(_send_again, (number,))  # not `threading`, whose locks the import may hold
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != IMPORT:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _send_again(number: int) -> None:
+    time.sleep(AGAIN_SECONDS)
+    _Program.is_sent_again = True
+    os.kill(_Program.pid, number)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    if os.getpid() != _Program.pid:
+        _in_forked_process(number)
+    else:
+        os.write(2, b"interrupted\n")
+        os._exit(INTERRUPTED)
 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """After the block, restore the handlers that SIGINT and SIGTERM had before it."""
+    """After the block, restore the handlers that SIGINT and SIGTERM had before it.
+
+    Ray sets some in C too, in whichever thread connects: after them SIGTERM would abort the process.
+    """
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    kernel = {number: ctypes.create_string_buffer(ACTION_BYTES) for number in SIGNALS}
+    for number, action in kernel.items():
+        _C.sigaction(number, None, action)
     try:
         yield
     finally:
+        for number, action in kernel.items():
+            _C.sigaction(number, action, None)
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 if handler is not None:
