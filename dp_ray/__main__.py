@@ -1,6 +1,7 @@
 """The program `dp-ray`, which is `python -m dp_ray` too."""
 
-import _signal  # which Python holds in itself: to import `signal` takes so long that Ctrl-C may come meanwhile
+# Python holds `_signal` in itself; while it imports `signal`, Ctrl-C may come.
+import _signal  # type: ignore[import-not-found]
 import os
 import sys
 

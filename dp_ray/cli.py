@@ -1,14 +1,16 @@
 """The command line: run, plan, verify, submit, evaluate, predict, retry, schema; sweeps and what shows runs."""
 
+import io
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TextIO
 
 import click
 
-from dp_ray.cli_errors import show_error
+from dp_ray.cli_errors import say, show_error
 from dp_ray.cli_jobs import logs, status, stop, submit
 from dp_ray.cli_options import (
     ADDRESS,
@@ -36,6 +38,8 @@ from dp_ray.errors import Error
 from dp_ray.job import Job
 from dp_ray.job_file import parse_counts, parse_setting
 from dp_ray.system.imports import collector_paused
+from dp_ray.system.stop_signals import INTERRUPTED
+from dp_ray.text import harmless, json_text
 
 _at_end = ExitStack()  # closed when the outcome has been said
 
@@ -52,15 +56,19 @@ def _run_program() -> None:
     except click.exceptions.Exit as leaving:
         sys.exit(leaving.exit_code)
     except click.ClickException as error:
-        error.show()
+        error.show(shown := io.StringIO())
+        say(shown.getvalue().rstrip("\n"))
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt) as stopped:
         says = stopped.__cause__ if isinstance(stopped, click.Abort) else stopped
-        click.echo(str(says or "") or "interrupted", err=True)
-        sys.exit(130)
+        say(str(says or "") or "interrupted")
+        sys.exit(INTERRUPTED)
     except Error as error:
         show_error(error, is_verbose="--verbose" in sys.argv)
         sys.exit(error.exit_status)
+    except Exception:  # a mistake of dp_ray's own
+        say(traceback.format_exc().rstrip("\n"))
+        sys.exit(1)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -123,7 +131,7 @@ def _run_one(execute: Callable[[Job], Any], job: Job, as_json: bool, keep_going:
         show_error(error, verbose)
         return error.exit_status
     if as_json:
-        click.echo(json.dumps(result.to_json()))
+        click.echo(json_text(result.to_json()))
     return 0
 
 
@@ -159,9 +167,9 @@ def plan(
     planned = plan_job(job)
     needed = plan_memory_of(job, gpu_memory) if memory or gpu_memory is not None else None
     if as_json:
-        click.echo(json.dumps({**planned.to_json(), **({} if needed is None else {"memory": needed.to_json()})}))
+        click.echo(json_text({**planned.to_json(), **({} if needed is None else {"memory": needed.to_json()})}))
     else:
-        click.echo("\n".join([table(planned), *(() if needed is None else needed.lines())]))
+        click.echo(harmless("\n".join([table(planned), *(() if needed is None else needed.lines())])))
 
 
 @cli.command()
@@ -197,7 +205,7 @@ def verify(
 
     options = Options(address=address, overwrite=True, quiet=quiet, verbose=verbose)
     verdict = run_verify(job, counts, options, tolerance)
-    click.echo(verdict.to_json() if as_json else str(verdict))
+    click.echo(verdict.to_json() if as_json else harmless(str(verdict)))
     sys.exit(0 if verdict.same else 1)
 
 
@@ -234,10 +242,10 @@ def _follow_up(
     overrides = {**chosen, **overrides_of(workers, settings, name=name)}
     job, lines = follow_up(task, run_dir, weights, overrides)
     for line in () if flags["quiet"] else lines:
-        click.echo(line, err=True)
+        say(line)
     result = execute(job, Options(**flags))
     if as_json:
-        click.echo(json.dumps(result.to_json()))
+        click.echo(json_text(result.to_json()))
 
 
 @cli.command()
@@ -256,7 +264,7 @@ def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json:
 
     result = execute(retried(run_dir, overrides_of(workers, settings)), Options(**flags), again=reopened)
     if as_json:
-        click.echo(json.dumps(result.to_json()))
+        click.echo(json_text(result.to_json()))
 
 
 @cli.command()

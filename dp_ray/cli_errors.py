@@ -5,7 +5,6 @@ import traceback
 import click
 
 from dp_ray.errors import Error
-from dp_ray.secrets import hide
 from dp_ray.text import harmless
 from dp_ray.tracebacks import frames_of, notes_of
 
@@ -16,5 +15,10 @@ def show_error(error: Error, is_verbose: bool) -> None:
     if is_verbose and not notes_of(error) and error.__cause__ is not None:
         shown = "".join(traceback.format_exception(error.__cause__))
     if shown:
-        click.echo(harmless(hide(shown.rstrip("\n"))), err=True)
-    click.echo(f"error: {harmless(str(error))}", err=True)
+        say(shown.rstrip("\n"))
+    say(f"error: {error}")
+
+
+def say(text: str) -> None:
+    """Write to stderr what is neither asked for nor of user code."""
+    click.echo(harmless(text), err=True)

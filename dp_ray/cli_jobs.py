@@ -1,6 +1,5 @@
 """The commands for runs that go on elsewhere: submit, status, logs, stop."""
 
-import json
 import shlex
 import sys
 from datetime import datetime
@@ -9,6 +8,7 @@ from typing import Any
 
 import click
 
+from dp_ray.cli_errors import say
 from dp_ray.cli_options import (
     INJECT,
     JOB,
@@ -23,7 +23,7 @@ from dp_ray.cli_options import (
 )
 from dp_ray.errors import JobError
 from dp_ray.secrets import hide
-from dp_ray.text import harmless
+from dp_ray.text import harmless, json_text
 
 DASHBOARD = click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
 
@@ -81,7 +81,7 @@ def status(name: str | None, address: str, as_json: bool) -> None:
     dashboard = Dashboard(address)
     rows = [_row(one) for one in ([dashboard.find(name)] if name else dashboard.jobs())]
     if as_json:
-        click.echo(json.dumps(rows))
+        click.echo(json_text(rows))
         return
     if not rows:
         click.echo("no job was submitted")
@@ -109,7 +109,7 @@ def _row(job: Any) -> dict[str, Any]:
         "started": started and started.isoformat(timespec="seconds"),
         "seconds": started and round(ended - started.timestamp(), 1),
         "exit_status": exit_status_of(job) if job.status.is_terminal() else None,
-        "entrypoint": hide(job.entrypoint),
+        "entrypoint": job.entrypoint,
         "message": job.message,
     }
 
@@ -132,7 +132,7 @@ def logs(name: str, follows: bool, address: str) -> None:
     job = dashboard.find(name)
     if follows:
         sys.exit(follow(dashboard, job.submission_id))
-    click.echo(dashboard.logs(job.submission_id), nl=False)
+    click.echo(hide(dashboard.logs(job.submission_id)), nl=False)
 
 
 @click.command()
@@ -141,7 +141,6 @@ def logs(name: str, follows: bool, address: str) -> None:
 @click.option("--no-wait", is_flag=True, help="Do not wait until it has stopped.")
 def stop(run: str, address: str | None, no_wait: bool) -> None:
     """Stop a run or a sweep after its current step, and keep its work: the same command goes on from there."""
-    say = _to_stderr
     if address is None:
         from dp_ray.stopping import stop_run
 
@@ -150,7 +149,3 @@ def stop(run: str, address: str | None, no_wait: bool) -> None:
     from dp_ray.cluster.submit import Dashboard, stop_job
 
     click.echo(harmless(stop_job(Dashboard(address), run, not no_wait, say)))
-
-
-def _to_stderr(text: str) -> None:
-    click.echo(harmless(text), err=True)

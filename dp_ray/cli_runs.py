@@ -1,13 +1,13 @@
 """The commands that show runs: report, compare, list, watch, track, replay."""
 
-import json
 import sys
 from collections.abc import Iterator
 
 import click
 
+from dp_ray.cli_errors import say
 from dp_ray.cli_options import JSON, RESULT_JSON, SHAPES
-from dp_ray.text import harmless
+from dp_ray.text import harmless, json_text
 
 
 @click.command()
@@ -28,7 +28,7 @@ def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | N
 
         if len(run_dirs) > 1 and not html:
             raise click.UsageError("--html needs a FILE for the page that compares several runs")
-        click.echo(save_page(run_dirs, html or None))
+        click.echo(harmless(save_page(run_dirs, html or None)))
         return
     if len(run_dirs) > 1:
         if shapes:
@@ -56,13 +56,13 @@ def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:
             yield "run the same command to resume"
     if found and not found.has_result:
         if as_json:
-            yield json.dumps(found.to_json())
+            yield json_text(found.to_json())
         return
     result = load(run_dir)
     if shapes:
         yield from result.shape_lines()
     if as_json:
-        yield json.dumps(result.to_json())
+        yield json_text(result.to_json())
     elif not shapes:
         if result.status == "failed":
             yield f"failed: {result.error}"
@@ -94,7 +94,7 @@ def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
         with damage_told(run_dir):
             runs.append(compared_run(Storage(run_dir)))
     with damage_told(" or ".join(run_dirs)):
-        click.echo(json.dumps(compared_values(runs)) if as_json else harmless(compared(runs)))
+        click.echo(json_text(compared_values(runs)) if as_json else harmless(compared(runs)))
 
 
 @click.command()
@@ -119,7 +119,7 @@ def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> N
         return
     from dp_ray.watch.watch import watch_page
 
-    watch_page(run, host, port, until_end, click.echo)
+    watch_page(run, host, port, until_end, lambda line: click.echo(harmless(line)))
 
 
 @click.command()
@@ -131,7 +131,7 @@ def track(run_dir: str) -> None:
 
     with damage_told(run_dir):
         for line in send_late(run_dir):
-            click.echo(harmless(line), err=True)
+            say(line)
 
 
 @click.command()
@@ -149,10 +149,9 @@ def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bo
     stdout = sys.stdout
 
     def show(found: Replayed) -> None:
-        text = json.dumps(found.to_json()) if as_json else harmless("\n".join(found.lines()))
-        click.echo(text, file=stdout)
+        click.echo(json_text(found.to_json()) if as_json else harmless("\n".join(found.lines())), file=stdout)
 
-    run_replay(run_dir, Wanted(step, shard), show, lambda line: click.echo(harmless(line), err=True), debugs)
+    run_replay(run_dir, Wanted(step, shard), show, lambda line: say(line), debugs)
 
 
 @click.command("list")
@@ -168,4 +167,4 @@ def list_runs(storage: str, sort: str, is_reversed: bool, as_json: bool) -> None
     from dp_ray.storage import Storage
 
     rows = sorted_by(listed_runs(Storage(located_at(storage))), sort, is_reversed)
-    click.echo(json.dumps([row.to_json() for row in rows]) if as_json else list_text(rows))
+    click.echo(json_text([row.to_json() for row in rows]) if as_json else harmless(list_text(rows)))

@@ -1,6 +1,5 @@
 """The command that runs a job with several values of some of its keys: sweep."""
 
-import json
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +15,7 @@ from dp_ray.job_file import job_maker
 from dp_ray.sweeps.axes import check_axes, parse_axis
 from dp_ray.sweeps.definition import Definition, Mode, chosen_metric, combinations
 from dp_ray.system.imports import collector_paused
-from dp_ray.text import harmless
+from dp_ray.text import harmless, json_text
 
 if TYPE_CHECKING:
     from dp_ray.storage import Storage
@@ -133,7 +132,7 @@ def _show(record: "Record", base: "Storage", dry_run: bool, as_json: bool) -> No
     from dp_ray.sweeps.shown import space, table, to_json
 
     if as_json:
-        click.echo(json.dumps(to_json(record, base)))
+        click.echo(json_text(to_json(record, base)))
     else:
         lines = space(record.definition) if dry_run else []
         click.echo(harmless("\n".join([*lines, *([table(record, base)] if record.trials else [])])))

@@ -9,6 +9,7 @@ from dp_ray.cluster.ray_version import check_ray
 from dp_ray.job import Job
 from dp_ray.system.imports import collector_paused
 from dp_ray.system.stop_signals import raise_put_off
+from dp_ray.text import harmless
 
 
 @contextmanager
@@ -64,4 +65,4 @@ def say_import(name: str, is_quiet: bool) -> None:
 def say(line: str, is_quiet: bool) -> None:
     """Write a line to stderr."""
     if not is_quiet:
-        click.echo(line, err=True)
+        click.echo(harmless(line), err=True)

@@ -17,13 +17,17 @@ from dp_ray.secrets import hide
 class Error(Exception):
     """Base of every error that dp_ray raises on purpose; `exit_status` is the exit status of the command line.
 
-    Its message never holds the secrets of URLs.
+    Neither its message nor its notes hold secrets.
     """
 
     exit_status = 1
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(hide(arg) if isinstance(arg, str) else arg for arg in args))
+
+    def add_note(self, note: str) -> None:
+        """Add a text that a traceback shows below the message."""
+        super().add_note(hide(note))
 
 
 class JobError(Error):

@@ -9,9 +9,11 @@ from dp_ray.job import Job
 from dp_ray.job_file import job_of
 from dp_ray.key_hints import renamed
 from dp_ray.rundir.claim import located
+from dp_ray.rundir.differences import dotted
 from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.weights import BEST, EMA, goes_on
 from dp_ray.rundir.weights_files import weights_name
+from dp_ray.secrets import HIDDEN
 from dp_ray.storage import Storage
 
 Weights = Literal["best", "last", "ema"]
@@ -71,7 +73,8 @@ def _without_eval(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raise JobError if a key that the task needs was a Python object: run.json keeps only its type."""
+    """Raise JobError if a key that the task needs was a Python object or held a secret: run.json keeps neither."""
+    check_no_secrets(run, values, overrides)
     needed = {"model": values["model"], "dataset": values["dataset"], "collate": values["collate"]}
     if task == "evaluate":
         inner = {f"metrics.{name}": one for name, one in values.get("metrics", {}).items()}
@@ -85,6 +88,17 @@ def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides:
             raise JobError(
                 f"{run}: {key} was given as a Python object ({_named(value)}), which no file holds; name a target "
                 f"(--set {key}=module:attribute), or call dp_ray.run(task={task!r}, init_from=..., {key}=...)"
+            )
+
+
+def check_no_secrets(run: Storage, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raise JobError, which names the key, if a value is hidden in run.json that the job needs."""
+    for key, value in dotted(values):
+        parents = {key.rsplit(".", number)[0] for number in range(key.count(".") + 1)}
+        if HIDDEN in str(value) and not parents & overrides.keys():
+            raise JobError(
+                f"{run}: {key} held a secret, which no file of the run holds ({value!r:.80}); give it again "
+                f"(--set {key}=...)"
             )
 
 

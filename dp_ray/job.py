@@ -1,9 +1,10 @@
 """The job: its keys, what must hold among them, and what follows from them."""
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import ValidationError, model_validator
@@ -14,7 +15,7 @@ from dp_ray.job_metrics import NAME, MeasuringKeys
 from dp_ray.job_parts import Scheduler, ShuffleBlocks
 from dp_ray.job_target import Target, describe_target, with_args
 from dp_ray.plan.profiled import profiled_of
-from dp_ray.secrets import hide, hide_in
+from dp_ray.secrets import hide, hide_in, hide_in_as_before
 
 
 class Job(MeasuringKeys):
@@ -249,7 +250,11 @@ class Job(MeasuringKeys):
             raise JobError("\n".join(explain(error, named.get("workers")))) from None
 
     def describe(self) -> dict[str, Any]:
-        """The job as plain JSON values, without the secrets in URLs; an object from Python is shown as its type."""
+        """The job as plain JSON values, without secrets; an object from Python is shown as its type."""
+        described: dict[str, Any] = hide_in(self._described())
+        return described
+
+    def _described(self) -> dict[str, Any]:
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
         values["hooks"] = {name: describe_target(target) for name, target in self.hooks}
         values["eval"] = self.eval and {
@@ -263,8 +268,7 @@ class Job(MeasuringKeys):
         values |= {key: describe_target(getattr(self, key)) for key in self.TARGETED}
         if self.metrics:
             values["metrics"] = {name: describe_target(metric) for name, metric in self.metrics.items()}
-        described = {**values, "shards": "auto" if self.finds_shards else self.num_shards}
-        return {key: hide_in(value) for key, value in described.items()}
+        return {**values, "shards": "auto" if self.finds_shards else self.num_shards}
 
     def __repr__(self) -> str:
         return hide(super().__repr__())
@@ -272,10 +276,10 @@ class Job(MeasuringKeys):
     def __str__(self) -> str:
         return hide(super().__str__())
 
-    def fingerprint(self, with_lengths: bool = False) -> str:
-        """A hash of every key that can change a step's result."""
+    def fingerprint(self, with_lengths: bool = False, hides: Callable[[Any], Any] = hide_in) -> str:
+        """A hash of every key that can change a step's result; `hides` takes the secrets out."""
         left_out = set(() if with_lengths else self.LENGTHS)
-        kept = {key: value for key, value in that_count(self.describe()).items() if key not in left_out}
+        kept = {key: value for key, value in that_count(hides(self._described())).items() if key not in left_out}
         kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self._shuffled}
         kept["skip"] = self.skipped or None
         del kept["order"]  # which is_shuffled tells
@@ -297,9 +301,10 @@ class Job(MeasuringKeys):
     def has_fingerprint(self, given: str | None) -> bool:
         """Whether a run or checkpoint with this fingerprint is of this job.
 
-        Earlier versions hashed the lengths too.
+        Earlier versions hashed the lengths too, and hid less.
         """
-        return given in (self.fingerprint(), self.fingerprint(with_lengths=True))
+        ways = itertools.product((False, True), (hide_in, hide_in_as_before))
+        return any(given == self.fingerprint(with_lengths, hides) for with_lengths, hides in ways)
 
 
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:

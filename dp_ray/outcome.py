@@ -149,7 +149,7 @@ def result_of(
         weights_path=weights_path(storage) if trained else None,
         weights_sha256=weights_sha256(storage) if trained else None,
         **(_of_training(job, storage, monitor) if trained else {}),
-        error=None if error is None else f"{type(error).__name__}: {error}",
+        error=None if error is None else hide(f"{type(error).__name__}: {error}"),
         failure=None if error is None else failure_of(error),
     )
 

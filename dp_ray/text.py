@@ -1,9 +1,13 @@
 """Format lists and counts for messages."""
 
 import difflib
+import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from dp_ray.secrets import hide, hide_in
 
 SHOWN = 8
 # Control characters but newline and tab, marks that turn the direction of writing, and halves of characters.
@@ -18,12 +22,12 @@ def listed(things: Iterable[object]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with each control character as an escape, so that it cannot act on a terminal; newlines too.
+    """The text without secrets, and with each control character as an escape, newlines too: it acts on no terminal.
 
     >>> printable("a\\x1b[2Jb")
     'a\\\\x1b[2Jb'
     """
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in hide(text))
 
 
 def harmless(text: str) -> str:
@@ -32,7 +36,13 @@ def harmless(text: str) -> str:
     >>> harmless("a\\x1b[2J\\n\\tb")
     'a\\\\x1b[2J\\n\\tb'
     """
-    return ACTING.sub(lambda found: ascii(found[0])[1:-1], text)
+    return ACTING.sub(lambda found: ascii(found[0])[1:-1], hide(text))
+
+
+def json_text(values: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """Values as JSON without secrets; `default` makes plain values of others."""
+    plain = default and (lambda value: hide_in(default(value)))
+    return json.dumps(hide_in(values), indent=indent, default=plain)
 
 
 def counted(number: int, noun: str) -> str:

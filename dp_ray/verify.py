@@ -1,7 +1,6 @@
 """Runs the same job on several numbers of workers, compares the results, and finds where they first differ."""
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from dp_ray.rundir.checkpoint import CHECKPOINTS, load_checkpoint, name_of
 from dp_ray.rundir.history_file import CLOCKED, DIGEST, is_inner
 from dp_ray.several import running
 from dp_ray.tensors.nested import flatten
+from dp_ray.text import json_text
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 NOT_COMPARED = set(CLOCKED)
@@ -53,7 +53,7 @@ class Verdict:
 
     def to_json(self) -> str:
         """The verdict as JSON text."""
-        return json.dumps({**asdict(self), "same": self.same})
+        return json_text({**asdict(self), "same": self.same})
 
     def __str__(self) -> str:
         head = ("workers", "first loss", "last loss", "weights", "outputs", "seconds", "difference", "same")

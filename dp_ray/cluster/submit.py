@@ -21,8 +21,9 @@ from dp_ray.cluster.ray_internals.core import find_users_token, leave_on_head, t
 from dp_ray.cluster.ray_internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.cluster.uploads import told_uploads
 from dp_ray.errors import ClusterError, JobError
+from dp_ray.secrets import hide
 from dp_ray.system.stop_signals import INTERRUPTED, Terminated
-from dp_ray.text import listed
+from dp_ray.text import harmless, listed
 
 NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
 # How long Ray waits for a job that it has asked to stop before it kills it: as long as a step and a checkpoint last.
@@ -169,7 +170,7 @@ class Follower:
             self._print(new)
 
     def _print(self, text: str) -> None:
-        print(text, end="", flush=True)
+        print(hide(text), end="", flush=True)
         self._printed += len(text)
 
 
@@ -250,7 +251,7 @@ def _asked() -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(harmless(text), file=sys.stderr, flush=True)
 
 
 def take_settings(place: str) -> list[str]:

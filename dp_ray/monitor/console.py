@@ -46,11 +46,11 @@ class Console:
     def say(self, line: str) -> None:
         """Print a line, without its secrets, and without what would act on the terminal, unless quiet."""
         if not self._quiet:
-            self._print(self._before + harmless(hide(line)))
+            self._print(self._before + harmless(line))
 
     def printed(self, world: World, line: str) -> None:
         """Print a line that user code printed on a worker, even when quiet."""
-        self._print(f"[rank {world.rank}] {line}")
+        self._print(f"[rank {world.rank}] {hide(line)}")
 
     @contextmanager
     def if_slow(self, line: str, seconds: float = 1.0) -> Iterator[None]:

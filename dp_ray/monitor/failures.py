@@ -2,7 +2,6 @@
 
 from dp_ray.errors import ClusterError, DataError, Error, JobError, ModelError, StorageError, WorkerError
 from dp_ray.monitor.messages import Failed
-from dp_ray.secrets import hide
 
 KINDS = (JobError, ClusterError, DataError, ModelError, StorageError, WorkerError, Error)
 
@@ -19,5 +18,5 @@ def error_of(failed: Failed, is_verbose: bool = False) -> Error:
     """
     error = (failed.kind or Error)(f"{failed.world}: {failed.text}")
     if note := failed.traceback if is_verbose or failed.kind is None else failed.frames:
-        error.add_note(hide(note))
+        error.add_note(note)
     return error

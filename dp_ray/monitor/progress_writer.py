@@ -1,6 +1,5 @@
 """Notes a run's progress in its directory while it runs, for `dp-ray watch` and `dp-ray list`."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from dp_ray.monitor.console import Progressed
 from dp_ray.rundir.progress_file import PROGRESS
 from dp_ray.storage import Storage
 from dp_ray.system.repeating import repeated
+from dp_ray.text import json_text
 
 SECONDS = {False: 1.0, True: 5.0}  # between two writes: on a disk, on an object store
 NO_METRIC = {"step", "epoch", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"}
@@ -36,7 +36,7 @@ def _writer(run: Storage, progress: Progressed) -> Callable[[], None]:
         found = noted(progress)
         with suppress(StorageError):  # it only informs: what must be written raises the error
             if found != written:
-                run.write_text(PROGRESS, json.dumps({**found, "at": time.time()}) + "\n")
+                run.write_text(PROGRESS, json_text({**found, "at": time.time()}) + "\n")
                 written = found
 
     return write

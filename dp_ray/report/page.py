@@ -21,6 +21,7 @@ from dp_ray.report.run_data import RunData, as_text, read_run
 from dp_ray.report.worker_grid import WorkerGrid
 from dp_ray.results.arrow_numbers import known_numbers
 from dp_ray.rundir.incidents import IncidentLog
+from dp_ray.secrets import hide_in
 from dp_ray.storage import Storage
 from dp_ray.text import harmless
 
@@ -80,7 +81,7 @@ def rendered(template: str, drawing: dict[str, Any], **values: Any) -> str:
         .get_template(template)
         .render(
             **values,
-            drawing=drawing,
+            drawing=hide_in(drawing),
             can_draw=bool(scripts),
             styles=Markup((HERE / "page.css").read_text()),
             scripts=[Markup(one) for one in (*scripts, (HERE / "page.js").read_text())],
@@ -128,7 +129,7 @@ def _templates() -> jinja2.Environment:
 
 
 def _shown(value: Any) -> Any:
-    """A value that a template shows: a text without what would turn its direction, or cannot be encoded."""
+    """A value that a template shows: a text without secrets, what would turn its direction, or cannot be encoded."""
     return harmless(value) if type(value) is str else value
 
 

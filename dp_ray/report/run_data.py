@@ -23,6 +23,7 @@ from dp_ray.rundir.history_file import history_of
 from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, read_incidents
 from dp_ray.rundir.quarantine_files import QUARANTINE, QUARANTINED, Record, read_records, record_files
 from dp_ray.rundir.unfinished import UnfinishedRun, unfinished
+from dp_ray.secrets import hide_in
 from dp_ray.storage import Storage
 
 T = TypeVar("T")
@@ -98,8 +99,8 @@ def read_run(run: Storage) -> RunData:
             return default
 
     done = part("the result", lambda: is_finished(run), False)
-    data.job = part("the job", lambda: renamed(read_claim(run).get("job", {})), {})
-    data.result = part("the result", lambda: read_json(run, RESULT) if run.exists(RESULT) else {}, {})
+    data.job = part("the job", lambda: hide_in(renamed(read_claim(run).get("job", {}))), {})
+    data.result = part("the result", lambda: hide_in(read_json(run, RESULT)) if run.exists(RESULT) else {}, {})
     data.state = part("the state", lambda: unfinished(run.location), None)
     data.drivers = part("about.json", lambda: read_about(run), [])
     data.incidents = part(

@@ -19,6 +19,7 @@ from dp_ray.rundir.differences import dotted
 from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.history_file import history_so_far, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
+from dp_ray.secrets import hide_in
 from dp_ray.storage import Storage
 from dp_ray.text import listed, printable
 
@@ -75,9 +76,9 @@ def compared_run(run: Storage) -> ComparedRun:
     return ComparedRun(
         where=relative(str(run)),
         row=row,
-        job=renamed(read_json(run, RUN).get("job", {})),
-        result=read_json(run, RESULT) if run.exists(RESULT) else {},
-        environment=dict(dotted(drivers[-1] if drivers else {})),
+        job=hide_in(renamed(read_json(run, RUN).get("job", {}))),
+        result=hide_in(read_json(run, RESULT)) if run.exists(RESULT) else {},
+        environment=dict(dotted(hide_in(drivers[-1]) if drivers else {})),
         history=history_so_far(run),
     )
 

@@ -15,6 +15,7 @@ import torch
 from dp_ray.errors import StorageError
 from dp_ray.plan.split import Shard
 from dp_ray.storage import Storage
+from dp_ray.text import json_text
 
 PREVIEWS = "previews"
 ROWS = 8  # at the start, and as many at the end
@@ -49,7 +50,7 @@ class Previews:
         with suppress(StorageError, OSError, RuntimeError, TypeError, ValueError, OverflowError):
             found = list(_previews(indices, inputs, self._batch_dim, rows))
             self._run.child(PREVIEWS).create()
-            text = json.dumps([asdict(one) for one in found])
+            text = json_text([asdict(one) for one in found])
             self._run.child(PREVIEWS).write_text(f"rows-{shard.start}.json", text)
 
 

@@ -24,6 +24,7 @@ from dp_ray.rundir.weights import check_start, files_of_start, find_start
 from dp_ray.secrets import hide
 from dp_ray.storage import Storage
 from dp_ray.system.stop_signals import has_begun
+from dp_ray.text import json_text
 
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 
@@ -141,7 +142,7 @@ def keep_shards(claimed: RunDir, job: Job) -> None:
 def _text(says: dict[str, Any], job: Job) -> str:
     """What a claim writes, with the job."""
     told = {**says, "fingerprint": job.fingerprint(), "job": _without_secrets(job)}
-    return json.dumps(told, indent=2, default=str) + "\n"
+    return json_text(told, indent=2, default=str) + "\n"
 
 
 def with_shards_of_run(job: Job, base: Storage) -> Job:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dp_ray.errors import Error, StorageError
 from dp_ray.storage import Storage
+from dp_ray.text import json_text
 
 RUN = "run.json"  # the job, and which driver runs it
 RESULT = "result.json"
@@ -44,5 +45,5 @@ def damage_told(run: object) -> Iterator[None]:
 
 
 def write_json(run: Storage, name: str, values: dict[str, Any]) -> None:
-    """Write a mapping as a JSON file, in lines that people can read."""
-    run.write_text(name, json.dumps(values, indent=2) + "\n")
+    """Write a mapping as a JSON file without secrets, in lines that people can read."""
+    run.write_text(name, json_text(values, indent=2) + "\n")

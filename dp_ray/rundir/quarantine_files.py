@@ -20,6 +20,7 @@ from dp_ray.plan.split import Shard, Split
 from dp_ray.plan.work import Done
 from dp_ray.replica.screening import BadSample
 from dp_ray.rundir.ledger import check_newest, committed, done_ranges
+from dp_ray.secrets import hide
 from dp_ray.storage import Storage
 from dp_ray.text import counted
 
@@ -82,8 +83,8 @@ class QuarantineFiles:
             **where,
             **beside,
             "type": bad.kind,
-            "message": bad.message,
-            "traceback": bad.traceback,
+            "message": hide(bad.message),
+            "traceback": hide(bad.traceback),
             "dataset": self._dataset,
         }
 

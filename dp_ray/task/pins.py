@@ -9,6 +9,7 @@ from dp_ray.job import Job
 from dp_ray.replica.sample_order import describe_blocks
 from dp_ray.replica.world import World, gathered
 from dp_ray.rundir.files import read_json, write_json
+from dp_ray.secrets import hide_in
 from dp_ray.storage import Storage
 from dp_ray.text import listed
 
@@ -24,6 +25,7 @@ def check_pins(run: Storage, key: str, dataset: Any, world: World) -> None:
     pins = getattr(dataset, "pins", None)
     if not isinstance(pins, dict):
         return
+    pins = hide_in(pins)  # as they are kept
     name = PINS.format(key)
     digest = hashlib.sha256(json.dumps(sorted(pins.items())).encode()).hexdigest()
     if len(set(gathered(digest))) > 1:

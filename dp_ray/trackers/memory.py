@@ -7,6 +7,7 @@ from typing import Any
 
 from dp_ray.errors import StorageError
 from dp_ray.storage import Storage
+from dp_ray.text import json_text
 
 TRACKERS = "trackers"
 
@@ -34,4 +35,4 @@ def write_memory(run: Storage, name: str, memory: Memory) -> None:
     with suppress(StorageError):
         folder = run.child(TRACKERS)
         folder.create()
-        folder.write_text(f"{name}.json", json.dumps(asdict(memory)) + "\n")
+        folder.write_text(f"{name}.json", json_text(asdict(memory)) + "\n")

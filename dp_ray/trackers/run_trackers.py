@@ -8,7 +8,7 @@ from typing import Any
 
 from dp_ray.job import Job
 from dp_ray.rundir.differences import dotted
-from dp_ray.secrets import hide
+from dp_ray.secrets import hide, hide_in
 from dp_ray.storage import Storage
 from dp_ray.trackers.feed import Ending, Feed
 from dp_ray.trackers.process import PACKAGES, TrackerProcess
@@ -53,10 +53,11 @@ def about_run(described: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
 
     A list is one parameter, as JSON. The values of env are kept nowhere.
     """
-    kept = [(key, value) for key, value in dotted(described) if "env" not in key.split(".") and value is not None]
+    told = dotted(hide_in(described))
+    kept = [(key, value) for key, value in told if "env" not in key.split(".") and value is not None]
     params = {key: value if isinstance(value, int | float) else _text(value) for key, value in kept}
-    tags = {"dp_ray.task": str(described["task"]), "dp_ray.run_dir": run_dir}
-    return {"name": described["name"], "params": params, "tags": tags}
+    tags = {"dp_ray.task": str(described["task"]), "dp_ray.run_dir": hide(run_dir)}
+    return {"name": hide(described["name"]), "params": params, "tags": tags}
 
 
 def _text(value: Any) -> str:
