@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ray
 
+from dp_ray.cluster.ray_internals.core import read_variables_anew
 from dp_ray.cluster.ray_internals.variables import TMPDIR, TRAIN_VARIABLES
 
 NUM_CPUS = 4  # logical: two workers, and room for the tasks by which Ray Data reads and writes
@@ -35,6 +36,7 @@ def local_ray() -> Iterator[None]:
             ray.shutdown()
             os.environ.clear()
             os.environ.update(before)
+            read_variables_anew()  # else the next Ray's driver demands this one's token
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dp_ray.cluster.ray_internals.variables import VARIABLES
+from dp_ray.cluster.ray_internals.variables import AUTH_MODE, VARIABLES
 from dp_ray.errors import JobError
 from dp_ray.system.folders import OWNER
 from tests.support.cluster import ROOT
@@ -97,3 +97,51 @@ def test_a_model_that_cannot_be_imported_leaves_no_ray(tmp_path: Path) -> None:
         assert status == JobError.exit_status, errors
         assert "nowhere.at_all" in errors.splitlines()[-1]
     assert not list(tmp_path.iterdir())
+
+
+# A Ray with a token, as `ray.init` starts one; then one without, in the same process, by the caller and by dp_ray.
+ONE_AFTER_ANOTHER = """
+import os, sys
+import ray
+from dp_ray.cluster.ray_internals.variables import AUTH_MODE
+from ray.cluster_utils import Cluster
+import dp_ray
+
+before = dict(os.environ)
+quietly = {"log_to_driver": False, "logging_level": "ERROR"}
+ray.init("local", num_cpus=1, include_dashboard=False, **quietly)
+left = ray.put("of the first Ray")
+ray.shutdown()
+os.environ.clear()
+os.environ.update(before)
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+keys = {"workers": 1, "storage": sys.argv[1], "quiet": True}
+ray.init(cluster.address, **quietly)
+try:
+    dp_ray.run("jobs/tutorial.yaml", name="refused", **keys)
+except dp_ray.errors.ClusterError as error:
+    print(error)
+ray.shutdown()
+print(dp_ray.run("jobs/tutorial.yaml", name="by-dp-ray", address=cluster.address, **keys).status)
+ray.init(cluster.address, **quietly)
+print(dp_ray.run("jobs/tutorial.yaml", name="by-the-caller", **keys).status)
+ray.shutdown()
+os.environ[AUTH_MODE] = "token"
+try:
+    dp_ray.run("jobs/tutorial.yaml", name="demanded", address=cluster.address, **keys)
+except dp_ray.errors.ClusterError as error:
+    print(error)
+cluster.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_a_process_may_use_a_ray_without_a_token_after_one_with(tmp_path: Path) -> None:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
+    line = [sys.executable, "-c", ONE_AFTER_ANOTHER, str(tmp_path)]
+    ended = subprocess.run(line, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=2 * SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    refused, by_dp_ray, by_the_caller, demanded = ended.stdout.splitlines()
+    assert refused.startswith("this process still has the token of an earlier Ray, and the Ray at ")
+    assert f"{AUTH_MODE}=token, which a ray.init sets too, demands one of it; unset {AUTH_MODE}" in demanded
+    assert (by_dp_ray, by_the_caller) == ("done", "done")

@@ -85,6 +85,7 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray._private.worker:global_worker": None,
     "ray._private.worker:_worker_logs_enabled": None,
     "ray._raylet:AuthenticationTokenLoader.instance": (),
+    "ray._raylet:AuthenticationTokenLoader.has_token": None,
     "ray._raylet:AuthenticationTokenLoader.reset_cache": None,
     "ray._raylet:Config.initialize": None,
     "ray._raylet:GcsClient": None,

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from dp_ray.cluster.ray_internals.core import (
     forget_variables,
     node_types,
     raylets_hushed,
+    read_variables_anew,
     shown_as,
+    shows_token,
     start_local,
     type_of,
     wants_token,
@@ -39,7 +41,8 @@ from dp_ray.cluster.ray_internals.variables import (
 from dp_ray.cluster.resources import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
 from dp_ray.errors import ClusterError, Error, JobError
 from dp_ray.job_keys import WorkerKeys
-from dp_ray.system.environment import environment, is_env, without_values
+from dp_ray.secrets import hide
+from dp_ray.system.environment import environment, without_values
 from dp_ray.system.folders import own_folder, short_folder
 from dp_ray.system.stop_signals import handlers_kept
 
@@ -57,6 +60,7 @@ def connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator[
         with early:
             yield
     elif ray.is_initialized():
+        _check_heard()
         yield
     else:
         with _connected(keys, address, verbose):
@@ -80,6 +84,22 @@ def _connected(keys: WorkerKeys, address: str | None, verbose: bool) -> Iterator
             yield
         finally:
             ray.shutdown()
+
+
+def _check_heard() -> None:
+    """Raise ClusterError if this process, which the caller has connected, would refuse all calls from its Ray.
+
+    A process that was in a Ray with a token keeps that, and demands it in the next Ray too, which may have none. Ray
+    would then end each actor before it starts, since "all references to the actor were removed".
+    """
+    address = ray.get_runtime_context().gcs_address
+    with suppress(ConnectionError):
+        if shows_token() and USE_TLS not in os.environ and not wants_token(address):
+            raise ClusterError(
+                f"this process still has the token of an earlier Ray, and the Ray at {address} has none, so it could "
+                f"not be heard here; call ray.shutdown() and give dp_ray the address (address={address!r}), or "
+                "connect in a new process"
+            )
 
 
 def is_connected() -> bool:
@@ -127,6 +147,7 @@ def _start_ray(
 ) -> None:
     level = "INFO" if verbose else "ERROR"
     logging.getLogger("ray").setLevel(level)
+    read_variables_anew()  # and forget the token of a Ray of the caller's that has ended
     try:
         with shown_as(_shown_command_line()):
             if address:
@@ -141,8 +162,9 @@ def _start_ray(
 
 
 def _shown_command_line() -> list[str] | None:
-    """The command line that Ray may show for this driver: without its values of `env`; None if it has none."""
-    return without_values(sys.orig_argv) if any(map(is_env, sys.orig_argv)) else None
+    """The command line that Ray may show for this driver, without secrets; None if it has none."""
+    shown = [hide(one) for one in without_values(sys.orig_argv)]
+    return shown if shown != sys.orig_argv else None
 
 
 def authenticate(address: str) -> None:
@@ -151,9 +173,14 @@ def authenticate(address: str) -> None:
     Raises ConnectionError if the Ray wants a token and the user has none, or if no Ray answers.
     """
     is_host_and_port = re.fullmatch(r"\S+:\d+", address) and "://" not in address
-    if not is_host_and_port or AUTH_MODE in os.environ or USE_TLS in os.environ:
+    if not is_host_and_port or USE_TLS in os.environ:
         return
-    if wants_token(address) and not find_users_token():
+    wants = wants_token(address)
+    if not wants and os.environ.get(AUTH_MODE) == "token":
+        raise ConnectionError(
+            f"it has no token, and {AUTH_MODE}=token, which a ray.init sets too, demands one of it; unset {AUTH_MODE}"
+        )
+    if wants and AUTH_MODE not in os.environ and not find_users_token():
         raise ConnectionError(f"it wants a token: put it into ~/.ray/auth_token or {AUTH_TOKEN}")
 
 

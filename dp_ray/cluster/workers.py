@@ -37,6 +37,7 @@ from dp_ray.task.step_control import StopRequested
 with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
     from dp_ray.cluster.launch import launch
     from dp_ray.cluster.node_control import RayNodeControl
+    from dp_ray.cluster.ray_internals.core import put_apart
     from dp_ray.cluster.ray_internals.failures import why_failed
     from dp_ray.cluster.ray_internals.trainer import ControlledTrainer
     from dp_ray.cluster.worker import Assignment
@@ -106,7 +107,7 @@ class Workers:
             faults,
             rows,
         )
-        return [ray.put(ray.cloudpickle.dumps(assigned)), job.env]
+        return [put_apart(ray.cloudpickle.dumps(assigned)), job.env]
 
     def _check_end(self, monitor: Monitor) -> None:
         if monitor.end.finished:

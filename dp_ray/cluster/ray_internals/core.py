@@ -6,6 +6,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,21 @@ def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
                 return True
             raise ConnectionError(f"{error.code().name.lower()}, {error.details()}") from None
     return False
+
+
+def shows_token() -> bool:
+    """Whether this process shows a token to its Ray, and demands it from all that calls it. Public: none."""
+    return bool(ray._raylet.AuthenticationTokenLoader.instance().has_token())
+
+
+def put_apart(value: Any) -> Any:
+    """`ray.put` with a reference that no other Ray of this process has given out. Public: none.
+
+    Ray numbers the objects of the thread that has connected, from 1 in each Ray. A reference that is left of an
+    earlier Ray would free the object of the same number when it is collected. Another thread's have random names.
+    """
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(ray.put, value).result()
 
 
 def address_of_own_raylet() -> str | None:

@@ -14,16 +14,17 @@ from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2.api import data_parallel_trainer
 
 from dp_ray.cluster.ray_internals.controller import WorkerController
-from dp_ray.cluster.ray_internals.core import label_of
+from dp_ray.cluster.ray_internals.core import label_of, put_apart
 from dp_ray.cluster.ray_internals.train import OwnController, WorkerRestarts, WorkerScaling, WorkersStart
 from dp_ray.cluster.ray_internals.variables import WARN_BLOCKING
 
-_started_by: set[str] = set()  # the ids of this process as a driver, one for each connection
+_started_by: set[tuple[str, str]] = set()  # the connections of this process: the session of the Ray, and its own id
 
 
 def _is_first_start() -> bool:
     """Whether this connection to Ray starts workers for the first time: no user code has run in its processes."""
-    this = ray.get_runtime_context().get_worker_id()
+    context = ray.get_runtime_context()
+    this = context.get_session_name(), context.get_worker_id()  # each Ray gives its first driver the same id
     is_first = this not in _started_by
     _started_by.add(this)
     return is_first
@@ -84,7 +85,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         runtime_env = {} if takes_idle else {"env_vars": variables}
         actor = ray.remote(num_cpus=0, label_selector=here, runtime_env=runtime_env)(WorkerController)
         make = functools.partial(OwnController, takes_idle)
-        self._controller = actor.remote(variables, [ray.put((make, {**given, **self._policies}))])
+        self._controller = actor.remote(variables, [put_apart((make, {**given, **self._policies}))])
         self._ended = self._controller.run.remote().future()
         return _Begun()
 
