@@ -102,21 +102,32 @@ def test_a_model_that_cannot_be_imported_leaves_no_ray(tmp_path: Path) -> None:
 # A Ray with a token, as `ray.init` starts one; then one without, in the same process, by the caller and by dp_ray.
 ONE_AFTER_ANOTHER = """
 import os, sys
+from concurrent.futures import ThreadPoolExecutor
 import ray
+from dp_ray.cluster.ray_internals.core import put_apart
 from dp_ray.cluster.ray_internals.variables import AUTH_MODE
 from ray.cluster_utils import Cluster
 import dp_ray
 
 before = dict(os.environ)
 quietly = {"log_to_driver": False, "logging_level": "ERROR"}
-ray.init("local", num_cpus=1, include_dashboard=False, **quietly)
-left = ray.put("of the first Ray")
+
+def in_a_new_thread(function, *args, **keys):
+    with ThreadPoolExecutor(1) as one:
+        return one.submit(function, *args, **keys).result()
+
+def put_in(address, put, num_cpus=None):
+    ray.init(address, num_cpus=num_cpus, include_dashboard=False, **quietly)
+    return put("an object of this Ray"), ray.put("another")
+
+left = in_a_new_thread(put_in, "local", put_apart, 1)
 ray.shutdown()
 os.environ.clear()
 os.environ.update(before)
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
 keys = {"workers": 1, "storage": sys.argv[1], "quiet": True}
-ray.init(cluster.address, **quietly)
+ours, theirs = in_a_new_thread(put_in, cluster.address, put_apart)
+print(ours.hex() == left[0].hex(), theirs.hex() == left[1].hex())
 try:
     dp_ray.run("jobs/tutorial.yaml", name="refused", **keys)
 except dp_ray.errors.ClusterError as error:
@@ -141,7 +152,8 @@ def test_a_process_may_use_a_ray_without_a_token_after_one_with(tmp_path: Path) 
     line = [sys.executable, "-c", ONE_AFTER_ANOTHER, str(tmp_path)]
     ended = subprocess.run(line, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=2 * SECONDS)
     assert ended.returncode == 0, ended.stderr
-    refused, by_dp_ray, by_the_caller, demanded = ended.stdout.splitlines()
+    same_names, refused, by_dp_ray, by_the_caller, demanded = ended.stdout.splitlines()
+    assert same_names == "False True", "a reference of the first Ray would free an object of the second"
     assert refused.startswith("this process still has the token of an earlier Ray, and the Ray at ")
     assert f"{AUTH_MODE}=token, which a ray.init sets too, demands one of it; unset {AUTH_MODE}" in demanded
     assert (by_dp_ray, by_the_caller) == ("done", "done")
