@@ -176,7 +176,7 @@ class BatchGradient:
         counted = functools.partial(self._try, self._loss, shard, batch)
         flops = counted_flops(counted, shard.rows, self._job, self._world.device)
         self._buffers.restore()
-        self._optimizer_step.optimizer.zero_grad()
+        self._optimizer_step.drop_gradients()
         return flops
 
     def _try(self, replica: nn.Module, shard: Shard, batch: Any) -> None:
@@ -196,7 +196,7 @@ class BatchGradient:
                 sparse = {id(one) for one in self._sparse}
                 found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
         self._buffers.restore()
-        self._optimizer_step.optimizer.zero_grad()
+        self._optimizer_step.drop_gradients()
         with waiting("the other workers' first shards"):
             dist.all_reduce(found, dist.ReduceOp.MAX)
             return bool(found.item())

@@ -52,11 +52,24 @@ def build_optimizer(
     if not isinstance(made, torch.optim.Optimizer):
         raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(made).__qualname__}")
     check_optimizer(type(made))
+    _check_of_model(made, named)
     if isinstance(given, Optimizer):
         check_groups(given, made)
     for group in made.param_groups:  # a scheduler writes into them, and the next attempt begins with the job's own
         group |= {name: value.detach().clone() for name, value in group.items() if isinstance(value, torch.Tensor)}
     return made
+
+
+def _check_of_model(made: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+    """Raise JobError if an optimizer holds a parameter that it was not given: no worker would sum its gradient."""
+    own = {id(one) for one in named.values()}
+    for group in made.param_groups:
+        for one in group["params"]:
+            if id(one) not in own:
+                raise JobError(
+                    f"optimizer: holds a parameter of size {list(one.shape)} that is none of the parameters it was "
+                    "given; it may take some or all of those, and no others"
+                )
 
 
 def check_groups(given: Optimizer, made: torch.optim.Optimizer) -> None:

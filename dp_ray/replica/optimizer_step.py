@@ -24,10 +24,15 @@ from dp_ray.replica.sparse import numbers_of
 from dp_ray.replica.user_code import raising
 from dp_ray.system.waiting import waiting
 from dp_ray.tensors.shards import is_sharded
+from dp_ray.text import listed
 
 
 class OptimizerStep:
-    """A job's optimizer, scheduler and fp16 scaler, and their step."""
+    """A job's optimizer, scheduler and fp16 scaler, and their step.
+
+    Norm and clipping are over what the optimizer updates. `left_out` are the parameters that require a gradient and
+    that it was not given: their gradients are dropped in each step, or they would grow from step to step.
+    """
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, sharded: Sharded | None = None) -> None:
         trained = [one for one in model.parameters() if one.requires_grad]
@@ -50,9 +55,23 @@ class OptimizerStep:
         self._unscaled: Any = self.optimizer if sharded is None else UnscaledParts(self.optimizer, sharded)
         self._grad_clip = job.grad_clip
         self.has_skipped = False  # whether the last step has left the parameters as they were
-        self._parameters = [instead.get(id(one), one) for one in trained]
+        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._of_model = [(one, instead.get(id(one), one)) for one in trained]
+        self._parameters: list[nn.Parameter] = []
+        self.left_out: list[nn.Parameter] = []
+        self._num_given = 0
+        self._find_left_out()
         self._known: dict[int, torch.Tensor] = {}
         self._has_weighed = False
+
+    def _find_left_out(self) -> None:
+        """Tell what the optimizer updates from what it was not given; its groups may have grown."""
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if count != self._num_given:
+            given = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+            self._num_given = count
+            self._parameters = [mine for _, mine in self._of_model if id(mine) in given]
+            self.left_out = [one for one, mine in self._of_model if id(mine) not in given]
 
     @property
     def learning_rate(self) -> float:
@@ -60,11 +79,22 @@ class OptimizerStep:
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
-    def trained(self) -> list[nn.Parameter]:
-        """The model's parameters, in the order of the optimizer's groups."""
+    def names(self) -> list[str]:
+        """The names of the parameters that the optimizer updates, in the order of its groups."""
         if self.aligned is not None:
-            return self.aligned.originals()
-        return [one for group in self.optimizer.param_groups for one in group["params"]]
+            return [self._names[id(one)] for one in self.aligned.originals()]
+        return [self._names[id(one)] for group in self.optimizer.param_groups for one in group["params"]]
+
+    @property
+    def says_left_out(self) -> str | None:
+        """A line for the user that names the parameters which the optimizer was not given; None if it has all."""
+        if not self.left_out:
+            return None
+        names = listed([self._names[id(one)] for one in self.left_out])
+        return (
+            f"optimizer: {len(self.left_out)} of the {len(self._of_model)} parameters that require a gradient are "
+            f"not given to it, so they are not trained: {names}"
+        )
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -93,6 +123,7 @@ class OptimizerStep:
         The gradients must be those of (sum of losses) / `rows`. `weight` is the weight of the losses of the whole
         batch, which has `rows` rows. `step` names the step in errors.
         """
+        self._find_left_out()
         if self.aligned is not None:
             self.aligned.take()
         if self.scaler is not None:
@@ -110,7 +141,7 @@ class OptimizerStep:
         if not self.has_skipped:
             with raising(f"step {step}: scheduler"):
                 self.schedule.after_step()
-        self._drop_gradients()
+        self.drop_gradients()
         return norm
 
     def rehearse(self) -> None:
@@ -119,7 +150,7 @@ class OptimizerStep:
             self.aligned.take()
         with raising("optimizer"), self._updating():
             self.optimizer.step()
-        self._drop_gradients()
+        self.drop_gradients()
 
     def _norm(self, gradients: list[torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
         if self._sharded is None or not gradients:
@@ -135,15 +166,18 @@ class OptimizerStep:
             return one_thread(self._parameters[0])
         return nullcontext() if self._sharded is None else one_at_a_time(self.optimizer)
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
+        """Drop all gradients: those that the optimizer has used, and those of parameters that it never updates."""
         self._known.clear()
         self.optimizer.zero_grad()
+        for one in self.left_out:
+            one.grad = None
         if self.aligned is not None:
             self.aligned.give()
 
     def skip(self) -> torch.Tensor:
         """Change nothing in a step without rows, and return the norm of its gradient, which is 0."""
-        self._drop_gradients()
+        self.drop_gradients()
         self.has_skipped = True
         return torch.zeros((), device=self._parameters[0].device)
 

@@ -77,13 +77,13 @@ class Trainer:
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
         self.called = called
-        self._optimizer_step = OptimizerStep(job, model, world.device, sharded)
-        self.average = average_of(job, model, sharded, self._optimizer_step.aligned)
+        self.optimizer_step = OptimizerStep(job, model, world.device, sharded)
+        self.average = average_of(job, model, sharded, self.optimizer_step.aligned)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
         loss = ShardLoss(called, step, measures, job, world.device)
         self._gradient = BatchGradient(
-            job, model, loss, self._optimizer_step, world, self._clock, sharded, while_waiting
+            job, model, loss, self.optimizer_step, world, self._clock, sharded, while_waiting
         )
         self.measure_names = list(measures.functions)
         self._stop_vote = StopVote()
@@ -98,18 +98,12 @@ class Trainer:
     @property
     def schedule(self) -> Schedule:
         """The job's learning-rate schedule."""
-        return self._optimizer_step.schedule
+        return self.optimizer_step.schedule
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step, of the first parameter group."""
-        return self._optimizer_step.learning_rate
-
-    @property
-    def parameter_names(self) -> list[str]:
-        """The names of the trainable parameters, in the order of the optimizer's groups."""
-        names = {id(one): name for name, one in self.model.named_parameters()}
-        return [names[id(one)] for one in self._optimizer_step.trained]
+        return self.optimizer_step.learning_rate
 
     def state_dict(self) -> dict[str, Any]:
         """The state that later steps depend on; its tensors are the live ones, not copies."""
@@ -131,7 +125,7 @@ class Trainer:
 
     def _parts(self) -> dict[str, Any]:
         average = {} if self.average is None else {"ema": self.average}
-        return {"model": self.model, **self._optimizer_step.parts, **average}
+        return {"model": self.model, **self.optimizer_step.parts, **average}
 
     def synchronise(self) -> None:
         """Give every rank rank 0's weights; every rank calls this, once they are loaded."""
@@ -179,7 +173,7 @@ class Trainer:
         stats = Stats(split.shards, 1 + len(self.measure_names), self._world)
         with advised(self._job, f"step {step}", _size_of(split, shards)):
             self._gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.real)
-        self._optimizer_step.skip()
+        self.optimizer_step.skip()
         sums: list[float] = stats.numbers.sum(0).tolist()
         return sums[:VOTES]
 
@@ -187,16 +181,16 @@ class Trainer:
         """Update the parameters from their gradients."""
         if self._seeds_update:  # what runs until the next read may draw: the same numbers on all workers
             seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
-        sums, rate = stats.numbers.sum(0), self._optimizer_step.learning_rate
+        sums, rate = stats.numbers.sum(0), self.optimizer_step.learning_rate
         known: Any = sums if is_gpu(self._world.device) else sums.tolist()  # without waiting for a GPU
         if self.watch is not None:
             self.watch.take(step, known[0])
         start, stop = split.batch(step)
         if self._job.may_lose_rows and _has_no_rows(self._job, self.real(split.whole(step)), known[MISSING]):
-            norm = self._optimizer_step.skip()
+            norm = self.optimizer_step.skip()
         else:
-            norm = self._optimizer_step.apply(known[1], stop - start, step)
-        if self.average is not None and not self._optimizer_step.has_skipped:
+            norm = self.optimizer_step.apply(known[1], stop - start, step)
+        if self.average is not None and not self.optimizer_step.has_skipped:
             self.average.update()
         return Update(sums, rate, norm, self._stop_vote.stops(known[VOTES]))
 

@@ -188,7 +188,7 @@ def describe(job: Job, trainer: Trainer, split: Split, cut: Cut, train_state: Tr
         "fingerprint": job.fingerprint(),
         "cut": cut,
         "updates": updates_of(job),
-        "parameters": trainer.parameter_names,
+        "parameters": trainer.optimizer_step.names,
         "steps": split.total_steps,
         "running": train_state.to_json(),
     }

@@ -111,7 +111,7 @@ def resume(trainer: Trainer, about: dict[str, Any], state: Any, split: Split, se
 
     Raises ModelError if the checkpoint has other parameters than the model.
     """
-    if about["parameters"] != trainer.parameter_names:
+    if about["parameters"] != trainer.optimizer_step.names:
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(state)
     steps, before = split.total_steps, about.get("steps", split.total_steps)

@@ -66,6 +66,8 @@ def train(
     step, called = build_step(job, world), compiled(model, job)
     times, ahead = StepTimes(clock_on(world.device)), OneAhead()
     with closing(Trainer(job, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
+        if (line := trainer.optimizer_step.says_left_out) is not None:
+            telling(world, send)(line)
         attempt = begin_attempt(run).attempt
         cut = cut_of(job, split, dataset)
         train_state = restore(job, trainer, split, cut, run, send)

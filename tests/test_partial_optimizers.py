@@ -1,0 +1,92 @@
+"""An optimizer of some of the parameters: norm and clip are over what it updates; the rest gathers nothing."""
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dp_ray.errors import JobError
+from dp_ray.job import Job
+from dp_ray.replica.optimizer import build_optimizer
+from dp_ray.task.notices import Note
+from tests.support import training
+from tests.support.group import history_of, run_group
+from tests.support.trainings import assert_close, initial, job_of, mean_loss
+
+CLIP = 0.3
+
+
+def of_some(parameters: Iterable[nn.Parameter], picked: list[int], lr: float = 0.1) -> torch.optim.Optimizer:
+    """SGD of the parameters with these numbers."""
+    given = list(parameters)
+    return torch.optim.SGD([given[number] for number in picked], lr, 0.9)
+
+
+def with_a_stranger(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*parameters, nn.Parameter(torch.ones(3))], 0.1)
+
+
+def partial_job(picked: list[int], **keys: Any) -> Job:
+    optimizer = {"target": "tests.test_partial_optimizers:of_some", "args": {"picked": picked}}
+    return job_of("mlp", optimizer=optimizer, grad_clip=CLIP, epochs=1, **keys)
+
+
+def assert_as_in_plain_torch(job: Job, picked: list[int], folder: Path) -> list[Any]:
+    """The oracle drops all gradients before a step, and clips those of the optimizer's parameters."""
+    told = run_group(job, folder)
+    model = initial(training.mlp)
+    parameters = list(model.parameters())
+    mine, norms = [parameters[number] for number in picked], []
+
+    def clip() -> None:
+        norms.append(nn.utils.clip_grad_norm_(mine, CLIP).item())
+        for one in parameters:
+            if not any(one is other for other in mine):
+                one.grad = None
+
+    losses = training.plain_loop(
+        model, training.Pairs(), 7, 1, mean_loss, torch.optim.SGD(mine, 0.1, 0.9), after_backward=clip
+    )
+    assert_close(folder, model, losses)
+    assert [row["gradient_norm"] for row in history_of(folder)] == pytest.approx(norms, rel=1e-4)
+    return told
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"workers": 1},
+        {"workers": 2, "shards": 3},
+        {"workers": 2, "shards": 3, "bitwise": True},
+        {"workers": 2, "strategy": "fsdp", "fsdp": {"blocks": ["Linear"]}},
+        {"workers": 2, "strategy": "fsdp", "fsdp": {"blocks": ["Linear"]}, "shards": 3, "bitwise": True},
+    ],
+)
+def test_norm_and_clip_are_over_what_the_optimizer_updates(tmp_path: Path, keys: dict[str, Any]) -> None:
+    told = assert_as_in_plain_torch(partial_job([2, 3], **keys), [2, 3], tmp_path)
+    lines = [one.text for one in told if isinstance(one, Note)]
+    assert [line for line in lines if "optimizer" in line] == [
+        "optimizer: 2 of the 4 parameters that require a gradient are not given to it, so they are not trained: "
+        "0.weight, 0.bias"
+    ]
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.sets(st.integers(0, 3), min_size=1), st.integers(1, 4), st.booleans())
+def test_any_parameters_of_any_optimizer_train_as_in_plain_torch(
+    picked: set[int], shards: int, bitwise: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = sorted(picked)
+        assert_as_in_plain_torch(partial_job(chosen, workers=1, shards=shards, bitwise=bitwise), chosen, Path(folder))
+
+
+def test_a_parameter_that_is_not_the_models_is_refused() -> None:
+    with pytest.raises(JobError, match=r"optimizer: .* \[3\] that is none of the parameters it was given"):
+        build_optimizer(with_a_stranger, training.mlp())
