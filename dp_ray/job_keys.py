@@ -275,7 +275,7 @@ class JobKeys(WorkerKeys, WorkKeys):
     find_unused_parameters: Literal["auto"] | bool = Field(
         default="auto",
         description="Whether the model may leave parameters unused. auto: with several workers, each looks once: it "
-        "runs its first shard twice, and restores the buffers; what else a forward changes, it changes twice. Set "
+        "runs its first shard twice, and restores the model; what else a forward changes, it changes twice. Set "
         "true if the parameters that it uses change from step to step. With `strategy: fsdp`, auto looks every time.",
     )
     bitwise: bool = Field(

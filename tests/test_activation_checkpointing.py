@@ -20,7 +20,7 @@ from dp_ray.replica.world import World
 from dp_ray.storage import Storage
 from dp_ray.task.task import run_task
 from tests.support import training
-from tests.support.group import history_of, run_group, weights_of
+from tests.support.group import ProcessExit, history_of, run_group, weights_of
 from tests.support.training import plain_loop
 from tests.support.trainings import assert_close, initial, job_of, mean_loss
 
@@ -275,3 +275,27 @@ def test_an_evaluation_and_a_prediction_run_as_ever(tmp_path: Path) -> None:
     data = training.Sentences()
     tokens = torch.stack([data[at][0] for at in range(len(data))])
     assert torch.allclose(outputs, initial(training.Blocks).eval()(tokens), atol=1e-6)
+
+
+class WritesItself(nn.Linear):
+    """A block that writes its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.3, 0.3)
+        return super().forward(inputs)
+
+
+def writes_itself() -> nn.Module:
+    return nn.Sequential(WritesItself(), nn.Linear(6, 3))
+
+
+def test_a_block_that_writes_a_parameter_is_refused(tmp_path: Path) -> None:
+    """It would write it again in the backward."""
+    model = {"target": "tests.test_activation_checkpointing:writes_itself"}
+    says = "step 0, shard 0: .*forward of a WritesItself wrote its parameter weight, and would write it again"
+    with pytest.raises(ProcessExit, match=says):
+        run_group(job_of(model, workers=1, activation_checkpointing=["WritesItself"]), tmp_path)

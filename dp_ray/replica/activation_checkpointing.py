@@ -1,7 +1,8 @@
 """Blocks that keep their inputs alone for the backward, which runs their forward again: less memory, the same bits.
 
 torch's checkpoint does the work. It sets back random numbers of one kind of device, and nothing else. So this module
-sets back all generators that a forward may use, and the buffers that it changes.
+sets back all generators that a forward may use, and the buffers that it changes. A block that writes parameters is
+refused.
 """
 
 import functools
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dp_ray.errors import JobError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
 from dp_ray.job_parts import ActivationBudget
 from dp_ray.replica.blocks import blocks_by_class, choose_blocks, class_names
@@ -78,6 +79,7 @@ class _Recomputed:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         own, buffers = own_generators(self._block), _Buffers(self._block)
+        before = {name: _version(one) for name, one in self._block.named_parameters()}
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             return nullcontext(), _as_before(random_state(self._devices, own), self._devices, own, buffers)
@@ -85,6 +87,12 @@ class _Recomputed:
         keys: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
         outputs = checkpoint(self._forward, *args, **keys, **kwargs)
         buffers.forget_unchanged()
+        for name, one in self._block.named_parameters():
+            if name in before and _version(one) != before[name]:
+                raise ModelError(
+                    f"{KEY}: the forward of a {type(self._block).__qualname__} wrote its parameter {name}, and would "
+                    "write it again in the backward: write it outside the block, or name other blocks"
+                )
         return outputs
 
 

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
-from dp_ray.replica.buffers import copy_all
+from dp_ray.replica.buffers import copy_all, same_buffers
 from dp_ray.replica.model import compiled, tensors_of
 from dp_ray.replica.user_code import raising
 
@@ -63,12 +63,18 @@ class Average:
 
     def begin(self) -> None:
         """Start from the model's weights, unless a checkpoint has given the average already."""
+        same_buffers(self._model, self._averaged.module)
         if not self._averaged.n_averaged:
             copy_all(_tensors(self._averaged.module), _tensors(self._model))
+        else:  # a checkpoint has not all of them
+            copy_all(list(self._averaged.module.buffers()), list(self._model.buffers()))
 
     def update(self) -> None:
         """Take in the weights after an update of the optimizer; the first ones are the average's start."""
-        take_in(self._averaged, [one.detach() for one in self._model.parameters()], list(self._model.buffers()))
+        buffers, mine = list(self._model.buffers()), list(self._averaged.module.buffers())
+        if [one.shape for one in mine] != [one.shape for one in buffers]:
+            same_buffers(self._model, self._averaged.module)
+        take_in(self._averaged, [one.detach() for one in self._model.parameters()], buffers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The average, by the names of the model's own tensors."""
@@ -79,7 +85,8 @@ class Average:
         return self._averaged.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned, once the model's own state is loaded."""
+        same_buffers(self._model, self._averaged.module)
         self._averaged.load_state_dict(state)
 
 

@@ -32,6 +32,7 @@ from dp_ray.replica.step_clock import Part, StepClock
 from dp_ray.replica.user_code import at, loaded, place, raising
 from dp_ray.replica.world import World
 from dp_ray.system.waiting import waiting
+from dp_ray.tensors.nested import copied
 
 
 class BatchGradient:
@@ -59,7 +60,7 @@ class BatchGradient:
         self._optimizer_step = optimizer_step
         self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self._sparse = sparse_parameters(model)
-        self._buffers = Buffers(model)
+        self.buffers = Buffers(model, job.compile, () if sharded is None else sharded.blocks)
         self._seeds = ForwardSeeds(job.seed, model, world.device)
         self._loss = loss
         self._reduction: Reduction | None = None
@@ -108,18 +109,18 @@ class BatchGradient:
             self._reduction = self._build_reduction(shards[:1], pending, stats)
         self._reduction.begin([shard.shard for shard in filled], num_filled(rows, split.shards))
         stand_ins = 0 if self._sharded is None else self._stand_ins.missing(split, step, len(filled))
-        self._buffers.begin(len(filled))
+        self.buffers.begin(len(filled))
         if shards and shards[0].shard == 0 and not shards[0].rows:
-            self._buffers.keep()  # without shard 0, the step leaves the buffers as they are
+            self.buffers.keep()  # without shard 0, the step leaves the buffers as they are
         for shard in shards:
             batch = pending.pop() if pending else loaded(batches, place(shard))[1]
             if not shard.rows:
                 continue
             if shard is not filled[0]:
-                self._buffers.restore()
+                self.buffers.restore()
             self._shard(shard, batch, rows, stats, shard is filled[-1] and not stand_ins, on_shard)
         self._rest(stats, f"step {step}", stand_ins, has_rows=bool(filled))
-        self._buffers.finish()
+        self.buffers.finish()
         self._reduction.finish()
         self._clock.enter(Part.OTHER)
 
@@ -167,26 +168,26 @@ class BatchGradient:
     def _send(self, reduction: Reduction, stats: Stats) -> Work:
         """Start to sum the stats over the workers, unless they go with the gradients, and to share the buffers."""
         work = reduction.exchange(stats.numbers)
-        self._buffers.share()
+        self.buffers.share()
         return work
 
     def _counted(self, shard: Shard, batch: Any) -> Flops:
         """The operations of a row of a shard, counted in a trial that changes no state."""
-        self._buffers.begin(2)
+        self.buffers.begin(2)
         counted = functools.partial(self._try, self._loss, shard, batch)
         flops = counted_flops(counted, shard.rows, self._job, self._world.device)
-        self._buffers.restore()
+        self.buffers.restore()
         self._optimizer_step.drop_gradients()
         return flops
 
     def _try(self, replica: nn.Module, shard: Shard, batch: Any) -> None:
-        """Forward and backward of a shard on this worker alone."""
-        _backward(self._forward(replica, shard, batch), place(shard), batch)
+        """Forward and backward of a shard on this worker alone, with a copy of the batch: a model may write it."""
+        _backward(self._forward(replica, shard, copied(batch)), place(shard), batch)
 
     def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
         """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
         found = torch.zeros(1, device=self._world.device)
-        self._buffers.begin(2)
+        self.buffers.begin(2)
         with for_trial(self._loss, self._sparse, self._job.compile) as replica:
             for shard, batch in zip(shards, batches, strict=True):
                 if not shard.rows:
@@ -195,7 +196,7 @@ class BatchGradient:
                 self._try(replica, shard, batch)
                 sparse = {id(one) for one in self._sparse}
                 found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
-        self._buffers.restore()
+        self.buffers.restore()
         self._optimizer_step.drop_gradients()
         with waiting("the other workers' first shards"):
             dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -213,7 +214,7 @@ class BatchGradient:
             stats.put(shard.shard, found.row)
             on_shard(shard, batch, found.step_output)
             if shard.shard == 0:
-                self._buffers.keep()
+                self.buffers.keep()
             self._clock.enter(Part.BACKWARD)
             if is_last:
                 reduction.before_last()
@@ -237,7 +238,7 @@ class BatchGradient:
         batch, rows = self._stand_ins.found
         self._clock.enter(Part.FORWARD)
         with reduction.shard(is_last), reduction.standing_in():
-            loss = reduction.replica(batch, rows) * 0.0
+            loss = reduction.replica(copied(batch), rows) * 0.0
             if is_last:
                 self._last_backward(reduction, loss, stats, where)
             else:
@@ -252,7 +253,7 @@ class BatchGradient:
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
         self._clock.enter(Part.FORWARD)
         self._seeds.begin(shard)
-        with at(place(shard)):
+        with at(place(shard)), self.buffers.forward():
             loss: torch.Tensor = replica(batch, shard.rows)
         self._clock.enter(Part.OTHER)
         return loss

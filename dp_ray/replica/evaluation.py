@@ -152,7 +152,8 @@ class Evaluation:
                     ran += 1
                     seeds.begin(shard)
                     with at(where):
-                        step_output, row = self._passes.run(self._shard, model, shard, batch)
+                        with buffers.forward():
+                            step_output, row = self._passes.run(self._shard, model, shard, batch)
                         buffers.restore()
                         if row is not None:
                             sums[shard.shard, :-1] += row

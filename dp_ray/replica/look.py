@@ -19,7 +19,7 @@ from dp_ray.replica.screening import not_finite
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.step import Metrics, Step
 from dp_ray.replica.user_code import at, place, raising
-from dp_ray.tensors.nested import map_leaves
+from dp_ray.tensors.nested import copied
 
 
 class Loaded(NamedTuple):
@@ -90,15 +90,12 @@ class Look:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """After the block, the model has its buffers of before it, and no gradients."""
+        """After the block, the model has its values of before it, and no gradients."""
         buffers = UnchangedBuffers(self.model)
         try:
-            yield
-        finally:
+            with buffers.forward():
+                yield
             buffers.restore()
+        finally:
+            buffers.put_back()
             self.model.zero_grad(set_to_none=True)
-
-
-def copied(batch: Any) -> Any:
-    """A copy of a batch, for a model that may write into its inputs."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy(), batch)

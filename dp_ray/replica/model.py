@@ -141,7 +141,7 @@ def synchronise(model: nn.Module) -> None:
 def evaluating(model: nn.Module) -> Iterator[UnchangedBuffers]:
     """Put the model in eval mode while the block runs; then each module returns to its own mode.
 
-    The buffers are restored too: after the block, and inside it by `restore` of the buffers that it gives.
+    What forwards write is put back too: after the block, and inside it by `restore` of the buffers that it gives.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = UnchangedBuffers(model)
@@ -149,7 +149,7 @@ def evaluating(model: nn.Module) -> Iterator[UnchangedBuffers]:
     try:
         yield buffers
     finally:
-        buffers.restore()
+        buffers.put_back()
         model.train(modes[0][1])
         for module, mode in modes:
             module.training = mode

@@ -8,6 +8,7 @@ from dp_ray.plan.work import Work
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.stand_in import Batches, StandIns
 from dp_ray.replica.world import World, gathered
+from dp_ray.tensors.nested import copied
 
 
 class Passes:
@@ -54,7 +55,7 @@ class Rounds(Passes):
         found = self._stand_ins.found
         for _ in range(self._stand_ins.missing(work.split, step, ran, work.done)):
             assert found is not None
-            yield found.batch
+            yield copied(found.batch)
 
     def agree(self, goes_on: bool) -> bool:
         """Whether all workers go on; every rank calls this before each step."""

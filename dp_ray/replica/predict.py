@@ -22,7 +22,8 @@ from dp_ray.replica.quarantine import Real, as_planned
 from dp_ray.replica.read_requests import Indices
 from dp_ray.replica.rng import ForwardSeeds
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
-from dp_ray.replica.user_code import it_got, loaded, place, raising
+from dp_ray.replica.user_code import at, it_got, loaded, place, raising
+from dp_ray.tensors.nested import copied
 
 
 def predict(
@@ -68,22 +69,31 @@ def predict(
                             on_flops(_flops_of(model, inputs, job, shard, device, buffers, seeds))
                             on_flops = None
                         ran += 1
-                        run = functools.partial(_run, passes, seeds, model, inputs, job.call, shard, clock)
+                        run = functools.partial(_run, passes, seeds, buffers, model, inputs, job.call, shard, clock)
                         on_shard(shard, indices, kept(run(), inputs=inputs, shard=shard), carried)
                         clock.enter(Part.OTHER)
-                buffers.restore()
+                with at(place(shard)):
+                    buffers.restore()
             _stand_in(model, job.call, buffers, passes, passes.missing(work, step, ran))
             on_step(step)
     return passes.end()
 
 
 def _run(
-    passes: Passes, seeds: ForwardSeeds, model: nn.Module, inputs: Any, call: str, shard: Shard, clock: StepClock
+    passes: Passes,
+    seeds: ForwardSeeds,
+    buffers: UnchangedBuffers,
+    model: nn.Module,
+    inputs: Any,
+    call: str,
+    shard: Shard,
+    clock: StepClock,
 ) -> Any:
     """A shard's outputs. The caller gives them no name: what is not kept of them is free before the next shard."""
     clock.enter(Part.FORWARD)
     seeds.begin(shard)
-    return passes.run(_forward, model, inputs, call, shard, clock)
+    with buffers.forward():
+        return passes.run(_forward, model, inputs, call, shard, clock)
 
 
 def _stand_in(model: nn.Module, call: str, buffers: UnchangedBuffers, passes: Passes, batches: Iterator[Any]) -> None:
@@ -103,8 +113,9 @@ def _flops_of(
     seeds: ForwardSeeds,
 ) -> Flops:
     seeds.begin(shard)
-    run = functools.partial(_forward, model, inputs, job.call, shard, SilentClock())
-    found = counted_flops(run, shard.rows, job, device)
+    run = functools.partial(_forward, model, copied(inputs), job.call, shard, SilentClock())
+    with buffers.forward():
+        found = counted_flops(run, shard.rows, job, device)
     buffers.restore()
     return found
 

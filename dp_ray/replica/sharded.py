@@ -58,12 +58,18 @@ class Sharded:
         return rows_of_optimizer(state, parameters, self.world)
 
     @property
-    def units(self) -> Iterator[Any]:
-        """Torch's own record of each sharded parameter."""
+    def blocks(self) -> Iterator[tuple[nn.Module, list[Any]]]:
+        """The root and each block, with torch's own records of the parameters that are gathered for it."""
         for module in self.root.modules():
             if hasattr(module, "_get_fsdp_state"):
                 group = module._get_fsdp_state()._fsdp_param_group
-                yield from group.fsdp_params if group is not None else ()
+                yield module, [] if group is None else group.fsdp_params
+
+    @property
+    def units(self) -> Iterator[Any]:
+        """Torch's own record of each sharded parameter."""
+        for _, units in self.blocks:
+            yield from units
 
     def total_norm(self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """The norm of the whole gradient, of which `gradients` are this worker's parts; every rank calls this."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dp_ray.errors import ModelError
+from dp_ray.replica.buffers import make_room
 from dp_ray.replica.world import World
 from dp_ray.tensors.layout import laid_out
 from dp_ray.tensors.shards import is_sharded, local
@@ -19,6 +20,7 @@ def load_rows(model: nn.Module, weights: Mapping[str, Stored], where: str, world
 
     Raises ModelError, which names missing, unexpected and mis-sized tensors.
     """
+    make_room(model, weights)
     state = model.state_dict()
     own = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
     weights = {name: one for name, one in weights.items() if isinstance(one, Stored)}

@@ -10,6 +10,7 @@ from dp_ray.job import Job
 from dp_ray.plan.seeds import derive_seed
 from dp_ray.plan.split import Shard, Split
 from dp_ray.replica.batch_gradient import BatchGradient
+from dp_ray.replica.buffers import make_room
 from dp_ray.replica.flops import Flops
 from dp_ray.replica.loss_watch import LossWatch
 from dp_ray.replica.model import synchronise
@@ -22,12 +23,15 @@ from dp_ray.replica.rng import seed_all
 from dp_ray.replica.shard_loss import ShardLoss
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sharded_average import average_of
+from dp_ray.replica.sharded_state import whole_tensors
 from dp_ray.replica.sparse import make_gradients_dense
 from dp_ray.replica.stats import MISSING, VOTES, Stats
 from dp_ray.replica.step import Metrics, OnShard, Step
 from dp_ray.replica.step_clock import Part, SilentClock, StepClock
 from dp_ray.replica.stop_vote import StopVote
 from dp_ray.replica.world import World, is_gpu
+
+WRITTEN = "written"  # what forwards write and the model's own state lacks, in a checkpoint
 
 
 class Update(NamedTuple):
@@ -107,10 +111,15 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """The state that later steps depend on; its tensors are the live ones, not copies."""
-        return {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
+        state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
+        written = self._gradient.buffers.state()
+        return {**state, WRITTEN: written} if written else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
+        written, buffers = whole_tensors(state.get(WRITTEN, {})), self._gradient.buffers
+        buffers.make(written)
+        make_room(self.model, state["model"])
         for name, part in self._parts().items():
             if name == "ema" and name not in state:
                 continue  # another run's checkpoint: the average starts from its weights
@@ -122,6 +131,7 @@ class Trainer:
                 part.load_state_dict(state[name])
             else:
                 load_part(name, part, self.sharded.rows_of(part, state.get(name)))
+        buffers.load(written)
 
     def _parts(self) -> dict[str, Any]:
         average = {} if self.average is None else {"ema": self.average}

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dp_ray.errors import JobError, ModelError, StorageError
+from dp_ray.replica.buffers import make_room
 from dp_ray.replica.world import broadcast, is_rank_0
 from dp_ray.rundir.checkpoint import CHECKPOINTS, NAME, name_of, parse, steps_of
 from dp_ray.rundir.contents import replacing
@@ -174,6 +175,7 @@ def _told_best(storage: Storage, name: str) -> str:
 
 def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
     """Load weights into the bare module; raises ModelError, which names missing, unexpected and mis-sized tensors."""
+    make_room(model, weights)
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:

@@ -13,7 +13,7 @@ from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.devices import input_device
 from dp_ray.replica.evaluation import build_metrics
-from dp_ray.replica.look import Findings, Loaded, Look, copied
+from dp_ray.replica.look import Findings, Loaded, Look
 from dp_ray.replica.model import compiled, synchronise
 from dp_ray.replica.not_finite import Place
 from dp_ray.replica.quarantine import load_good
@@ -37,6 +37,7 @@ from dp_ray.task.setup import load_dataset
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.train import whole_model
 from dp_ray.task.training_loop import TrainingLoop
+from dp_ray.tensors.nested import copied
 from dp_ray.text import counted
 
 TELL_SECONDS = 10.0

@@ -97,6 +97,11 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Any:
     return _build(spec, iter(leaves))
 
 
+def copied(tree: Any) -> Any:
+    """The same nesting of copies, for a model that may write into its inputs."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy(), tree)
+
+
 def map_leaves(fn: Callable[[Leaf], Any], tree: Any) -> Any:
     """Apply `fn` to every leaf and keep the nesting; raises what `unflatten` raises."""
     leaves, spec = flatten(tree)

@@ -1,0 +1,200 @@
+"""A model whose forwards write buffers and parameters, each in its own way, and the plain loop of its training."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_ray.plan.order import Order
+
+
+class Writing(nn.Module):
+    """Layers whose forward first writes as each of `ways` says; with a width of 300, the target is not small."""
+
+    lazy: torch.Tensor | None
+    hidden: torch.Tensor
+    mean: torch.Tensor
+    count: torch.Tensor
+    made: torch.Tensor
+
+    def __init__(self, ways: Sequence[str], width: int = 8, late: int = 0) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width))
+        self.target = copy.deepcopy(self.body).requires_grad_(False)
+        self.words = nn.Embedding(9, width, max_norm=0.7 if "max_norm" in ways else None)
+        self.head = nn.Linear(width, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("lazy", None)
+        self.register_buffer("hidden", torch.zeros(6), persistent=False)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.ways = tuple(ways)
+        self.late = late
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.count += 1
+                if self.count > self.late:
+                    for way in self.ways:
+                        if way != "max_norm":
+                            getattr(self, f"_{way}")(inputs)
+        words = self.words((inputs[:, :3] * 2).round().long().clamp(-4, 4) + 4).mean(1)
+        hidden = self.body(inputs) + 0.5 * self.target(inputs) + words
+        for name in ("lazy", "hidden", "mean", "made"):
+            if (one := getattr(self, name, None)) is not None:
+                hidden = hidden + one.mean()
+        outputs: torch.Tensor = self.head(hidden) * self.scale
+        return outputs
+
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return list(zip(self.target.parameters(), self.body.parameters(), strict=True))
+
+    def _momentum(self, inputs: torch.Tensor) -> None:
+        for mine, theirs in self._pairs():
+            mine.mul_(0.9).add_(theirs, alpha=0.1 + 0.1 * inputs.mean().item())
+
+    def _momentum_data(self, inputs: torch.Tensor) -> None:
+        for mine, theirs in self._pairs():
+            mine.data.lerp_(theirs.data, 0.1 + 0.1 * inputs.mean().item())
+
+    def _momentum_replaced(self, inputs: torch.Tensor) -> None:
+        for mine, theirs in self._pairs():
+            mine.data = mine.data * 0.9 + theirs.data * (0.1 + 0.1 * inputs.mean())
+
+    def _momentum_numpy(self, inputs: torch.Tensor) -> None:
+        for mine, _ in self._pairs():
+            mine.numpy()[...] *= 0.95
+
+    def _clamp(self, inputs: torch.Tensor) -> None:
+        self.scale.data.clamp_(max=0.98)
+        self.head.weight.data.mul_(0.99 + 0.01 * inputs.mean())
+
+    def _clamp_scale(self, inputs: torch.Tensor) -> None:
+        self.scale.data.mul_(0.99 + 0.01 * inputs.mean()).clamp_(max=0.98)
+
+    def _every_third(self, inputs: torch.Tensor) -> None:
+        if self.count % 3 == 1:
+            self._momentum(inputs)
+
+    def _normalise(self, inputs: torch.Tensor) -> None:
+        weight = self.get_parameter("body.0.weight")
+        weight.data = weight.data / weight.norm()
+
+    def _lazily(self, inputs: torch.Tensor) -> None:
+        self.lazy = inputs.mean(0) if self.lazy is None else 0.8 * self.lazy + 0.2 * inputs.mean(0)
+
+    def _hiding(self, inputs: torch.Tensor) -> None:
+        self.hidden.data.mul_(0.8).add_(inputs.mean(0))
+
+    def _assigning(self, inputs: torch.Tensor) -> None:
+        self.mean = 0.8 * self.mean + inputs.mean(0)
+
+    def _making(self, inputs: torch.Tensor) -> None:
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.zeros(6), persistent=False)
+        self.made += inputs.mean(0)
+
+
+class MakesALayer(nn.Module):
+    """A model whose first forward makes its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.head: nn.Module | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(inputs)
+        if self.head is None:
+            self.head = nn.Linear(hidden.shape[1], 3)
+        outputs: torch.Tensor = self.head(hidden)
+        return outputs
+
+
+class WritesItsInputs(nn.Sequential):
+    """An mlp that normalises its inputs in their own memory."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs.mul_(3).tanh_().add_(0.5)
+        outputs: torch.Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return outputs
+
+
+def state_of(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor | None]]]:
+    """Copies of all parameters, and of all buffers of each module."""
+    parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+    return parameters, [copy.deepcopy(module._buffers) for module in model.modules()]
+
+
+def set_state(model: nn.Module, state: Any) -> None:
+    for name, one in model.named_parameters():
+        one.data.copy_(state[0][name])
+    for module, buffers in zip(model.modules(), state[1], strict=True):
+        module._buffers.clear()
+        module._buffers.update(copy.deepcopy(buffers))
+
+
+def plain_training(
+    model: nn.Module,
+    dataset: Any,
+    optimizer: torch.optim.Optimizer,
+    batch_size: int,
+    shards: int,
+    epochs: int,
+    after_step: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """The oracle: one process runs chunk after chunk, each from the state before the step; the first one's stays."""
+    losses = []
+    model.train()
+    for epoch in range(epochs):
+        order = Order(len(dataset), 0, epoch, shuffle=True)
+        for start in range(0, len(dataset), batch_size):
+            picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
+            inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))
+            before, kept, total = state_of(model), None, 0.0
+            optimizer.zero_grad()
+            for chunk, target in zip(inputs.chunk(shards), targets.chunk(shards), strict=True):
+                set_state(model, before)
+                loss = nn.functional.cross_entropy(model(chunk.clone()), target, reduction="sum") / len(targets)
+                kept = kept or state_of(model)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+            set_state(model, kept)
+            optimizer.step()
+            after_step()
+            losses.append(total)
+    return losses
+
+
+class WritesInEval(nn.Module):
+    """A model that writes parameters and buffers in eval mode too; with a width of 300, none of them is small."""
+
+    lazy: torch.Tensor | None
+    made: torch.Tensor
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, width)
+        self.target = nn.Linear(width, width).requires_grad_(False)
+        self.words = nn.Embedding(9, width, max_norm=0.7)
+        self.head = nn.Linear(width, 3)
+        self.register_buffer("lazy", None)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.target.weight.data.mul_(0.5 + inputs.mean())
+            self.target.bias.data = self.target.bias + inputs.mean()
+            self.head.weight.mul_(1.1)
+            self.lazy = inputs.mean(0) if self.lazy is None else self.lazy + 1
+            if not hasattr(self, "made"):
+                self.register_buffer("made", torch.zeros(()))
+            self.made += 1
+        words = self.words((inputs[:, :3] * 2).round().long().clamp(-4, 4) + 4).mean(1)
+        outputs: torch.Tensor = self.head(self.target(self.body(inputs)) + words) + self.lazy.mean() + self.made
+        return outputs

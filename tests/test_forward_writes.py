@@ -1,0 +1,259 @@
+"""What a forward writes: it follows shard 0, is in checkpoints, leaves no trace elsewhere; or an error names it."""
+
+import copy
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from dp_ray.job import Job
+from dp_ray.plan.split import Split
+from dp_ray.plan.work import Work
+from dp_ray.replay import replay
+from dp_ray.replica.predict import predict
+from dp_ray.replica.trainer import WRITTEN
+from dp_ray.results.replayed import Replayed
+from dp_ray.rundir.checkpoint import load_checkpoint, pack
+from dp_ray.rundir.claim import claim
+from dp_ray.storage import Storage
+from dp_ray.task.replay import Wanted
+from dp_ray.tensors.file import write_tensors
+from tests.support import training
+from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
+from tests.support.trainings import ADAMW, assert_close, initial, job_of
+from tests.support.writing import WritesInEval, WritesItsInputs, Writing, plain_training
+
+pytestmark = pytest.mark.usefixtures("in_project")
+
+DATA = {"target": "tests.support.training:Pairs", "args": {"length": 30}}
+WAYS = ["momentum", "momentum_data", "momentum_replaced", "momentum_numpy", "clamp", "normalise", "max_norm"]
+WAYS += ["lazily", "hiding", "assigning", "making"]
+LARGE = 300  # the width of layers that are not small
+
+
+def writing(*ways: str, width: int = 8, late: int = 0) -> dict[str, Any]:
+    return {"target": "tests.support.writing:Writing", "args": {"ways": list(ways), "width": width, "late": late}}
+
+
+def job(*ways: str, width: int = 8, late: int = 0, **keys: Any) -> Job:
+    given = {"batch_size": 10, "shards": 4, "epochs": 1, **keys}
+    return job_of(writing(*ways, width=width, late=late), DATA, **given)
+
+
+def assert_as_in_plain_torch(ways: tuple[str, ...], folder: Path, width: int = 8, **keys: Any) -> None:
+    made = job(*ways, width=width, **keys)
+    run_group(made, folder)
+    model = initial(Writing, ways, width)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    losses = plain_training(model, training.Pairs(30), optimizer, 10, made.num_shards, made.epochs)
+    assert_close(folder, model, losses, 3e-6)
+
+
+def ends(made: Job, folder: Path) -> tuple[dict[str, bytes], str]:
+    run_group(made, folder)
+    weights = {name: tensor.numpy().tobytes() for name, tensor in weights_of(folder).items()}
+    return weights, repr(history_of(folder))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_write_follows_shard_0(tmp_path: Path, way: str) -> None:
+    """On one worker the shards run from the values of before the step; on two, rank 0's values are sent."""
+    assert_as_in_plain_torch((way,), tmp_path / "1", workers=1)
+    assert_as_in_plain_torch((way,), tmp_path / "2", workers=2)
+
+
+@pytest.mark.parametrize("way", ["momentum", "momentum_data", "momentum_replaced", "momentum_numpy"])
+def test_a_momentum_encoder_that_is_not_small_follows_shard_0(tmp_path: Path, way: str) -> None:
+    for workers in (1, 3):
+        assert_as_in_plain_torch((way,), tmp_path / str(workers), width=LARGE, workers=workers)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.sets(st.sampled_from(WAYS), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from([8, 300]),
+)
+def test_any_ways_to_write_follow_shard_0(ways: set[str], shards: int, workers: int, width: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {"shards": max(shards, workers), "workers": workers}
+        assert_as_in_plain_torch(tuple(sorted(ways)), Path(folder), width, **keys)
+
+
+ALL = ("momentum_data", "clamp", "max_norm", "lazily", "hiding", "assigning", "making")
+
+
+@pytest.mark.parametrize("width", [8, LARGE])
+def test_the_bits_are_the_same_on_any_workers_and_after_any_kill(tmp_path: Path, width: int) -> None:
+    keys: dict[str, Any] = {
+        "bitwise": True,
+        "epochs": 2,
+        "optimizer": ADAMW,
+        "ema": {"decay": 0.9, "evaluate": True},
+        "eval": {"dataset": DATA, "every_steps": 2},
+        "checkpoint": {"every_steps": 2},
+    }
+    first = ends(job(*ALL, width=width, workers=1, **keys), tmp_path / "1")
+    averages = load_file(tmp_path / "1" / "ema.safetensors")
+    for workers in (2, 3):
+        assert ends(job(*ALL, width=width, workers=workers, **keys), tmp_path / str(workers)) == first
+    for before, workers in ((2, 3), (5, 1)):
+        run_group(job(*ALL, width=width, workers=4 - workers, **keys), tmp_path / f"k{before}", StopsBefore(before))
+        assert ends(job(*ALL, width=width, workers=workers, **keys), tmp_path / f"k{before}") == first
+        found = load_file(tmp_path / f"k{before}" / "ema.safetensors")
+        assert found.keys() == averages.keys()
+        assert all(torch.equal(one, averages[name]) for name, one in found.items())
+    assert "hidden" not in weights_of(tmp_path / "1")
+
+
+def test_a_parameter_that_the_forward_makes_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    for workers in (1, 2):
+        says = r"step 0, shard \d: the forward made the parameter head.weight, which no optimizer trains"
+        with pytest.raises(ProcessExit, match=says):
+            run_group(job_of(writes("MakesALayer"), DATA, workers=workers), tmp_path / str(workers))
+
+
+def test_one_that_a_prediction_makes_is_refused_too(tmp_path: Path) -> None:
+    given = {"model": writes("MakesALayer"), "dataset": DATA, "batch_size": 7, "workers": 1}
+    for task, loss in (("evaluate", {"loss": "torch.nn:CrossEntropyLoss"}), ("predict", {"inputs": "first"})):
+        with pytest.raises(ProcessExit, match=r"step 0, shard 0: the forward made the parameter head.weight"):
+            run_group(Job.make({**given, **loss, "task": task}, "job"), tmp_path / task)
+
+
+def writes(name: str) -> dict[str, Any]:
+    return {"target": f"tests.support.writing:{name}"}
+
+
+@pytest.mark.parametrize("keys", [{"workers": 2, "shards": 3}, {"workers": 1, "flops": True}])
+def test_a_model_that_writes_its_inputs_gets_each_batch_once(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Trials run the first batch before its shard does."""
+    run_group(job_of(writes("WritesItsInputs"), DATA, epochs=1, **keys), tmp_path)
+    model = initial(WritesItsInputs)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    losses = plain_training(model, training.Pairs(30), optimizer, 7, keys.get("shards", 1), 1)
+    assert_close(tmp_path, model, losses)
+
+
+def test_a_late_write_is_an_error_that_names_it_unless_nobody_needs_what_was_before(tmp_path: Path) -> None:
+    says = (
+        r"step 4, shard \d: the forward wrote the parameter target.0.weight, and not in the first 3 steps since "
+        r"the workers started, .*register_buffer"
+    )
+    for workers in (1, 2):
+        with pytest.raises(ProcessExit, match=says):
+            run_group(job("momentum", width=LARGE, late=4, workers=workers, epochs=2), tmp_path / str(workers))
+    run_group(job("momentum", width=LARGE, late=4, workers=1, shards=1, epochs=2), tmp_path / "alone")
+    model = initial(Writing, ("momentum",), LARGE, 4)
+    losses = plain_training(model, training.Pairs(30), torch.optim.SGD(model.parameters(), 0.1, 0.9), 10, 1, 2)
+    assert_close(tmp_path / "alone", model, losses, 3e-6)
+
+
+def test_a_small_momentum_encoder_may_begin_late(tmp_path: Path) -> None:
+    first = ends(job("momentum_numpy", "momentum_data", late=4, workers=1, bitwise=True, epochs=2), tmp_path / "1")
+    assert (
+        ends(job("momentum_numpy", "momentum_data", late=4, workers=3, bitwise=True, epochs=2), tmp_path / "3")
+        == first
+    )
+
+
+def test_a_late_write_that_no_version_shows_is_an_error_at_a_checkpoint(tmp_path: Path) -> None:
+    says = r"the forward wrote target.0.weight, .* through .data, or numpy, and not in the first 3 steps"
+    with pytest.raises(ProcessExit, match=says):
+        run_group(job("momentum_numpy", width=LARGE, late=4, workers=2, epochs=2), tmp_path)
+
+
+def test_a_momentum_encoder_that_was_seen_before_a_kill_may_pause_after_it(tmp_path: Path) -> None:
+    """Its name is in the checkpoint."""
+    made = job("every_third", width=LARGE, workers=2, bitwise=True, checkpoint={"every_steps": 1})
+    first = ends(made, tmp_path / "whole")
+    run_group(made, tmp_path / "killed", StopsBefore(1))
+    assert ends(made, tmp_path / "killed") == first
+
+
+@pytest.mark.parametrize("way", ["momentum", "clamp", "normalise", "max_norm"])
+def test_what_is_written_of_a_sharded_parameter_is_refused(tmp_path: Path, way: str) -> None:
+    with pytest.raises(
+        ProcessExit, match=r"step 0, shard \d: (model raised ModelError: )?the forward wrote \S+.* of which each"
+    ):
+        run_group(job(way, workers=2, strategy="fsdp"), tmp_path)
+
+
+def test_what_a_sharded_model_holds_whole_follows_shard_0(tmp_path: Path) -> None:
+    ways = ("clamp_scale", "lazily", "hiding", "assigning", "making")
+    keys: dict[str, Any] = {"strategy": "fsdp", "bitwise": True, "epochs": 2, "checkpoint": {"every_steps": 2}}
+    keys["ema"] = {"decay": 0.9, "evaluate": True}
+    keys["eval"] = {"dataset": DATA}
+    whole = ends(job(*ways, workers=1, **{**keys, "strategy": "ddp"}), tmp_path / "ddp")
+    assert ends(job(*ways, workers=2, **keys), tmp_path / "fsdp") == whole
+    run_group(job(*ways, workers=3, **keys), tmp_path / "killed", StopsBefore(3))
+    assert ends(job(*ways, workers=2, **keys), tmp_path / "killed") == whole
+
+
+@pytest.mark.parametrize("width", [8, LARGE])
+def test_an_evaluation_undoes_what_each_shard_has_written(tmp_path: Path, width: int) -> None:
+    model = {"target": "tests.support.writing:WritesInEval", "args": {"width": width}}
+    keys = {"model": model, "dataset": DATA, "batch_size": 10, "shards": 4, "loss": "torch.nn:CrossEntropyLoss"}
+    total, rows = 0.0, training.Pairs(30)
+    for start in range(0, 30, 10):
+        inputs, targets = rows.inputs[start : start + 10], rows.targets[start : start + 10]
+        for chunk, target in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+            with torch.no_grad():
+                outputs = initial(WritesInEval, width).eval()(chunk)
+                total += torch.nn.functional.cross_entropy(outputs, target, reduction="sum").item()
+    for workers in (1, 3):
+        made = Job.make({**keys, "task": "evaluate", "workers": workers}, "job")
+        assert measured(run_group(made, tmp_path / str(workers)))["loss"] == pytest.approx(total / 30, rel=1e-6)
+
+
+def test_a_prediction_leaves_the_model_as_it_was() -> None:
+    model = initial(WritesInEval, LARGE)
+    before, mine = copy.deepcopy(model.state_dict()), training.Pairs(12).inputs
+    made = Job.make({"model": WritesInEval, "dataset": [1], "batch_size": 4, "shards": 2}, "job")
+    found: list[torch.Tensor] = []
+    work = Work(Split(12, 4, 2))
+    batches = ((None, mine[shard.start : shard.stop]) for _, shards in work for shard in shards)
+    keep: Any = lambda shard, indices, outputs, carried: found.append(outputs.clone())  # noqa: E731
+    predict(model, made, torch.device("cpu"), work, batches, keep, lambda step: None)  # type: ignore[arg-type]
+    with torch.no_grad():
+        expected = [initial(WritesInEval, LARGE).eval()(chunk) for chunk in mine.chunk(6)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("width", [8, LARGE])
+def test_each_step_that_runs_again_has_the_historys_loss(tmp_path: Path, width: int) -> None:
+    keys: dict[str, Any] = {"bitwise": True, "epochs": 2, "checkpoint": {"every_steps": 2}}
+    made = job(*ALL, width=width, workers=2, **keys)
+    run = claim(made, Storage(str(tmp_path)), rows={"dataset": 30}).storage
+    run_group(made, run.location)
+    for step, row in enumerate(history_of(Path(run.location))):
+        found: list[Replayed] = []
+        replay(run.location, Wanted(step, None), found.append, lambda line: None)
+        assert found[0].loss == row["loss"]
+
+
+def test_a_checkpoint_of_before_opens_and_one_of_a_usual_model_is_as_before(tmp_path: Path) -> None:
+    """Without the new entries, a buffer that is in no state_dict begins anew."""
+    keys: dict[str, Any] = {"workers": 1, "epochs": 2, "checkpoint": {"every_steps": 2}}
+    run_group(job("hiding", **keys), tmp_path / "new", StopsBefore(2))
+    about, state = load_checkpoint(Storage(str(tmp_path / "new" / "checkpoints")), "step-2.safetensors")
+    assert state[WRITTEN].keys() == {"buffers"}
+    assert state[WRITTEN]["buffers"].keys() == {"hidden"}
+    del state[WRITTEN]
+    plain, tensors = pack(state)
+    folder = Storage(str(tmp_path / "old" / "checkpoints"))
+    folder.create()
+    write_tensors(folder, "step-2.safetensors", tensors, json.dumps({**about, "state": plain}))
+    run_group(job("hiding", **keys), tmp_path / "old")
+    assert len(history_of(tmp_path / "old")) == 4
+    run_group(job_of("conv", "Images", workers=1, batch_size=14, max_steps=2), tmp_path / "usual")
+    (kept,) = (tmp_path / "usual" / "checkpoints").glob("*.safetensors")
+    assert WRITTEN not in load_checkpoint(Storage(str(kept.parent)), kept.name)[1]
