@@ -35,7 +35,7 @@ from dp_ray.text import listed
 TOGETHER = (torch.float32, torch.int64)  # the dtypes of BatchNorm's buffers
 ALIGNED = 16  # bytes: each tensor starts at a multiple of it, so its bytes can be viewed as any dtype
 EARLY = 3  # steps: a momentum encoder that is a copy of another begins to change in the second one
-KEPT = 1 << 32  # bytes: the largest model of which a copy is made in early steps, in memory of the CPU
+KEPT = 1 << 31  # bytes: the largest model of which a copy is made in early steps, in memory of the CPU
 SMALL = 1 << 18  # bytes: to copy and to send them takes about as long as the smallest collective
 
 VERSION = operator.attrgetter("_version")
