@@ -1,10 +1,11 @@
 """The job: its keys, what must hold among them, and what follows from them."""
 
+import functools
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import ValidationError, model_validator
@@ -232,10 +233,21 @@ class Job(MeasuringKeys):
 
     @property
     def is_all_targets(self) -> bool:
-        """Whether all targets are names, so that the keys alone identify the job."""
-        counts = {key: value for key, value in self.targets.items() if not key.startswith("hooks.")}
-        given = [value for value in counts.values() if value is not None]
-        return all(isinstance(value, Target) and value.is_named for value in given)
+        """Whether all targets are names with args that a file can tell, so that the keys alone identify the job."""
+        return not self.untold
+
+    @property
+    def untold(self) -> list[str]:
+        """The keys that hold Python objects of which a file cannot tell whether they are the same."""
+        found: list[str] = []
+        for key, given in self.targets.items():
+            if given is None or key.startswith("hooks."):
+                continue
+            if isinstance(given, Target) and given.is_named:
+                found += [f"{key}.{path}" for path in given.untold]
+            else:
+                found.append(key)
+        return found
 
     @classmethod
     def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
@@ -249,25 +261,29 @@ class Job(MeasuringKeys):
         except ValidationError as error:
             raise JobError("\n".join(explain(error, named.get("workers")))) from None
 
-    def describe(self) -> dict[str, Any]:
-        """The job as plain JSON values, without secrets; an object from Python is shown as its type."""
-        described: dict[str, Any] = hide_in(self._described())
+    def describe(self, as_objects: bool = False) -> dict[str, Any]:
+        """The job as plain JSON values, without secrets; an object from Python is shown as its type.
+
+        `as_objects` leaves the args of targets as they are, which earlier versions kept by their text.
+        """
+        described: dict[str, Any] = hide_in(self._described(as_objects))
         return described
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self, as_objects: bool = False) -> dict[str, Any]:
+        described = functools.partial(describe_target, as_objects=as_objects)
         values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
-        values["hooks"] = {name: describe_target(target) for name, target in self.hooks}
+        values["hooks"] = {name: described(target) for name, target in self.hooks}
         values["eval"] = self.eval and {
             **self.eval.model_dump(exclude={"dataset"}),
-            "dataset": describe_target(self.eval.dataset),
+            "dataset": described(self.eval.dataset),
         }
         values["outputs"] = {
             **self.outputs.model_dump(exclude={"after"}),
-            "after": describe_target(self.outputs.after),
+            "after": described(self.outputs.after),
         }
-        values |= {key: describe_target(getattr(self, key)) for key in self.TARGETED}
+        values |= {key: described(getattr(self, key)) for key in self.TARGETED}
         if self.metrics:
-            values["metrics"] = {name: describe_target(metric) for name, metric in self.metrics.items()}
+            values["metrics"] = {name: described(metric) for name, metric in self.metrics.items()}
         return {**values, "shards": "auto" if self.finds_shards else self.num_shards}
 
     def __repr__(self) -> str:
@@ -276,10 +292,13 @@ class Job(MeasuringKeys):
     def __str__(self) -> str:
         return hide(super().__str__())
 
-    def fingerprint(self, with_lengths: bool = False, hides: Callable[[Any], Any] = hide_in) -> str:
-        """A hash of every key that can change a step's result; `hides` takes the secrets out."""
+    def fingerprint(self, with_lengths: bool = False) -> str:
+        """A hash of every key that can change a step's result."""
+        return self._hash(self.describe(), with_lengths)
+
+    def _hash(self, described: Mapping[str, Any], with_lengths: bool) -> str:
         left_out = set(() if with_lengths else self.LENGTHS)
-        kept = {key: value for key, value in that_count(hides(self._described())).items() if key not in left_out}
+        kept = {key: value for key, value in that_count(described).items() if key not in left_out}
         kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self._shuffled}
         kept["skip"] = self.skipped or None
         del kept["order"]  # which is_shuffled tells
@@ -301,10 +320,13 @@ class Job(MeasuringKeys):
     def has_fingerprint(self, given: str | None) -> bool:
         """Whether a run or checkpoint with this fingerprint is of this job.
 
-        Earlier versions hashed the lengths too, and hid less.
+        Earlier versions hashed the lengths too, hid less, and of args that are no plain values hashed their text.
         """
-        ways = itertools.product((False, True), (hide_in, hide_in_as_before))
-        return any(given == self.fingerprint(with_lengths, hides) for with_lengths, hides in ways)
+        for as_objects, hides in itertools.product((False, True), (hide_in, hide_in_as_before)):
+            described = hides(self._described(as_objects))
+            if given in (self._hash(described, False), self._hash(described, True)):
+                return True
+        return False
 
 
 def that_count(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
+
+from dp_ray.job_args import Told, told_args
 
 TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -26,6 +28,7 @@ class Target(Strict):
         description="`module:attribute`, imported from the current folder. From Python, a class or function too."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Keywords with which the target is called.")
+    _told: Told = PrivateAttr()
 
     @model_validator(mode="before")
     @classmethod
@@ -42,6 +45,20 @@ class Target(Strict):
             or_object = "" if isinstance(self.target, str) else ", or a class or function"
             raise ValueError(f"must be 'module:attribute', like {self.EXAMPLE!r}{or_object}, got {self.target!r:.80}")
         return self
+
+    @model_validator(mode="after")
+    def _tells_args(self) -> "Target":
+        """Tell them as they are given: what is called with them may change them in place."""
+        try:
+            self._told = told_args({key: value for key, value in self if key != "target"})
+        except RecursionError:
+            raise ValueError("args: must be plain YAML values, got some that are nested too deeply") from None
+        return self
+
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """The paths of Python objects in the args of which a file cannot tell whether they are the same."""
+        return self._told.unknown
 
     @property
     def is_named(self) -> bool:
@@ -96,17 +113,21 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
 Targeted = Annotated[Any, target_parser(Target)]
 
 
-def describe_target(value: Any) -> Any:
-    """A target as plain JSON values; an object from Python is shown as its type."""
+def describe_target(value: Any, as_objects: bool = False) -> Any:
+    """A target as plain JSON values; an object from Python is shown as its type.
+
+    `as_objects` leaves the args as they are, which earlier versions kept by their text.
+    """
     if value is None:
         return None
     if not isinstance(value, Target):
         return f"<{_qualified(value)}>"
-    return {**value.model_dump(), "target": value.label if value.is_named else f"<{value.label}>"}
+    rest = value.model_dump(exclude={"target"}) if as_objects else value._told.values
+    return {"target": value.label if value.is_named else f"<{value.label}>", **rest}
 
 
 def with_args(given: Any, args: Any) -> Any:
     """A target with these args, which a key such as `model_args` holds."""
     if isinstance(given, Target):
-        return given.model_copy(update={"args": args})
+        return {**dict(given), "args": args}
     return {**given, "args": args} if isinstance(given, Mapping) else {"target": given, "args": args}

@@ -161,7 +161,7 @@ def test_a_run_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
 
 def test_objects_from_python_are_never_taken_for_one_another(tmp_path: Path) -> None:
     claim(job_of(dataset=[1, 2]), Storage(str(tmp_path)))
-    with pytest.raises(JobError, match="a run of Python objects; whether these are the same"):
+    with pytest.raises(JobError, match=r"a run of Python objects \(dataset\); whether these are the same"):
         claim(job_of(dataset=[3, 4]), Storage(str(tmp_path)))
 
 

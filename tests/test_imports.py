@@ -20,6 +20,7 @@ FLOORS = [
     "system",
     "plan",
     "key_hints",
+    "job_args",
     "job_target",
     "job_parts",
     "job_outputs",

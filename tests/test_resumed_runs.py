@@ -240,7 +240,9 @@ def test_python_objects_resume_if_the_caller_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sector 50"):
         dp_ray.run(**of_objects(tmp_path, dataset), resume=True)
     dataset.broken = False
-    says = "a run of Python objects; whether these are the same is unknown: if they are, resume=True resumes it; else"
+    says = (
+        r"a run of Python objects \(model, .*\); whether these are the same is unknown: if they are, resume=True resu"
+    )
     with pytest.raises(JobError, match=says):
         dp_ray.run(**of_objects(tmp_path, dataset))
     with pytest.raises(JobError, match=r"a run of a different job \(batch_size: 7 there, 8 here\)"):

@@ -15,7 +15,7 @@ from dp_ray.key_hints import renamed
 from dp_ray.results.short import aligned, measured, relative
 from dp_ray.results.sparkline import sparkline
 from dp_ray.rundir.about import read_about
-from dp_ray.rundir.differences import dotted
+from dp_ray.rundir.differences import dotted, same
 from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.history_file import history_so_far, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
@@ -121,7 +121,7 @@ def _differing(found: list[dict[str, Any]], left_out: Sequence[str], number: int
         return {}
     keys = dict.fromkeys(key for one in found for key in one if key not in left_out)
     values = {key: [one.get(key) for one in found] for key in keys}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+    return {key: each for key, each in values.items() if not all(same(value, each[0]) for value in each)}
 
 
 def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
@@ -177,6 +177,8 @@ def _verdict(runs: Sequence[ComparedRun]) -> Iterator[str]:
 
 def _is_object(key: str, value: Any) -> bool:
     """Whether a key of a job had a Python object: a file keeps its type alone, `<module:Class>`."""
+    if isinstance(value, list):
+        return any(_is_object(key, one) for one in value)
     return isinstance(value, str) and OBJECT.fullmatch(value) is not None and not key.startswith("hooks.")
 
 

@@ -24,7 +24,7 @@ from dp_ray.rundir.weights import check_start, files_of_start, find_start
 from dp_ray.secrets import hide
 from dp_ray.storage import Storage
 from dp_ray.system.stop_signals import has_begun
-from dp_ray.text import json_text
+from dp_ray.text import SHOWN, json_text, listed
 
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 
@@ -236,7 +236,7 @@ def check_resumable(
         raise JobError(f"{storage} holds this run, {told}{advice}")
     if not job.is_all_targets and not resume:
         unknown = "whether these are the same is unknown: if they are, resume=True resumes it"
-        raise JobError(f"{storage} holds a run of Python objects; {unknown}; else {advice}")
+        raise JobError(f"{storage} holds a run of Python objects ({listed(job.untold)}); {unknown}; else {advice}")
     return True
 
 
@@ -294,10 +294,14 @@ def _other_job(claimed: dict[str, Any], job: Job) -> str:
     """The keys in which the run's job differs from this one; empty if it is the same job."""
     if job.has_fingerprint(claimed.get("fingerprint")):
         return ""
-    here = json.loads(json.dumps(that_count(job.describe()), default=str))
     there = that_count(claimed.get("job", {}))
-    found = differences({key: there.get(key) for key in here}, here)
-    return "; ".join(found) or "made by another version of dp_ray"
+    found = []
+    for described in (job.describe(), job.describe(as_objects=True)):  # as this version and as earlier ones tell args
+        here = json.loads(json.dumps(that_count(described), default=str))
+        found.append(list(differences({key: there.get(key) for key in here}, here)))
+    told = min(found, key=len)
+    more = [f"and {len(told) - SHOWN} more"] if len(told) > SHOWN else []
+    return "; ".join([*told[:SHOWN], *more]) or "made by another version of dp_ray"
 
 
 def _other_rows(there: Mapping[str, int], here: Mapping[str, int]) -> str:

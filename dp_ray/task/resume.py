@@ -21,7 +21,7 @@ from dp_ray.rundir.weights import (
 from dp_ray.storage import Storage
 from dp_ray.task.cut import Cut, check_cut
 from dp_ray.task.notices import Note, Send, telling
-from dp_ray.task.updates import check_updates, updates_of
+from dp_ray.task.updates import check_updates
 
 
 def restore(
@@ -90,7 +90,7 @@ def start_from(
         return TrainState()
     about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
     check_cut(f"init_from: the steps of {location}", about, cut, advice)
-    says = check_updates(f"init_from: {location}", about.get("updates"), updates_of(job), advice)
+    says = check_updates(f"init_from: {location}", about.get("updates"), job, advice)
     if says is not None and is_rank_0():
         send(Note(says))
     train_state = resume(trainer, about, checkpoint["state"], split, send)
