@@ -29,7 +29,7 @@ from dp_ray.job_parts import (
     Loader,
     OnError,
     Optimizer,
-    Scheduler,
+    SchedulerKey,
     Timeouts,
     location,
 )
@@ -236,9 +236,11 @@ class JobKeys(WorkerKeys, WorkKeys):
     optimizer: Annotated[Any, target_parser(Optimizer)] | None = Field(
         default=None, description="A class or function that is called with the trainable parameters. train needs one."
     )
-    scheduler: Annotated[Any, target_parser(Scheduler)] | None = Field(
+    scheduler: SchedulerKey | None = Field(
         default=None,
-        description="A class or function that is called with the optimizer and gives a learning rate scheduler.",
+        description="A class or function that is called with the optimizer and gives a learning rate scheduler; or "
+        "`{warmup: 0.05, shape: cosine}`. Its args `T_max`, `total_steps`, `total_iters` and `num_training_steps` "
+        "may be `auto`: how often the training steps it in all.",
     )
     early_stopping: EarlyStopping | None = Field(
         default=None,

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -14,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from dp_ray.job_target import Strict, Target, Targeted
+from dp_ray.job_target import TARGET, Strict, Target, Targeted, target_parser
 
 
 class Group(Strict):
@@ -44,10 +45,27 @@ class Optimizer(Target):
     )
 
 
+class Shape(Strict):
+    """The short form of a scheduler: a warm-up, and then a shape, over all updates of the training."""
+
+    shape: Literal["cosine", "linear", "constant"] = Field(
+        default="constant",
+        description="In place of a target: how the learning rate goes on after the warm-up. cosine and linear: down "
+        "to 0 at the training's end. constant: it stays.",
+    )
+    warmup: Annotated[float, Field(ge=0, lt=1)] | PositiveInt = Field(
+        default=0.0,
+        description="In place of a target: the updates in which the learning rate rises to the optimizer's, in equal "
+        "steps. A share of all updates, below 1, or their number.",
+    )
+
+
 class Scheduler(Target):
     """A target that is called with the optimizer and `args`."""
 
     EXAMPLE: ClassVar[str] = "torch.optim.lr_scheduler:StepLR"
+    SHAPED: ClassVar[str] = "dp_ray.replica.optimizer:warmed_up"  # what the short form calls; it stands in run.json
+    LENGTHS: ClassVar = ("T_max", "total_steps", "total_iters", "num_training_steps")
 
     per: Literal["step", "epoch"] = Field(
         default="step", description="Step the scheduler after each step, or each epoch."
@@ -57,6 +75,35 @@ class Scheduler(Target):
         description="What a ReduceLROnPlateau watches: `loss`, the epoch's mean, or a metric that `eval` measures, "
         "like `eval_loss`. It needs `scheduler.per: epoch`.",
     )
+
+    @model_validator(mode="after")
+    def _has_lengths(self) -> "Scheduler":
+        for name, value in self.args.items():
+            if value == "auto" and isinstance(value, str) and name not in self.LENGTHS and self.is_torchs:
+                raise ValueError(
+                    f"args.{name}: auto, the length of the training, is for {', '.join(self.LENGTHS)}; give a number"
+                )
+        return self
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it is one of torch's own, by its name: torch is not imported for that."""
+        return self.label.startswith("torch.optim.lr_scheduler:")
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """The args that say how often it is stepped in all, a number or `auto`."""
+        return {name: value for name, value in self.args.items() if name in self.LENGTHS}
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it is made for the length of the training, whatever that is."""
+        return any(isinstance(value, str) and value == "auto" for value in self.lengths.values())
+
+    def planned(self, length: int) -> "Scheduler":
+        """The same with the length of the training in place of `auto`."""
+        numbers = {name: length for name, value in self.lengths.items() if isinstance(value, str) and value == "auto"}
+        return self.model_copy(update={"args": {**self.args, **numbers}})
 
     @property
     def is_plateau(self) -> bool:
@@ -72,6 +119,27 @@ class Scheduler(Target):
         if isinstance(total, int):
             return total
         return epochs * steps if isinstance(epochs, int) and isinstance(steps, int) else None
+
+
+def _shaped(value: Any) -> Any:
+    """The short form `scheduler: {warmup: 0.05, shape: cosine}` as the target that makes it."""
+    if not isinstance(value, Mapping) or "target" in value or not Shape.model_fields.keys() & value.keys():
+        return value
+    if others := [str(key) for key in value if key not in Shape.model_fields]:
+        raise ValueError(
+            f"a target, or the short form with the keys shape and warmup alone; got {', '.join(others)} too"
+        )
+    args = Shape.model_validate(dict(value)).model_dump()
+    return {"target": Scheduler.SHAPED, "args": {**args, "total_steps": "auto"}}
+
+
+SchedulerKey = Annotated[
+    Any,
+    target_parser(Scheduler),
+    BeforeValidator(
+        _shaped, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | Scheduler | Shape
+    ),
+]
 
 
 def _metric(value: Any) -> Any:

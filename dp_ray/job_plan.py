@@ -7,7 +7,7 @@ from dp_ray.job import Job
 from dp_ray.job_parts import Scheduler
 from dp_ray.plan.plan import Checkpoints, Due, Evaluations, PlacedBlock, Plan, remarks
 from dp_ray.plan.profiled import profiled_of
-from dp_ray.plan.scheduled import num_scheduled, too_short
+from dp_ray.plan.scheduled import ends_elsewhere, num_scheduled, too_short
 from dp_ray.plan.shard_counts import what_auto_does
 from dp_ray.plan.split import Split, chunk_sizes
 from dp_ray.text import counted
@@ -29,7 +29,13 @@ def plan_of(
         evaluations=evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None,
         checkpoints=checkpoints_of(job) if job.task == "train" else None,
         blocks=tuple(blocks),
-        remarks=(*remarks(split, job.max_workers), *_auto(job, split), *_skipped(job), *more_remarks),
+        remarks=(
+            *remarks(split, job.max_workers),
+            *_auto(job, split),
+            *_skipped(job),
+            *_schedule(job, split),
+            *more_remarks,
+        ),
     )
 
 
@@ -42,6 +48,23 @@ def split_of(job: Job, rows: int) -> Split:
     """How the job cuts a dataset of `rows` samples into steps and shards, over all of its epochs."""
     epochs, max_steps = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
     return Split(rows, job.batch_size, job.num_shards, job.drop_last, epochs, max_steps)
+
+
+def with_schedule(job: Job, split: Split) -> Job:
+    """The job whose scheduler has the length of this training in place of `auto`."""
+    if not isinstance(job.scheduler, Scheduler) or not job.scheduler.is_planned:
+        return job
+    length = max(1, num_scheduled(split, job.scheduler.per))
+    return job.model_copy(update={"scheduler": job.scheduler.planned(length)})
+
+
+def _schedule(job: Job, split: Split) -> Iterator[str]:
+    """A line on a scheduler whose stated length is another than the training's."""
+    if job.task == "train" and isinstance(job.scheduler, Scheduler):
+        name = job.scheduler.label.partition(":")[2] if job.scheduler.is_torchs else ""
+        num = num_scheduled(split, job.scheduler.per)
+        if says := ends_elsewhere(name, job.scheduler.args, num, job.scheduler.per, job.epochs):
+            yield says
 
 
 def has_evaluations(job: Job) -> bool:
@@ -104,6 +127,12 @@ def _check_scheduler(job: Job, split: Split) -> None:
     most, needed = job.scheduler.most_steps, num_scheduled(split, job.scheduler.per)
     if most is not None and most < needed:
         raise JobError(too_short(most, needed, job.scheduler.per))
+    warmup = job.scheduler.args.get("warmup") if job.scheduler.label == Scheduler.SHAPED else None
+    if job.task == "train" and isinstance(warmup, int) and warmup >= needed:
+        raise JobError(
+            f"scheduler.warmup: {counted(warmup, 'update')}, and the training has {needed}; set fewer, or a share "
+            "below 1, like 0.05"
+        )
 
 
 def _check_profile(job: Job, split: Split) -> None:

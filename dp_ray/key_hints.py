@@ -31,7 +31,8 @@ _TOP = (
     ("optimizer.groups", "param_groups parameter_groups"),
     ("optimizer", "optim optimiser optimizers"),
     (
-        "scheduler: a target that is called with the optimizer, like 'torch.optim.lr_scheduler:OneCycleLR'",
+        "scheduler: a target that is called with the optimizer, like 'torch.optim.lr_scheduler:OneCycleLR', or "
+        "{warmup: 0.05, shape: cosine}",
         "lr_scheduler lr_schedule schedule scheduler_type lr_scheduler_type warmup warmup_steps "
         "warmup_ratio warmup_epochs",
     ),

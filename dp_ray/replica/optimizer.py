@@ -1,13 +1,24 @@
 """Build the optimizer, the scheduler and the fp16 loss scaler of a training."""
 
+import copy
 import inspect
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from dp_ray.errors import JobError, ModelError
@@ -150,23 +161,43 @@ def _as_kept(value: torch.Tensor, device: torch.device, parameter: torch.Tensor)
     return moved
 
 
+def warmed_up(optimizer: torch.optim.Optimizer, shape: str, warmup: float, total_steps: int) -> LRScheduler:
+    """The short form of the job's `scheduler`: of `total_steps` updates, a share or a number are the warm-up.
+
+    Update k of W has (k + 1) / (W + 1) of the optimizer's learning rate; the shape begins with all of it.
+    """
+    rises = warmup if isinstance(warmup, int) else round(warmup * total_steps)
+    left = max(1, total_steps - rises)
+    if shape == "cosine":
+        rest: LRScheduler = CosineAnnealingLR(optimizer, left)
+    elif shape == "linear":
+        rest = LinearLR(optimizer, 1.0, 0.0, left)
+    else:
+        rest = ConstantLR(optimizer, 1.0, 0)
+    if rises == 0:
+        return rest
+    return SequentialLR(optimizer, [LinearLR(optimizer, 1 / (rises + 1), 1.0, rises), rest], [rises])
+
+
 class Schedule:
     """The job's scheduler, or none, stepped as the job says."""
 
     def __init__(self, given: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._given, self._optimizer = given, optimizer
         self._per = given.per if isinstance(given, Scheduler) else "step"
         self.metric = (given.metric if isinstance(given, Scheduler) else None) or "loss"
-        self.scheduler: Any = None
-        if isinstance(given, Scheduler):
-            self.scheduler = bind("scheduler", given, leading=1)(optimizer)
-        elif given is not None:
-            self.scheduler = _called("scheduler", given, optimizer)
+        self.scheduler: Any = self._built()
         if self.scheduler is not None and not hasattr(self.scheduler, "step"):
             raise JobError(
                 f"scheduler: must give an object with a step() method, got {type(self.scheduler).__qualname__}"
             )
         if self.watches and self._per != "epoch":
             raise JobError("scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch")
+
+    def _built(self) -> Any:
+        if isinstance(self._given, Scheduler):
+            return bind("scheduler", self._given, leading=1)(self._optimizer)
+        return None if self._given is None else _called("scheduler", self._given, self._optimizer)
 
     @property
     def watches(self) -> bool:
@@ -185,6 +216,24 @@ class Schedule:
         left, needed = self.scheduler.total_steps - self.scheduler.last_epoch, num_scheduled(split, self._per, done)
         if left < needed:
             raise JobError(too_short(left, needed, self._per))
+
+    def begin_anew(self) -> bool:
+        """Build the scheduler again, and step it as often as the present one was: for another length of the training.
+
+        The learning rate is then that of a training which had this length from its start. False if the scheduler,
+        which is not of torch's kind, does not tell how often it was stepped.
+        """
+        if not isinstance(self.scheduler, LRScheduler):
+            return False
+        done = self.scheduler.last_epoch
+        for group in self._optimizer.param_groups:
+            group["lr"] = copy.deepcopy(group["initial_lr"])
+        self.scheduler = self._built()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch asks for a step of the optimizer between two of the scheduler
+            for _ in range(done):
+                self.scheduler.step()
+        return True
 
     def after_step(self) -> None:
         """Step the scheduler if the job steps it once a step."""
@@ -295,7 +344,9 @@ def runs_users_code(given: Any) -> bool:
         return given is not None
     named = isinstance(given.target, str)
     module = given.target.partition(":")[0] if named else getattr(given.target, "__module__", "")
-    return module.split(".")[:2] != ["torch", "optim"] or not all(map(_is_plain, given.args.values()))
+    return (module.split(".")[:2] != ["torch", "optim"] and module != __name__) or not all(
+        map(_is_plain, given.args.values())
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from dp_ray.errors import DataError, ModelError
 from dp_ray.job import Job
 from dp_ray.job_parts import Loader
+from dp_ray.job_plan import with_schedule
 from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.plan.work import Work
 from dp_ray.replica.activation_checkpointing import recompute_blocks
@@ -83,7 +84,7 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
     called, passes = compiled(model, job), OwnPasses(sharded)
     kept_free = [_headroom(device) for device in world.devices if device.type == "cuda"]
     if job.task == "train":
-        training = TrialTraining(job, world, model, called, sharded)
+        training = TrialTraining(with_schedule(job, data.split), world, model, called, sharded)
         for most in (1, None):  # the first pass makes the optimizer's state
             training.step(data, most)
     elif job.task == "predict":

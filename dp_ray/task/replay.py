@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
-from dp_ray.job_plan import split_of
+from dp_ray.job_plan import split_of, with_schedule
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.devices import input_device
@@ -84,7 +84,7 @@ def run_again(given: Given, wanted: Wanted) -> Iterator[Again]:
     model = whole_model(job, world)
     world = world.with_inputs_on(input_device(job, model, world.devices))
     step, (measures, _) = build_step(job, world), build_metrics(job)
-    with closing(Trainer(job, model, compiled(model, job), step, measures, world)) as trainer:
+    with closing(Trainer(with_schedule(job, split), model, compiled(model, job), step, measures, world)) as trainer:
         state = restore(job, trainer, split, cut_of(job, split, dataset), run, _noting(given.say), until=wanted.step)
         synchronise(model)
         if (begun := state.step) > wanted.step:

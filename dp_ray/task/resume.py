@@ -6,6 +6,7 @@ from typing import Any
 
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job import Job
+from dp_ray.job_parts import Scheduler
 from dp_ray.plan.split import Split
 from dp_ray.replica.trainer import Trainer
 from dp_ray.replica.world import World, broadcast, is_rank_0
@@ -56,7 +57,7 @@ def _restored(
     if found:
         advice = f"start anew {replacing(run)}" if until is None else "the dataset or its blocks have changed since"
         check_cut(f"the steps of {checkpoints}/{found[0]}", found[1], cut, advice)
-        return resume(trainer, found[1], found[2], split, send)
+        return resume(job, trainer, found[1], found[2], split, send, plans=until is None)
     if job.init_from is None:
         return TrainState()
     train_state = start_from(job, trainer, split, cut, run, job.init_from, send)
@@ -93,7 +94,7 @@ def start_from(
     says = check_updates(f"init_from: {location}", about.get("updates"), job, advice)
     if says is not None and is_rank_0():
         send(Note(says))
-    train_state = resume(trainer, about, checkpoint["state"], split, send)
+    train_state = resume(job, trainer, about, checkpoint["state"], split, send)
     if train_state.step != (named := first_step(run)):
         raise JobError(
             f"init_from: {location} holds step {train_state.step}, but its name says {named}: rename it back"
@@ -106,15 +107,29 @@ def start_from(
     return dataclasses.replace(train_state, best=None, best_step=None, stopping={})
 
 
-def resume(trainer: Trainer, about: dict[str, Any], state: Any, split: Split, send: Send) -> TrainState:
+def resume(
+    job: Job, trainer: Trainer, about: dict[str, Any], state: Any, split: Split, send: Send, plans: bool = True
+) -> TrainState:
     """Load a checkpoint into the trainer; if the training has another length now, send a note on the scheduler.
 
-    Raises ModelError if the checkpoint has other parameters than the model.
+    A scheduler that is made for the training's length is planned anew for that, if it `plans`: a replay goes the way
+    that the run went. Raises ModelError if the checkpoint has other parameters than the model.
     """
     if about["parameters"] != trainer.optimizer_step.names:
         raise ModelError("the checkpoint's parameters are not this model's")
     trainer.load_state_dict(state)
     steps, before = split.total_steps, about.get("steps", split.total_steps)
-    if steps != before and (lengths := trainer.schedule.lengths) and is_rank_0():
-        send(Note(f"{steps} steps now, {before} before: the scheduler stays as it was built ({lengths})"))
+    if steps != before and (says := _planned_anew(job, trainer, plans)) and is_rank_0():
+        send(Note(f"{steps} steps now, {before} before: {says}"))
     return TrainState(**about["running"])
+
+
+def _planned_anew(job: Job, trainer: Trainer, plans: bool) -> str:
+    """Plan the scheduler for the training's new length, if it can be; what to say of it."""
+    schedule = trainer.schedule
+    if plans and isinstance(job.scheduler, Scheduler) and job.scheduler.is_planned:
+        before = trainer.learning_rate
+        if schedule.begin_anew():
+            now = trainer.learning_rate
+            return f"the scheduler is planned anew: the learning rate goes on at {now:.4g}, not {before:.4g}"
+    return f"the scheduler stays as it was built ({schedule.lengths})" if schedule.lengths else ""

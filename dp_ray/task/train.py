@@ -8,7 +8,7 @@ from torch import nn
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
-from dp_ray.job_plan import split_of
+from dp_ray.job_plan import split_of, with_schedule
 from dp_ray.plan.split import Split
 from dp_ray.plan.work import Work
 from dp_ray.replica.activation_checkpointing import recompute_blocks
@@ -64,8 +64,9 @@ def train(
     measures, states = build_metrics(job)
     check_watched(job, states)
     step, called = build_step(job, world), compiled(model, job)
+    planned = with_schedule(job, split)
     times, ahead = StepTimes(clock_on(world.device)), OneAhead()
-    with closing(Trainer(job, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
+    with closing(Trainer(planned, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
         if (line := trainer.optimizer_step.says_left_out) is not None:
             telling(world, send)(line)
         attempt = begin_attempt(run).attempt
