@@ -25,6 +25,7 @@ import torch
 
 from dp_ray.replica.freed_memory import free_memory
 from dp_ray.task.settings import SETTINGS, Restore
+from dp_ray.task.torch_settings import NotRestored
 from dp_ray.tracebacks import is_installed
 
 END_SECONDS = 2.0  # how long threads and processes of a job may take to end by themselves
@@ -53,19 +54,23 @@ def isolated() -> Iterator[list[str]]:
     try:
         yield remains
     finally:
-        remains += [name for name, restore in reversed(restores.items()) if not _succeeds(restore)]
+        for name, restore in reversed(restores.items()):
+            remains += _not_restored(name, restore)
         _end_processes(belongings)
         _free_kernels()
         free_memory()
         remains += _remains(belongings)
 
 
-def _succeeds(restore: Restore) -> bool:
+def _not_restored(name: str, restore: Restore) -> list[str]:
+    """Restore something; what remains of it, by its name."""
     try:
         restore()
+    except NotRestored as what:
+        return [f"{name}: {what}"]
     except Exception:  # user code may have broken anything
-        return False
-    return True
+        return [name]
+    return []
 
 
 def _end_processes(before: Belongings) -> None:
