@@ -38,11 +38,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of `dp-ray verify`; `first` says where a bitwise job's runs first differ."""
+    """The result of `dp-ray verify`; `first` says where a bitwise job's runs first differ.
+
+    All runs have the same number of `shards`. A run of the job alone has `shards_alone`, which may be another if the
+    job sets none.
+    """
 
     rows: list[Row]
     bitwise: bool
     tolerance: float
+    shards: int
+    shards_alone: int
     first: str | None = None
     kept: list[str] = field(default_factory=list)
 
@@ -62,7 +68,16 @@ class Verdict:
         text = [
             "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
-        return "\n".join([*text, self._says()])
+        return "\n".join([*text, *self._of_shards(), self._says()])
+
+    def _of_shards(self) -> list[str]:
+        """What was compared, if a run of the job alone is another."""
+        if self.shards == self.shards_alone:
+            return []
+        return [
+            f"compared with shards: {self.shards} on each number of workers; the job sets none, so a run of it alone "
+            f"takes {self.shards_alone}, and may give another result; set shards: {self.shards} for what was compared"
+        ]
 
     def _says(self) -> str:
         if self.bitwise:
@@ -85,6 +100,7 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
     and the Errors of the runs.
     """
     _check(job, counts)
+    alone = job.num_shards
     job = job.model_copy(update={"shards": job.shards or max(1, *counts), "metrics": _metrics(job)})
     tolerance = TOLERANCE[job.precision] if tolerance is None else tolerance
 
@@ -100,14 +116,14 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
                 raise RunInterrupted("interrupted; run verify again, it begins anew") from None
 
         runs = [run(count) for count in counts]
-        verdict = _verdict(job, counts, runs, tolerance, run)
+        verdict = _verdict(job, counts, runs, tolerance, run, alone)
     if verdict.same:
         for one in runs:
             one.storage().remove()
     return verdict
 
 
-def _verdict(job: Job, counts: Sequence[int], runs: list[Result], tolerance: float, run: Run) -> Verdict:
+def _verdict(job: Job, counts: Sequence[int], runs: list[Result], tolerance: float, run: Run, alone: int) -> Verdict:
     bitwise = job.bitwise or job.task == "predict"
     rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
     different = [at for at, row in enumerate(rows) if not row.same]
@@ -115,7 +131,7 @@ def _verdict(job: Job, counts: Sequence[int], runs: list[Result], tolerance: flo
     if different and bitwise:
         first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
     kept = [one.run_dir for one in (runs if different else [])]
-    return Verdict(rows, bitwise, tolerance, first, kept)
+    return Verdict(rows, bitwise, tolerance, job.num_shards, alone, first, kept)
 
 
 def _check(job: Job, counts: Sequence[int]) -> None:

@@ -137,7 +137,8 @@ def test_verify_names_the_first_step_and_parameter_that_differ(
         "model": "tests.support.models:KnowsItsRank",
         "collate": None,
         "dataset": "tests.support.training:Pairs",
-        "shards": 2,
+        "shards": None,
+        "workers": 1,
     }
     path = job_file(tmp_path, **{**keys, "epochs": 1})
     line = ("verify", path, "--workers", "0,2", "--quiet", "--storage", str(tmp_path / "runs"))
@@ -148,6 +149,10 @@ def test_verify_names_the_first_step_and_parameter_that_differ(
     # Each of two workers runs a forward before the first step, to see which parameters it uses, and one in each step.
     assert "on 2 workers against 0, first after step 2: first.weight differs by up to" in last, printed.out
     assert "kept: " in last
+    says = printed.out.splitlines()[-2]
+    assert (
+        "compared with shards: 2 on each number of workers; the job sets none, so a run of it alone takes 1" in says
+    )
 
 
 def test_a_loss_that_is_a_mean_is_told_how_to_be_written(in_project: Path, tmp_path: Path) -> None:

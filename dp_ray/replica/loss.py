@@ -8,6 +8,7 @@ has it: `numbers_given` tells them apart.
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +22,7 @@ from dp_ray.job_target import Target
 from dp_ray.replica.rng import preserved
 from dp_ray.replica.targets import bind, bound, resolve
 from dp_ray.tensors.nested import flatten, map_leaves
-from dp_ray.tensors.scatter import gather, num_rows, rows_dim, scatter
+from dp_ray.tensors.scatter import cut, gather, num_rows, rows_dim, scatter
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
 
@@ -110,6 +111,69 @@ def numbers_given(function: Compare, outputs: Any, target: Any, batch_dim: int) 
         return None
     both = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
     return (one.numel(), two.numel()) if both else None
+
+
+class Apart(NamedTuple):
+    """The loss of a shard's first row and of its others, each given to the loss apart, and of all rows together."""
+
+    first: float
+    others: float
+    together: float
+
+
+@torch.no_grad()
+def of_neighbours(
+    compare: Compare, value: Any, seen: tuple[Any, Any], rows: int, batch_dim: int, is_exact: bool
+) -> Apart | None:
+    """What the loss gives apart, if the losses of rows depend on the other rows; None if they do not, or if unknown.
+
+    `value` is what the loss gave for the outputs and target `seen`. A loss of single rows has a sum that is that of
+    its parts, up to rounding, which is small if `is_exact`. A copy of the loss is called, without gradients: twice,
+    and once more if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
+    """
+    try:
+        if rows < 2 or is_torchs(compare) or num_rows(seen, batch_dim) != rows:
+            return None
+        together, size = _sum_and_size(value, rows)
+
+        def again(start: int, stop: int) -> float:
+            asked = copy.deepcopy(compare, _shared(compare))
+            piece = map_leaves(_copied, cut(seen, start, stop, batch_dim))
+            return _sum_and_size(asked(*piece), stop - start)[0]
+
+        with preserved(_device_of(seen)):
+            first, others = again(0, 1), again(1, rows)
+            room = size * (1e-5 if is_exact and isinstance(value, torch.Tensor) else 1e-4 if is_exact else 5e-3)
+            if not abs(together - first - others) > room:  # also where one is no number
+                return None
+            same = abs(again(0, rows) - together) <= room
+    except Exception:  # a user's loss may take no single row, or the device has no memory for another call
+        return None
+    return Apart(first, others, together) if same and math.isfinite(first + others + together) else None
+
+
+def is_torchs(compare: Compare) -> bool:
+    """Whether a loss is one of torch's own classes, whose losses are those of single rows."""
+    while isinstance(compare, functools.partial):
+        inner = [one for one in (compare.func, *compare.args) if isinstance(one, nn.Module)]
+        compare = inner[0] if inner else compare.func
+    return (type(compare) if isinstance(compare, nn.Module) else compare).__module__.startswith("torch.nn.")
+
+
+def _sum_and_size(value: Any, rows: int) -> tuple[float, float]:
+    """The sum of a loss, and by what its rounding is judged: the size of its numbers, or its weight if larger."""
+    weighed = weighted_sum(value, rows, "the loss")
+    if isinstance(value, torch.Tensor):
+        numbers = value.double()
+        return float(numbers.sum()), float(numbers.abs().sum())
+    total = float(weighed.sum)
+    return total, max(abs(total), float(weighed.weight))
+
+
+def _shared(compare: Compare) -> dict[int, Any]:
+    """What `copy.deepcopy` of a loss leaves as it is: its parameters, which may be those of a large model."""
+    modules = [one for one in (compare, getattr(compare, "__self__", None)) if isinstance(one, nn.Module)]
+    return {id(one): one for module in modules for one in module.parameters()}
 
 
 def _copied(leaf: Any) -> Any:

@@ -42,7 +42,7 @@ from dp_ray.task.profiling import StepProfiler
 from dp_ray.task.resume import restore
 from dp_ray.task.set_aside import forget_from, quarantine_of, set_aside
 from dp_ray.task.setup import load_dataset
-from dp_ray.task.shard_reports import reporting
+from dp_ray.task.shard_reports import looking_at_loss, reporting
 from dp_ray.task.slowness import slowed
 from dp_ray.task.step_control import StepControl
 from dp_ray.task.training_loop import TrainingLoop
@@ -94,7 +94,10 @@ def train(
             StepProfiler(job, world, run, split.total_steps, send) as profiler,
         ):
             loop = TrainingLoop(trainer, split, train_state, *after, control, times, profiler)
-            loop.run(work, batches, world, recorder, reporting(recorder, probe))
+            on_shard = looking_at_loss(
+                job, stopping.next_step, world, reporting(recorder, probe), telling(world, send)
+            )
+            loop.run(work, batches, world, recorder, on_shard)
             send_figures(trainer, times, world, send)
     forget_ahead(run, quarantine, train_state.step, split)
     if stopping.next_step < split.total_steps:
