@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
+from dp_ray.job_args import object_in
 from dp_ray.job_file import job_of
 from dp_ray.key_hints import renamed
 from dp_ray.rundir.claim import located
@@ -84,6 +85,13 @@ def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides:
     if values["eval"]:
         needed["eval.dataset"] = values["eval"]["dataset"]
     for key, value in needed.items():
+        held = value.get("args") if isinstance(value, Mapping) and f"{key}_args" not in overrides else None
+        path = object_in(held, f"{key}.args")
+        if path is not None and not any(path == one or path.startswith(f"{one}.") for one in overrides):
+            raise JobError(
+                f"{run}: {path} was given as a Python object, which no file holds; set it (--set {path}=...), or "
+                f"call dp_ray.run(task={task!r}, init_from=..., {key}=...)"
+            )
         if isinstance(_named(value), str) and _named(value).startswith("<") and key not in overrides:
             raise JobError(
                 f"{run}: {key} was given as a Python object ({_named(value)}), which no file holds; name a target "

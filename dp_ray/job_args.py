@@ -27,6 +27,7 @@ BY_BYTES = "biufcmMSUV"  # kinds of numpy's dtypes whose elements are their byte
 FEW = 4  # elements of an array that are shown beside its digest
 LONGEST = 64  # bytes that are shown as they are
 DIGITS = 32  # of a digest
+MARKED = re.compile(r"\((set|partial|type|enum|pattern|bytes|bytearray|named|numpy|torch|object)\)|<[\w.]+:[^:]+>$")
 
 
 class _Bare:
@@ -53,6 +54,21 @@ def told_args(args: Any) -> Told:
     return Told(values, tuple(unknown))
 
 
+def object_in(values: Any, path: str = "args") -> str | None:
+    """The path of the first Python object in args as `told_args` tells them, of which they hold less than it is."""
+    if isinstance(values, str):
+        return path if MARKED.match(values) else None
+    if isinstance(values, list):
+        inner = [object_in(one, _inside(path, at)) for at, one in enumerate(values)]
+    elif isinstance(values, Mapping):
+        inner = [
+            path if MARKED.match(str(key)) else object_in(one, _inside(path, key)) for key, one in values.items()
+        ]
+    else:
+        return None
+    return next((one for one in inner if one is not None), None)
+
+
 def _plain(value: Any, path: str, unknown: list[str], around: frozenset[int]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -64,7 +80,7 @@ def _plain(value: Any, path: str, unknown: list[str], around: frozenset[int]) ->
     if isinstance(value, list | tuple | deque):
         return [_plain(one, _inside(path, at), unknown, around) for at, one in enumerate(value)]
     if isinstance(value, set | frozenset):
-        return {"set": sorted((_plain(one, path, unknown, around) for one in value), key=_text)}
+        return {"(set)": sorted((_plain(one, path, unknown, around) for one in value), key=_text)}
     if (parts := _parts(value)) is not None:
         return {key: _plain(one, _inside(path, key), unknown, around) for key, one in parts.items()}
     found = _in_full(value) or _name(value) or _array(value) or _tensor(value) or _by_state(value, around)
@@ -89,7 +105,7 @@ def _digest(raw: Any) -> str:
 def _parts(value: Any) -> dict[str, Any] | None:
     """What a partial, a pydantic model or a dataclass is made of; None of all others."""
     if isinstance(value, partial):
-        return {"partial": value.func, "args": list(value.args), "keywords": dict(value.keywords)}
+        return {"(partial)": value.func, "args": list(value.args), "keywords": dict(value.keywords)}
     kind = type(value)
     if isinstance(value, BaseModel):
         parts = dict(value)
@@ -99,18 +115,18 @@ def _parts(value: Any) -> dict[str, Any] | None:
             return None  # it has more than its fields
     else:
         return None
-    return parts if kind.__module__.startswith("dp_ray.") else {"type": kind, **parts}
+    return parts if kind.__module__.startswith("dp_ray.") else {"(type)": kind, **parts}
 
 
 def _in_full(value: Any) -> str | None:
     if isinstance(value, Enum):
-        return f"{type(value).__module__}:{type(value).__qualname__}.{value.name or value.value}"
+        return f"(enum) {type(value).__module__}:{type(value).__qualname__}.{value.name or value.value}"
     if isinstance(value, IN_FULL):
         return str(value)
     if isinstance(value, re.Pattern):
-        return f"re.compile({value.pattern!r}, {int(value.flags)})"
+        return f"(pattern) {value.pattern!r}, flags {int(value.flags)}"
     if isinstance(value, bytes | bytearray):
-        return str(value) if len(value) <= LONGEST else f"{type(value).__name__} [{len(value)}] {_digest(value)}"
+        return str(value) if len(value) <= LONGEST else f"({type(value).__name__}) [{len(value)}] {_digest(value)}"
     torch: Any = sys.modules.get("torch")
     return str(value) if torch is not None and isinstance(value, torch.dtype | torch.device) else None
 
@@ -124,7 +140,7 @@ def _name(value: Any) -> str | None:
     for part in (name or "").split("."):
         found = getattr(found, part, None)
     is_found = found is not None and module != "__main__" and found == value
-    return f"{module}:{name}" if is_found else None
+    return f"(named) {module}:{name}" if is_found else None
 
 
 def _array(value: Any) -> str | None:
@@ -132,9 +148,9 @@ def _array(value: Any) -> str | None:
     if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic | numpy.dtype):
         return None
     if isinstance(value, numpy.dtype):
-        return f"numpy.dtype {value!s}"
+        return f"(numpy) dtype {value!s}"
     if isinstance(value, numpy.ma.MaskedArray):
-        return f"numpy.ma {_array(value.data)}, masked {_array(numpy.ma.getmaskarray(value))}"
+        return f"(numpy) {_array(value.data)}, masked {_array(numpy.ma.getmaskarray(value))}"
     array = numpy.asarray(value)
     if array.dtype.kind in BY_BYTES and array.dtype.names is None:
         raw = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
@@ -143,7 +159,9 @@ def _array(value: Any) -> str | None:
         if elements.unknown:
             return None
         raw = _text(elements.values).encode()
-    return f"numpy {array.dtype.str if array.dtype.byteorder == '>' else array.dtype} {_sized(array)} {_digest(raw)}"
+    return (
+        f"(numpy) {array.dtype.str if array.dtype.byteorder == '>' else array.dtype} {_sized(array)} {_digest(raw)}"
+    )
 
 
 def _tensor(value: Any) -> str | None:
@@ -155,7 +173,7 @@ def _tensor(value: Any) -> str | None:
     here = value.detach().cpu().resolve_conj().resolve_neg()
     dtype = str(value.dtype).removeprefix("torch.")
     raw = here.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"torch {dtype} {_sized(here)} {_digest(raw)}"
+    return f"(torch) {dtype} {_sized(here)} {_digest(raw)}"
 
 
 def _sized(array: Any) -> str:
@@ -176,4 +194,4 @@ def _by_state(value: Any, around: frozenset[int]) -> str | None:
         state = _text(hide_in(_plain(value.__getstate__(), "", unknown, around)))
     except Exception:  # it holds itself, or what no file can hold; or its own __getstate__ raises
         return None
-    return None if unknown or name is None else f"{name} {_digest(state.encode())}"
+    return None if unknown or name is None else f"{name.replace('named', 'object', 1)} {_digest(state.encode())}"

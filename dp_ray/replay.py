@@ -11,6 +11,7 @@ from typing import Any
 from dp_ray.errors import Error, JobError, StorageError
 from dp_ray.in_process import devices_here
 from dp_ray.job import Job
+from dp_ray.job_args import object_in
 from dp_ray.job_file import job_of
 from dp_ray.key_hints import renamed
 from dp_ray.replica.world import World
@@ -82,6 +83,10 @@ def _check_objects(run: Storage, kept: dict[str, Any]) -> None:
         named = value["target"] if isinstance(value, dict) else value
         if isinstance(named, str) and named.startswith("<"):
             raise JobError(f"replay: {run}: {key} was given as a Python object ({named}), which no file holds")
+        if isinstance(value, dict) and (
+            path := object_in({one: value[one] for one in value if one != "target"}, key)
+        ):
+            raise JobError(f"replay: {run}: {path} was given as a Python object, which no file holds")
 
 
 def _check_can_run(kept: dict[str, Any]) -> None:

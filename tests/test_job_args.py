@@ -24,11 +24,14 @@ import torch
 from torch import nn
 
 from dp_ray.errors import JobError
+from dp_ray.follow_up import check_no_objects
 from dp_ray.job import Job
+from dp_ray.replay import replay
 from dp_ray.results.compare import differing_keys
 from dp_ray.rundir.claim import claim
 from dp_ray.rundir.differences import differences
 from dp_ray.storage import Storage
+from dp_ray.task.replay import Wanted
 from dp_ray.task.updates import check_updates, updates_of
 from tests.support.cluster import ROOT
 
@@ -63,6 +66,10 @@ class Sized:
 
 def values(**keys: Any) -> dict[str, Any]:
     return {"model": "a:b", "batch_size": 8, **keys}
+
+
+def nobody(_: object) -> None:
+    pass
 
 
 def double(value: float) -> float:
@@ -170,11 +177,11 @@ def test_the_error_names_the_key_and_both_values(tmp_path: Path) -> None:
     base = Storage(str(tmp_path))
     claim(job(samples=LONG, rates={"first": torch.tensor([0.5, 0.25])}), base)
     assert claim(job(samples=LONG.copy(), rates={"first": torch.tensor([0.5, 0.25])}), base).is_resumed
-    array = r"'numpy float64 \[5000\] sha256 [0-9a-f]{32}'"
+    array = r"'\(numpy\) float64 \[5000\] sha256 [0-9a-f]{32}'"
     with pytest.raises(JobError, match=rf"\(dataset\.args\.samples: {array} there, {array} here\)"):
         claim(job(samples=CHANGED, rates={"first": torch.tensor([0.5, 0.25])}), base)
     said = (
-        r"rates\.first: 'torch float32 \[2\]: 0\.5, 0\.25, sha256 .* there, 'torch float32 \[2\]: 0\.5, 0\.125, sha"
+        r"rates\.first: '\(torch\) float32 \[2\]: 0\.5, 0\.25, sha256 .* there, '\(torch\) float32 \[2\]: 0\.5, 0\.1"
     )
     with pytest.raises(JobError, match=said):
         claim(job(samples=LONG, rates={"first": torch.tensor([0.5, 0.125])}), base)
@@ -223,7 +230,9 @@ def test_a_checkpoint_of_the_version_before_goes_on_with_the_same_optimizer() ->
     assert check_updates("it", {**told, "scheduler": None}, trains(0.5), "start anew") is None
     with pytest.raises(JobError, match=r"optimizer\.args\.lr: 'tensor\(0\.5000\)' there"):
         check_updates("it", {**told, "scheduler": None}, trains(0.25), "start anew")
-    with pytest.raises(JobError, match=r"lr: 'torch float32 \[\]: 0\.5, .* there, 'torch float32 \[\]: 0\.25, "):
+    with pytest.raises(
+        JobError, match=r"lr: '\(torch\) float32 \[\]: 0\.5, .* there, '\(torch\) float32 \[\]: 0\.25, "
+    ):
         check_updates("it", updates_of(trains(0.5)), trains(0.25), "start anew")
 
 
@@ -238,3 +247,21 @@ def test_compare_finds_nan_the_same_as_itself() -> None:
     told = {"model": {"args": {"fill": math.nan, "shares": [math.nan]}}}
     runs: Any = [SimpleNamespace(job=told), SimpleNamespace(job=json.loads(json.dumps(told)))]
     assert differing_keys(runs) == {}
+
+
+IN_FULL = {"a float", "a path", "a time", "a decimal", "a dtype"}
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS.keys() - IN_FULL))
+def test_a_run_whose_args_no_file_holds_is_not_run_again_from_its_file(tmp_path: Path, name: str) -> None:
+    """Else the target would be called with the text that stands for the object."""
+    given = {**values(task="train", loss="a:d", optimizer="a:e"), "storage": str(tmp_path)}
+    made = Job.make({**given, "dataset": {"target": "a:c", "args": {"value": PAIRS[name][0]()}}}, "job")
+    claim(made, Storage(str(tmp_path)))
+    run = Storage(str(tmp_path / "job"))
+    kept = json.loads((tmp_path / "job" / "run.json").read_text())["job"]
+    with pytest.raises(JobError, match=r"dataset\.args\.value\S* was given as a Python object"):
+        check_no_objects(run, "evaluate", kept, {})
+    with pytest.raises(JobError, match=r"dataset\.args\.value\S* was given as a Python object"):
+        replay(str(run), Wanted(1), nobody, nobody)
+    check_no_objects(run, "evaluate", kept, {"dataset": "a:b"})
