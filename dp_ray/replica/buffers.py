@@ -188,15 +188,14 @@ class Buffers(_Writable):
     """What the forwards of a training write, during a step.
 
     A step calls `begin`, `restore` before each later shard, `keep` after shard 0, `share` and `finish`. Each forward
-    runs in `forward`. `blocks` are those of a sharded
-    model, with torch's records of their parameters, which no forward may write.
+    runs in `forward`. `blocks` are those of a sharded model, with torch's records of their parameters, which no
+    forward may write.
     """
 
     def __init__(self, model: nn.Module, is_compiled: bool = False, blocks: Blocks = ()) -> None:
         super().__init__(model)
         self._is_compiled = is_compiled
         self._built = frozenset(self._places)
-        self._checking = _Checking(self._check)
         self._blocks = [(block, list(units)) for block, units in blocks]
         self._versions: list[int] = []
         self._digests: dict[str, int] = {}
@@ -236,7 +235,7 @@ class Buffers(_Writable):
 
     def forward(self) -> AbstractContextManager[None]:
         """The context of a shard's forward; raises ModelError for a write that cannot be undone."""
-        return self._early_forward() if self._is_early else self._checking
+        return self._early_forward() if self._is_early else _Checking(self._check)
 
     @contextmanager
     def _early_forward(self) -> Iterator[None]:

@@ -112,10 +112,10 @@ def has_nan(path: Path) -> bool:
 
 def plain_counts(device: torch.device) -> list[simgpu.Counts]:
     """The counts before each step of plain torch that trains the job `one shard`."""
-    model, data = initial(jobs.Wide).to(device), training.Pairs(34)
+    model, data = initial(jobs.Wide).to(device), training.Pairs(74)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     seen = []
-    for start in range(0, 32, 8):
+    for start in range(0, 8 * jobs.STEPS, 8):
         seen.append(simgpu.counts())
         inputs, targets = (
             torch.stack(list(column)).to(device)

@@ -26,6 +26,8 @@ SOURCES = "clocks", "device", "nccl"
 TORCH = "2.13.0"  # whose internals the library is written against
 LIBRARY = "libsimgpu.so"
 COMPILER = "g++"
+GPUS = 8
+CUDA = 1  # the number of this device type
 
 
 def why_not() -> str | None:
@@ -109,8 +111,24 @@ def _torch_folder() -> Path:
 
 
 def _give_calls(torch: Any) -> None:
-    """Give torch._C the functions of a build for CUDA, and torch.cuda classes of streams and events."""
+    """Give torch what a build for CUDA has: functions of torch._C, classes of streams and events, generators."""
     sim, cuda = torch.ops.simgpu, torch.cuda
+    for name, call in _calls(sim).items():
+        setattr(torch._C, f"_cuda_{name}", call)
+    cuda._exchange_device, cuda._maybe_exchange_device = (
+        torch._C._cuda_exchangeDevice,
+        torch._C._cuda_maybeExchangeDevice,
+    )
+    cuda.Stream, cuda.Event = _classes(torch)
+    cuda._initialized = True
+    cuda.default_generators = tuple(sim.generator(number) for number in range(GPUS))
+    cuda.device_count = lambda: GPUS
+    cuda.is_current_stream_capturing = cuda._is_in_bad_fork = lambda: False
+    _give_memory(torch)
+
+
+def _calls(sim: Any) -> dict[str, Callable[..., Any]]:
+    """The functions of torch._C that torch.cuda calls, without the `_cuda_` that their names begin with."""
 
     def index(device: int | None) -> int:
         return int(sim.device()) if device is None or device < 0 else device
@@ -135,20 +153,17 @@ def _give_calls(torch: Any) -> None:
             set_device(device_index)
         sim.set_stream(device_index, stream_id)
 
-    def current_stream(device: int | None) -> tuple[int, int, int]:
-        return int(sim.stream(index(device))), index(device), 1  # the number of the device type CUDA
-
-    calls: dict[str, Callable[..., Any]] = {
+    return {
         "init": lambda: None,
-        "getDeviceCount": lambda: 8,
+        "getDeviceCount": lambda: GPUS,
         "isInBadFork": lambda: False,
         "getDevice": lambda: int(sim.device()),
         "setDevice": set_device,
         "exchangeDevice": exchange_device,
         "maybeExchangeDevice": maybe_exchange_device,
-        "getCurrentStream": current_stream,
+        "getCurrentStream": lambda device: (int(sim.stream(index(device))), index(device), CUDA),
         "getCurrentRawStream": lambda device: int(sim.stream(index(device))),
-        "getDefaultStream": lambda device: (0, index(device), 1),
+        "getDefaultStream": lambda device: (0, index(device), CUDA),
         "setStream": set_stream,
         "synchronize": lambda: sim.synchronize(sim.device()),
         "emptyCache": lambda: None,
@@ -156,15 +171,17 @@ def _give_calls(torch: Any) -> None:
         "sleep": lambda cycles: None,
         "isCurrentStreamCapturing": lambda: False,
     }
-    for name, call in calls.items():
-        setattr(torch._C, f"_cuda_{name}", call)
+
+
+def _classes(torch: Any) -> tuple[Any, Any]:
+    """torch.cuda.Stream and torch.cuda.Event."""
+    index = torch.cuda._utils._get_device_index
 
     class Stream(torch.Stream):  # type: ignore[misc]  # Any
         def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Any:
             if given:
                 return super().__new__(cls, **given)
-            where = torch.device("cuda", cuda._utils._get_device_index(device, optional=True))
-            return super().__new__(cls, where, priority=priority)
+            return super().__new__(cls, torch.device("cuda", index(device, optional=True)), priority=priority)
 
     class Event(torch.Event):  # type: ignore[misc]  # Any
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, **_: Any) -> Any:
@@ -173,14 +190,12 @@ def _give_calls(torch: Any) -> None:
         def elapsed_time(self, end: Any) -> float:
             return 0.01  # milliseconds
 
-    cuda.Stream, cuda.Event = Stream, Event
-    cuda._exchange_device, cuda._maybe_exchange_device = exchange_device, maybe_exchange_device
-    cuda._initialized = True
-    cuda.default_generators = tuple(sim.generator(number) for number in range(8))
-    cuda.is_current_stream_capturing = lambda: False
-    cuda._is_in_bad_fork = lambda: False
-    cuda.device_count = lambda: 8
-    cuda.empty_cache = lambda: None
+    return Stream, Event
+
+
+def _give_memory(torch: Any) -> None:
+    """Have torch.cuda tell of the GPUs' memory, and storages be resized, as FSDP does with what it gathers."""
+    sim, cuda = torch.ops.simgpu, torch.cuda
     card = SimpleNamespace(name="simulated GPU", total_memory=sim.memory(), major=9, minor=0, multi_processor_count=1)
 
     def allocated(device: Any = None) -> int:
@@ -191,6 +206,7 @@ def _give_calls(torch: Any) -> None:
     cuda.mem_get_info = lambda device=None: (card.total_memory - allocated(device), card.total_memory)
     cuda.memory_allocated = allocated
     cuda.memory_reserved = lambda device=None: 0
+    cuda.empty_cache = lambda: None
     resize = torch.UntypedStorage.resize_
 
     def resize_storage(storage: Any, size: int) -> Any:
