@@ -12,7 +12,7 @@ import os
 import posixpath
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -127,7 +127,7 @@ class Storage:
         """The names of the files in the folder, sorted, without unfinished ones."""
         selector = pafs.FileSelector(self.path, allow_not_found=True)
         with self._named("cannot be listed"):
-            files = [info for info in self.fs.get_file_info(selector) if info.is_file]
+            files = [info for info in with_names(self.fs.get_file_info(selector)) if info.is_file]
         return sorted(info.base_name for info in files if not info.base_name.startswith(TEMPORARY))
 
     def exists(self, name: str) -> bool:
@@ -159,7 +159,7 @@ class Storage:
             return
         selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
         with self._named("cannot be cleared"):
-            for info in self.fs.get_file_info(selector):
+            for info in with_names(self.fs.get_file_info(selector)):
                 if info.is_file and info.base_name.startswith(TEMPORARY):
                     self.fs.delete_file(info.path)
 
@@ -240,6 +240,23 @@ class Storage:
             may_not = is_writing and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
             advice = "; set storage to a folder that you may read and write" if may_not else ""
             raise StorageError(f"{self}: {what}: {error}{advice}") from error
+
+
+def with_names(infos: Iterable[pafs.FileInfo]) -> Iterator[pafs.FileInfo]:
+    """Those whose names are UTF-8, as all that dp_ray writes; pyarrow cannot tell the name of another one."""
+    for info in infos:
+        with suppress(UnicodeDecodeError):
+            _ = info.path
+            yield info
+
+
+def is_text(name: str) -> bool:
+    """Whether a name that the system gave is UTF-8: Python gives others with surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _bare(url: str) -> str:

@@ -61,6 +61,28 @@ def test_a_glob_by_url_finds_shards_whose_index_is_kept_beside_them(server: Serv
     assert set(dataset.pins) == {"s3://bucket/shards/0.tar", "s3://bucket/shards/1.tar"}
 
 
+def test_keys_of_any_name_are_found_by_url(server: Server, tmp_path: Path) -> None:
+    """In a folder, by a glob and in a list, percent-encoded or not."""
+    for number, name in enumerate(("a b.parquet", "ü+%.parquet", "_c.parquet")):
+        pq.write_table(pa.table({"n": [number]}), tmp_path / name)
+    url = upload(server, tmp_path, "odd names")
+    encoded, options = url.replace(" ", "%20").split("?")
+    for base in (url.split("?")[0], encoded):
+        for paths, wanted in (
+            (f"{base}?{options}", [0, 1]),
+            (f"{base}/*?{options}", [0, 1]),
+            (
+                [f"{base}/{name}?{options}" for name in ("%C3%BC+%25.parquet", "ü+%.parquet", "a b.parquet")],
+                [1, 1, 0],
+            ),
+            ([f"{base}/{name}.parquet?{options}" for name in ("a%20b", "a%20*", "_c")], [0, 0, 2]),
+        ):
+            dataset = Parquet(paths)
+            assert [item["n"] for item in dataset] == wanted
+            pins = ("a b.parquet", "ü+%.parquet", "_c.parquet")
+            assert set(dataset.pins) == {f"s3://bucket/odd%20names/{pins[number]}" for number in wanted}
+
+
 def test_a_store_that_fails_now_and_then_loses_nothing(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,20 +2,23 @@
 
 import errno
 import fnmatch
+import glob
 import os
 import re
+import stat
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
+from urllib.parse import quote, unquote
 
 import pyarrow as pa
 from pyarrow import fs as pafs
 
 from dp_ray.errors import DataError, StorageError
 from dp_ray.secrets import hide
-from dp_ray.storage import Storage
+from dp_ray.storage import Storage, is_text
 from dp_ray.text import listed
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -29,7 +32,10 @@ PASSING = {
     *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE),
     *(errno.ENOMEM, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
 }
+NO_TEXT = "the name is no UTF-8; rename the file"
 _WILDCARD = re.compile(r"[*?\[]")
+_NOT_IN_URLS = re.compile(r"""[^!-~]|["<>\\^`{|}\[\]]|%(?![0-9A-Fa-f]{2})""")
+_ENCODED = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
 
 
 @dataclass(frozen=True)
@@ -55,18 +61,23 @@ class File:
 
 
 def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
-    """The files in a folder, of a glob, of a list of files, or at a URL of pyarrow's file systems, by name.
+    """The files in a folder, of a glob, of a list of these, or at a URL of pyarrow's file systems, by name.
 
-    In a folder, files that end with one of `suffixes` count, at any depth, but for hidden ones. A list keeps its
-    order.
+    In a folder, files that end with one of `suffixes` count, in any case of letters and at any depth. Wildcards match
+    any suffix. Neither takes hidden names, which begin with a dot or an underscore, unless the path or the part of
+    the pattern begins so too. A list keeps its order.
 
     Raises DataError, which names the path, if there are none.
     """
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    given = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if not given:
         raise DataError("no files were given: an empty list")
     try:
-        found = [file for path in given for file in _found(os.fspath(path), suffixes)]
+        found = [
+            file
+            for path, named in zip(given, _named_files(given), strict=True)
+            for file in ([named] if named else _found(path, suffixes))
+        ]
     except (StorageError, OSError) as error:
         raise DataError(f"cannot look for files: {error}") from error
     return _versioned(found)
@@ -83,53 +94,147 @@ def in_threads(look: Callable[[File], T], files: Sequence[File]) -> list[T]:
         return list(pool.map(look, files))
 
 
-def _found(path: str, suffixes: Sequence[str]) -> list[File]:
-    head, mark, query = path.partition("?") if "://" in path else (path, "", "")
-    is_pattern = _WILDCARD.search(head) is not None
-    if is_pattern and "://" in path:
-        return _globbed(head, mark + query)
-    there = Storage(path)
+@dataclass(frozen=True)
+class _Path:
+    """A path as it was given: what pyarrow takes for it, and a URL's options, which are no part of it."""
+
+    text: str
+    options: str
+
+    @classmethod
+    def of(cls, given: str) -> "_Path":
+        """The parts of a path. Raises DataError for a name that is no UTF-8, which pyarrow cannot pass on."""
+        if not is_text(given):
+            raise DataError(f"{given!r}: {NO_TEXT}")
+        return cls(*_split(given)) if "://" in given else cls(given, "")
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.text
+
+    @property
+    def parent(self) -> "_Path":
+        base = self.text.rpartition("/")[0]
+        return _Path(base or ("/" if self.text.startswith("/") else "."), self.options)
+
+    @property
+    def storage(self) -> Storage:
+        """The folder, with what a URL may not hold percent-encoded: spaces, for example."""
+        scheme, mark, rest = self.text.rpartition("://")
+        host, slash, path = rest.partition("/") if mark else ("", "", rest)
+        if mark:
+            path = _NOT_IN_URLS.sub(lambda found: quote(found[0], safe=""), path)
+        return Storage(f"{scheme}{mark}{host}{slash}{path}{self.options}")
+
+    def __str__(self) -> str:
+        return hide(self.text + self.options)
+
+
+def _split(url: str) -> tuple[str, str]:
+    head, mark, query = url.partition("?")
+    return head, mark + query
+
+
+def _named_files(given: Sequence[str]) -> list[File | None]:
+    """For each path the file of this name, or None if it is none: a folder, a glob, or nothing.
+
+    Files of one folder share its connection, and are looked up several at a time.
+    """
+    paths = [_Path.of(one) for one in given]
+    parents = {one.parent: None for one in paths if "/" in one.text.rpartition("://")[2] or not one.is_url}
+    folders = {parent: parent.storage for parent in parents}
+
+    def look(path: _Path) -> File | None:
+        folder = folders.get(path.parent)
+        name = path.text.rpartition("/")[2]
+        name = unquote(name) if path.is_url else name
+        if folder is None or name in ("", ".", "..", "~"):
+            return None
+        info = folder.fs.get_file_info(folder.file(name))
+        return File(folder, name, info.size, str(info.mtime_ns or "")) if info.is_file else None
+
+    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(paths))) as pool:
+        return list(pool.map(look, paths))
+
+
+def _found(given: str, suffixes: Sequence[str]) -> list[File]:
+    """The files of a folder or a glob."""
+    path = _Path.of(given)
+    there = path.storage
     kind = there.fs.get_file_info(there.path).type
-    if is_pattern and kind == pafs.FileType.NotFound:  # else it is a name that looks like a pattern
-        return _globbed(head, mark + query)
-    if kind == pafs.FileType.File:
-        base, _, name = head.rpartition("/")
-        return _listed(
-            Storage((base or ("/" if head.startswith("/") else ".")) + mark + query), lambda one: one == name
-        )
-    if kind == pafs.FileType.NotFound and "://" not in path:
-        raise DataError(f"{hide(path)}: there is no such file or folder")
-    if found := _listed(there, lambda name: name.endswith(tuple(suffixes)) and not _is_hidden(name), recursive=True):
+    if kind == pafs.FileType.NotFound and _WILDCARD.search(path.text):  # else its name looks like a pattern
+        return _globbed(path)
+    if kind == pafs.FileType.NotFound and not path.is_url:
+        raise DataError(f"{path}: there is no such file or folder")
+    ends = tuple(suffix.lower() for suffix in suffixes)
+    if found := _listed(there, lambda name: name.lower().endswith(ends) and not _is_hidden(name), recursive=True):
         return found
-    raise DataError(f"{hide(path)}: has no files that end with {listed(list(suffixes))}")
+    raise DataError(f"{path}: has no files that end with {listed(list(suffixes))}")
 
 
-def _globbed(path: str, query: str) -> list[File]:
-    """The files of a glob; `**` stands for any number of folders."""
-    parts = path.split("/")
+def _globbed(path: _Path) -> list[File]:
+    """The files of a glob; `**` stands for any number of folders, at the end for all that is in them."""
+    parts = path.text.split("/")
     first = next(number for number, part in enumerate(parts) if _WILDCARD.search(part))
-    base, pattern = "/".join(parts[:first]), parts[first:]
-    matches = re.compile("/".join(map(_segment, pattern)).replace("(?:.*)/", "(?:.*/)?")).fullmatch
-    folder = Storage((base or ("/" if path.startswith("/") else ".")) + query)
-    if found := _listed(folder, lambda name: matches(name) is not None, recursive=len(pattern) > 1):
+    pattern = parts[first:]
+    if path.is_url:
+        pattern = [_ENCODED.sub(lambda found: glob.escape(unquote(found[0])), part) for part in pattern]
+    folder = _Path("/".join([*parts[:first], ""]), path.options).parent.storage
+    is_deep = len(pattern) > 1 or "**" in pattern
+    if found := _listed(folder, lambda name: _fits(name.split("/"), pattern), recursive=is_deep):
         return found
-    raise DataError(f"{hide(path + query)}: no file matches")
+    raise DataError(f"{path}: no file matches")
 
 
-def _segment(part: str) -> str:
-    if part == "**":
-        return "(?:.*)"
-    return (
-        fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z").replace(".*", "[^/]*")
-    )
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a name matches a pattern, part by part. Wildcards match no hidden part unless they begin like it."""
+    if not parts or not pattern:
+        return not parts and not pattern
+    is_taken = not _is_hidden(parts[0]) or parts[0][0] == pattern[0][:1]
+    if pattern[0] == "**":
+        is_end = len(pattern) == len(parts) == 1
+        return _fits(parts, pattern[1:]) or (is_taken and (is_end or _fits(parts[1:], pattern)))
+    return is_taken and fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
 
 
 def _listed(folder: Storage, wanted: Callable[[str], bool], recursive: bool = False) -> list[File]:
-    selector = pafs.FileSelector(folder.path, allow_not_found=True, recursive=recursive)
-    length = len(folder.path.rstrip("/")) + 1
-    infos = [info for info in folder.fs.get_file_info(selector) if info.is_file and wanted(info.path[length:])]
-    found = [File(folder, info.path[length:], info.size, str(info.mtime_ns or "")) for info in infos]
+    """The files of a folder whose names, within it, are wanted."""
+    if isinstance(folder.fs, pafs.LocalFileSystem):
+        names = filter(wanted, _names_on_disk(folder.path, recursive))
+        found = [file for name in names if (file := _on_disk(folder, name))]
+    else:
+        selector = pafs.FileSelector(folder.path, allow_not_found=True, recursive=recursive)
+        length = len(folder.path.rstrip("/")) + 1
+        infos = [one for one in folder.fs.get_file_info(selector) if one.is_file and wanted(one.path[length:])]
+        found = [File(folder, one.path[length:], one.size, str(one.mtime_ns or "")) for one in infos]
     return sorted(found, key=lambda file: file.name)
+
+
+def _names_on_disk(folder: str, recursive: bool, inside: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
+    """The names of all in a folder that is no folder; a link to a folder that it is in is passed over.
+
+    pyarrow cannot list a folder in which any name is no UTF-8; Python gives such a name with surrogates.
+    """
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    here = os.path.realpath(folder)
+    for entry in entries:
+        if not entry.is_dir():
+            yield inside + entry.name
+        elif recursive and os.path.realpath(entry.path) not in (*above, here):
+            yield from _names_on_disk(entry.path, recursive, f"{inside}{entry.name}/", (*above, here))
+
+
+def _on_disk(folder: Storage, name: str) -> File | None:
+    if not is_text(name):
+        raise DataError(f"{folder.shown(name)!r}: {NO_TEXT}")
+    try:
+        found = os.stat(folder.file(name))
+    except FileNotFoundError:
+        raise DataError(f"{folder.shown(name)}: is a link to a file that is not there") from None
+    return File(folder, name, found.st_size, str(found.st_mtime_ns or "")) if stat.S_ISREG(found.st_mode) else None
 
 
 def _is_hidden(name: str) -> bool:

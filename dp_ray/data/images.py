@@ -29,7 +29,7 @@ class Images(Blocks[int]):
         height: int | None = None,
         width: int | None = None,
     ) -> None:
-        files = find_files(paths, [*SUFFIXES, *map(str.upper, SUFFIXES)])
+        files = find_files(paths, SUFFIXES)
         self._size = _size(height, width)
         self.class_names = sorted({_class_of(str(file), file.name) for file in files}) if classes else []
         self._labels = {name: label for label, name in enumerate(self.class_names)}

@@ -18,7 +18,7 @@ from dp_ray.rundir.history_file import is_inner
 from dp_ray.rundir.lease_file import LEASE, is_alive, read_lease
 from dp_ray.rundir.lengths import split_of
 from dp_ray.rundir.progress_file import PROGRESS, read_progress
-from dp_ray.storage import Storage
+from dp_ray.storage import Storage, with_names
 from dp_ray.text import did_you_mean
 
 THREADS = 32  # for object stores, where each file is a request
@@ -93,7 +93,7 @@ def _folders(base: Storage) -> list[str]:
         raise JobError(f"{base} is a file, not a folder of runs") from None
     except OSError as error:
         raise JobError(f"{base}: cannot be listed: {error}") from None
-    return sorted(info.base_name for info in found if info.type == pafs.FileType.Directory)
+    return sorted(info.base_name for info in with_names(found) if info.type == pafs.FileType.Directory)
 
 
 def listed_run(run: Storage, name: str, now: datetime | None = None) -> ListedRun:
@@ -121,7 +121,7 @@ def _sweep(folder: Storage, name: str, heard: datetime | None, now: datetime) ->
 def _written(run: Storage) -> dict[str, datetime | None]:
     """When each file of a run directory was written."""
     found = run.fs.get_file_info(pafs.FileSelector(run.path))
-    return {info.base_name: info.mtime for info in found if info.is_file}
+    return {info.base_name: info.mtime for info in with_names(found) if info.is_file}
 
 
 def _run(run: Storage, name: str, written: dict[str, datetime | None], now: datetime) -> ListedRun:

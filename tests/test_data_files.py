@@ -1,0 +1,115 @@
+"""Which files a folder, a glob, a list and a URL take, by which names."""
+
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dp_ray.data import Csv, JsonLines, Parquet
+from dp_ray.errors import DataError
+from dp_ray.rundir.listing import listed_runs
+from dp_ray.storage import Storage
+
+
+def csvs(folder: Path, *names: str | bytes) -> None:
+    for name in names:
+        path = os.path.join(os.fsencode(folder), os.fsencode(name))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(b"name\n" + os.fsencode(name) + b"\n")
+
+
+def names_in(paths: Any) -> list[str]:
+    return [item["name"] for item in Csv(paths)]
+
+
+def test_folders_and_globs_take_the_same_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    csvs(tmp_path, "a.csv", "b/c.Csv", "b/d/e.CSV", ".f.csv", "_g/h.csv", "b/.i/j.csv")
+    monkeypatch.chdir(tmp_path)
+    everything = ["a.csv", "b/c.Csv", "b/d/e.CSV"]
+    assert (
+        names_in(".")
+        == names_in("**")
+        == names_in(f"{tmp_path}/**")
+        == names_in(f"file://{tmp_path}/**")
+        == everything
+    )
+    assert names_in("**/*") == names_in("**/**") == everything, "also after the indices were written"
+    assert names_in("*/*.[cC]sv") == names_in("b/*.?sv") == ["b/c.Csv"]
+    assert names_in("b/**") == names_in("b") == everything[1:]
+    assert names_in("_*/*") == names_in("_g/*.csv") == names_in("_g") == ["_g/h.csv"], (
+        "what is named is no more hidden"
+    )
+    assert names_in(["_g/h.csv", ".f.csv", "b/.i"]) == ["_g/h.csv", ".f.csv", "b/.i/j.csv"]
+    assert names_in("[ab].*") == names_in("[!b][.]*") == ["a.csv"]
+
+
+def test_a_glob_of_json_takes_no_index_of_our_own(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"n": 1}\n')
+    for _ in range(2):
+        assert [item["n"] for item in JsonLines(f"{tmp_path}/*.json")] == [1]
+    assert list(tmp_path.glob(".a.json.*"))
+
+
+@pytest.mark.parametrize(
+    "name", ["with space.csv", "ünï.csv", "100%.csv", "a%20b.csv", "a+b.csv", "what?.csv", "#.csv"]
+)
+def test_a_file_of_any_name_is_found_by_path_and_by_url(tmp_path: Path, name: str) -> None:
+    csvs(tmp_path, f"deep {name}/{name}", "deep/other.csv")
+    url = f"file://{quote(str(tmp_path))}/{quote(f'deep {name}')}"
+    for paths in (f"{tmp_path}/deep {name}/{name}", f"{url}/{quote(name)}", url, f"{url}/*{quote(name)}"):
+        assert names_in(paths) == names_in([paths]) == [f"deep {name}/{name}"]
+        assert list(Csv(paths).pins) == [f"{tmp_path}/deep {name}/{name}"]
+    if not set(name) & set("%?#"):
+        plain = f"file://{tmp_path}/deep {name}"
+        assert names_in([f"{plain}/{name}", f"{plain}/*.csv"]) == [f"deep {name}/{name}"] * 2
+
+
+def test_a_name_that_is_no_utf_8_is_told_where_it_counts(tmp_path: Path) -> None:
+    csvs(tmp_path, "a.csv", b"\xff.txt", b"sub/\xff.csv", b"\xff/a.txt")
+    assert names_in(tmp_path / "a.csv") == names_in(f"{tmp_path}/*.csv") == ["a.csv"]
+    for paths in (tmp_path, f"{tmp_path}/**/*.csv", os.fsdecode(os.fsencode(tmp_path) + b"/sub/\xff.csv")):
+        with pytest.raises(DataError, match=r"sub/\\udcff.csv': the name is no UTF-8; rename the file"):
+            Csv(paths)
+
+
+def test_a_link_to_nothing_is_told_and_a_loop_of_links_is_gone_through_once(tmp_path: Path) -> None:
+    csvs(tmp_path, "a.csv", "other/b.csv")
+    (tmp_path / "other" / "back").symlink_to(tmp_path)
+    (tmp_path / "again").symlink_to(tmp_path / "other")
+    os.mkfifo(tmp_path / "pipe.csv")
+    assert names_in(tmp_path) == ["a.csv", "other/b.csv", "other/b.csv"], "also by the link"
+    (tmp_path / "gone.csv").symlink_to(tmp_path / "nowhere.csv")
+    with pytest.raises(DataError, match=r"gone\.csv: is a link to a file that is not there"):
+        Csv(tmp_path)
+
+
+def test_a_list_of_files_does_not_list_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        parquet_of(tmp_path / f"{number}.parquet", number)
+
+    def refused(*_: Any) -> Any:
+        pytest.fail("a folder was listed")
+
+    monkeypatch.setattr("dp_ray.data.files._listed", refused)
+    paths = [tmp_path / f"{number}.parquet" for number in (2, 0, 1)]
+    dataset = Parquet(paths)
+    assert [item["n"] for item in dataset] == [2, 0, 1]
+    assert len({id(file.folder) for file in dataset.files}) == 1, "nor is it opened for each"
+
+
+def parquet_of(path: Path, number: int) -> None:
+    pq.write_table(pa.table({"n": [number]}), path)
+
+
+def test_runs_beside_a_name_that_is_no_utf_8_are_listed(tmp_path: Path) -> None:
+    for folder in (b"run", b"run/sub", b"\xff", b"run/\xff"):
+        os.makedirs(os.path.join(os.fsencode(tmp_path), folder), exist_ok=True)
+    assert [(row.name, row.status) for row in listed_runs(Storage(str(tmp_path)))] == [("run", "no run")]
+    csvs(tmp_path, b"run/\xfe.json", "run/a.json")
+    assert Storage(str(tmp_path / "run")).names() == ["a.json"]
+    Storage(str(tmp_path / "run")).remove_unfinished(recursive=True)
