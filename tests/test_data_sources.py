@@ -442,7 +442,7 @@ FIELDS = st.one_of(PLAIN, QUOTED, BEHIND)
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(st.tuples(FIELDS, FIELDS), min_size=1, max_size=12),
-    ends=st.sampled_from(["\n", "\r\n"]),
+    ends=st.sampled_from(["\n", "\r\n", "\r"]),
     begin=st.sampled_from(["", "\ufeff"]),
     piece=st.sampled_from([1, 7, 40]),
 )

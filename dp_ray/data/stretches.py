@@ -13,7 +13,7 @@ from dp_ray.data.files import File, retried
 from dp_ray.errors import StorageError
 
 STRETCH_BYTES = 4 << 20
-VERSION = 1  # of the index's form
+VERSION = 2  # of the index's form
 
 
 class Stretch(NamedTuple):
