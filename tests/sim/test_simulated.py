@@ -113,7 +113,7 @@ def test_a_step_launches_what_plain_torch_launches_and_little_more(set_of: Sets)
 
 
 def usual_step(report: dict[str, Any]) -> dict[str, int]:
-    """The fewest kernels, copies and waits of a step after the early ones; now and then one also keeps the history."""
+    """The fewest kernels, copies and waits of a step after the early ones; some steps also keep the history."""
     counts = report["counts"][EARLY:]
     added = [list(map(int.__sub__, after, before)) for before, after in itertools.pairwise(counts)]
     return dict(zip(MORE, map(min, zip(*added, strict=True)), strict=True))
