@@ -13,7 +13,7 @@ from dp_ray.data.files import File, retried
 from dp_ray.errors import StorageError
 
 STRETCH_BYTES = 4 << 20
-VERSION = 2  # of the index's form
+VERSION = 2  # of the index's form, and of how it is found
 
 
 class Stretch(NamedTuple):

@@ -4,16 +4,14 @@ import io
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import IO, Any
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item, Rows
 from dp_ray.data.decode import BY_EXTENSION, Decode, decode_of, decoded
 from dp_ray.data.files import File, Paths, find_files, in_threads, retried
 from dp_ray.data.stretches import STRETCH_BYTES, Stretch, index_of, read_stretch
 from dp_ray.errors import DataError
-from dp_ray.text import did_you_mean, listed
-
-T = TypeVar("T")
+from dp_ray.text import did_you_mean, listed, printable
 
 KEY = "__key__"
 READ_BYTES = 4 << 20
@@ -22,9 +20,10 @@ READ_BYTES = 4 << 20
 class WebDataset(Blocks[Stretch]):
     """The samples of tar shards, in the order of the shards' names and of their members.
 
-    Members whose paths are alike up to the first dot of the file's name are one sample. An item is a dict of their
-    contents by extension (`jpg`, `cls`, `seg.png`), and of the sample's name under `__key__`. `columns` are the
-    extensions to read, by default all.
+    Members whose paths are alike up to the first dot of the file's name are one sample; they lie together, and no
+    other sample of the shard has that name. Hidden files are left out. An item is a dict of the contents by extension
+    (`jpg`, `cls`, `seg.png`), and of the sample's name under `__key__`. `columns` are the extensions to read, by
+    default all.
 
     Contents are decoded by the last part of the extension: images are uint8 [3, height, width], cls is a number, txt
     text, json its value, npy and pt tensors, others bytes. `decode` gives functions in place of these, by extension.
@@ -51,14 +50,13 @@ class WebDataset(Blocks[Stretch]):
 
     def _read(self, block: Block[Stretch]) -> tuple[list[tuple[str, Item]], int]:
         encoded = retried(lambda: read_stretch(block.file, block.source), str(block), block.file.is_local)
-        try:
-            with tarfile.open(fileobj=io.BytesIO(encoded), mode="r:") as tar:
-                samples = list(_grouped(tar, lambda member: _contents(tar, member)))
-        except tarfile.TarError as error:
-            raise DataError(f"{block}: is damaged: {error}") from error
+        with _tar(str(block), io.BytesIO(encoded)) as tar:
+            samples = [sample for sample, _ in _grouped(str(block), tar, lambda member: _contents(tar, member))]
+            if tar.offset != len(encoded):
+                raise tarfile.ReadError(f"it ends after {tar.offset} bytes of {len(encoded)}")
         if len(samples) != block.rows:
             raise DataError(f"{block}: has {len(samples)} samples where it had {block.rows}")
-        return [(f"{block.file}, sample {item[KEY]}", item) for item in samples], len(encoded)
+        return [(f"{block.file}, sample {printable(item[KEY])}", item) for item in samples], len(encoded)
 
     def _items(self, read: list[tuple[str, Item]], rows: Rows) -> list[Item]:
         return [self._item(*read[row]) for row in rows.tolist()]
@@ -77,68 +75,93 @@ class WebDataset(Blocks[Stretch]):
             raise DataError(f"{shown}: {error}") from error
 
 
+class _Member(tarfile.TarInfo):
+    """A member of an archive; Python's own class takes a damaged header for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> "_Member":
+        try:
+            return super().fromtarfile(tar)
+        except (tarfile.EOFHeaderError, tarfile.EmptyHeaderError):  # an end, which whoever reads on checks
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"the header at byte {tar.offset}: {error}") from None
+
+
 def _stretches(file: File) -> list[Stretch]:
-    """The stretches of whole samples of a shard."""
+    """The stretches of whole samples of a shard; reads only what stands before the members' contents."""
     found: list[Stretch] = []
     start = stop = rows = 0
-    for first, end in _samples(file):
-        if rows and first - start >= STRETCH_BYTES:
-            found.append(Stretch(start, first, rows))
-            rows = 0
-        start, stop, rows = start if rows else first, end, rows + 1
-    if stop > file.size:
-        raise DataError(f"{file}: is damaged: its last sample ends at byte {stop}, the file at {file.size}")
+    with file.open() as stream, io.BufferedReader(stream, READ_BYTES) as buffered, _tar(str(file), buffered) as tar:
+        for _, (first, end) in _grouped(str(file), tar, lambda member: None):
+            if rows and first - start >= STRETCH_BYTES:
+                found.append(Stretch(start, first, rows))
+                rows = 0
+            start, stop, rows = start if rows else first, end, rows + 1
+        _check_end(buffered, tar.offset)
     return [*found, Stretch(start, stop, rows)] if rows else found
 
 
-def _samples(file: File) -> Iterator[tuple[int, int]]:
-    """Where each sample of a shard begins and ends; reads only what stands before the members' contents."""
-    try:
-        with _tar(file) as tar:
-            for sample in _grouped(tar, lambda member: member):
-                members = [one for one in sample.values() if isinstance(one, tarfile.TarInfo)]
-                yield min(one.offset for one in members), max(_end_of(one) for one in members)
-    except tarfile.TarError as error:
-        raise DataError(f"{file}: is damaged, or is no tar file: {error}") from error
+def _check_end(stream: io.BufferedReader, at: int) -> None:
+    """Raise ReadError unless the archive ends there: with two blocks of zeros, and nothing but zeros behind."""
+    stream.seek(at)
+    zeros = 0
+    while piece := stream.read(READ_BYTES):
+        zeros += len(piece)
+        if piece.strip(b"\0"):
+            raise tarfile.ReadError(
+                f"there is more behind its end at byte {at}: a header was lost, or it is several archives in one file"
+            )
+    if zeros < 2 * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"it is cut off: no two blocks of zeros end it at byte {at}")
 
 
-def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Any:
+def _contents(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     found = tar.extractfile(member)
     assert found is not None, "it is a file"
     contents = found.read()
     if len(contents) != member.size:
-        raise tarfile.ReadError(f"{member.name} has {len(contents)} bytes of {member.size}")
+        raise tarfile.ReadError(f"{member.name!r} has {len(contents)} bytes of {member.size}")
     return contents
 
 
-def _end_of(member: tarfile.TarInfo) -> int:
-    """The byte after a member's contents, which fill whole blocks."""
-    return member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-
-
 @contextmanager
-def _tar(file: File) -> Iterator[tarfile.TarFile]:
-    with (
-        file.open() as stream,
-        io.BufferedReader(stream, READ_BYTES) as buffered,
-        tarfile.open(fileobj=buffered, mode="r:") as tar,
-    ):
-        yield tar
+def _tar(shown: str, stream: IO[bytes]) -> Iterator[tarfile.TarFile]:
+    """The archive in a stream; within the block, what is wrong with it is a DataError."""
+    try:
+        with tarfile.open(fileobj=stream, mode="r:", tarinfo=_Member) as tar:
+            yield tar
+    except tarfile.TarError as error:
+        raise DataError(f"{shown}: is damaged, or is no tar file: {error}") from error
 
 
-def _grouped(tar: tarfile.TarFile, take: Callable[[tarfile.TarInfo], T]) -> Iterator[dict[str, T | str]]:
-    """What `take` gives for the members of each sample, by extension, with the sample's name under `__key__`."""
-    sample: dict[str, T | str] = {}
+def _grouped(
+    shown: str, tar: tarfile.TarFile, take: Callable[[tarfile.TarInfo], Any]
+) -> Iterator[tuple[dict[str, Any], tuple[int, int]]]:
+    """What `take` gives for the members of each sample, by extension, with the sample's name under `__key__`.
+
+    Beside each is where it begins, and where the next header begins.
+    """
+    sample: dict[str, Any] = {}
+    begin = end = 0
+    known: set[str] = set()
     for member in tar:
         folder, slash, base = member.name.rpartition("/")
         stem, dot, extension = base.partition(".")
-        if not member.isfile() or not dot:
+        if member.isdir() or not (stem and dot):
             continue
-        key = folder + slash + stem
+        if not member.isfile():
+            raise DataError(f"{shown}: {member.name!r} is no file; pack the file that a link points to, not the link")
+        key, extension = folder + slash + stem, extension.lower()
         if sample and sample[KEY] != key:
-            yield sample
+            yield sample, (begin, end)
             sample = {}
+        if extension in sample or (not sample and key in known):
+            advice = "give each sample a name of its own, and pack the files of a sample one after another"
+            raise DataError(f"{shown}: has the sample {key!r} twice; {advice}")
+        known.add(key)
+        begin, end = begin if sample else member.offset, tar.offset
         sample.setdefault(KEY, key)
-        sample[extension.lower()] = take(member)
+        sample[extension] = take(member)
     if sample:
-        yield sample
+        yield sample, (begin, end)
