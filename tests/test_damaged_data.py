@@ -1,4 +1,4 @@
-"""Damaged files of data: whatever byte is wrong, they give an error, or the rows that another reader finds in them."""
+"""Damaged files of data: whatever byte is wrong, they give an error, or the rows that another reader finds."""
 
 import io
 import os

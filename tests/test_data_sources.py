@@ -605,3 +605,114 @@ def test_the_head_of_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(text_tables, "_whole_rows", noted)
     assert [dataset[index]["a"] for index in (0, 1, 0)] == [1, 3, 1]
     assert not read
+
+
+@pytest.mark.parametrize("kind", ["parquet", "feather", "csv"])
+def test_a_file_that_lacks_a_column_of_others_is_named(tmp_path: Path, kind: str) -> None:
+    """Without the error, rows of the file got what was in memory."""
+    write: dict[str, Any] = {"parquet": pq.write_table, "feather": feather.write_feather, "csv": pacsv.write_csv}
+    make: dict[str, Any] = {"parquet": Parquet, "feather": Arrow, "csv": Csv}
+    write[kind](pa.table({"x": [1, 2], "y": [3, 4]}), str(tmp_path / f"a.{kind}"))
+    write[kind](pa.table({"x": [5, 6]}), str(tmp_path / f"b.{kind}"))
+    for first, last in [("a", "b"), ("b", "a")]:
+        with pytest.raises(
+            DataError, match=rf"b.{kind}: has no column 'y', which {tmp_path}/a.{kind} has; .*have: x$"
+        ):
+            make[kind]([f"{tmp_path}/{name}.{kind}" for name in (first, last)])
+    dataset = make[kind](tmp_path, columns=["x"])
+    assert [dict(item) for item in dataset] == [{"x": x} for x in (1, 2, 5, 6)]
+    columns = dataset.read_columns(range(4), None)
+    assert columns is None or columns["x"].tolist() == [1, 2, 5, 6]
+
+
+def test_a_column_that_a_file_loses_later_is_told(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"x": [1, 2], "y": [3, 4]}), tmp_path / f"{name}.parquet")
+    dataset = Parquet(tmp_path)
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet: .*'y'"):
+        dataset.read_columns([0, 2], None)
+    dataset = pickle.loads(pickle.dumps(dataset))  # which has not looked at the file yet
+    pq.write_table(pa.table({"x": [1], "y": [2]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b.parquet, row group 0: is damaged: has 1 rows where it had 2"):
+        dataset[3]
+
+
+def test_a_column_is_that_of_its_whole_name(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1], "a.b": [2]}), tmp_path / "0.parquet")
+    assert Parquet(tmp_path, columns=["a"])[0] == {"a": 1}
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1], [2, 1, 0]])
+def test_tensors_are_permuted_as_arrow_says(tmp_path: Path, order: list[int]) -> None:
+    stored = np.arange(48, dtype=np.int32).reshape(2, 2, 3, 4)
+    wanted = stored.transpose(0, *(1 + one for one in order))
+    pq.write_table(pa.table({"x": pa.FixedShapeTensorArray.from_numpy_ndarray(wanted)}), tmp_path / "0.parquet")
+    dataset = Parquet(tmp_path)
+    assert np.array_equal(np.stack([item["x"] for item in dataset]), wanted)
+    columns = dataset.read_columns([1, 0], None)
+    assert columns is not None and np.array_equal(columns["x"], wanted[::-1])
+
+
+def test_a_permutation_that_writers_understand_in_two_ways_is_refused(tmp_path: Path) -> None:
+    """pyarrow itself does not read back what it wrote."""
+    written = np.arange(48, dtype=np.int32).reshape(2, 2, 3, 4).transpose(0, 3, 1, 2)
+    array = pa.FixedShapeTensorArray.from_numpy_ndarray(written)
+    pq.write_table(pa.table({"x": array, "y": [1, 2]}), tmp_path / "0.parquet")
+    with pytest.raises(DataError, match=r"0.parquet, row group 0: column 'x' holds tensors with the permutation"):
+        Parquet(tmp_path)[0]
+    assert Parquet(tmp_path, columns=["y"])[1] == {"y": 2}
+
+
+def test_lists_of_text_nested_or_not_are_lists(tmp_path: Path) -> None:
+    texts = [[["a", "b"], []], [["c"]], [[], ["d"]]]
+    table = {"deep": texts, "flat": [["a"], [], ["b", "c"]], "records": [[{"a": "x"}], [], [{"a": "y"}]]}
+    pq.write_table(pa.table(table), tmp_path / "0.parquet")
+    assert [dict(item) for item in Parquet(tmp_path)] == [
+        dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)
+    ]
+    lacking: list[Any] = [[["a", None]], [[None]], ["a", None], [{"a": None}]]
+    for number, value in enumerate(lacking):
+        pq.write_table(pa.table({"text": [value[:0], value]}), tmp_path / "0.parquet")
+        with pytest.raises(DataError, match=r"row 1 of .*0.parquet.*column 'text'.*a list lacks a value"):
+            Parquet(tmp_path)[1]
+        assert len(Parquet(tmp_path)[0]["text"]) == 0, number
+
+
+class ReadBytes(io.FileIO):
+    """A file that counts what is read of it."""
+
+    total = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found = super().read(size) or b""
+        ReadBytes.total += len(found)
+        return found
+
+
+@pytest.mark.parametrize("compression", ["uncompressed", "lz4"])
+def test_the_rows_of_arrow_files_are_counted_without_reading_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: Any
+) -> None:
+    texts = pa.array([os.urandom(2000) for _ in range(3000)]).dictionary_encode()
+    table = pa.table({"text": texts, "list": [list(range(n % 3)) for n in range(3000)]})
+    path = tmp_path / "0.feather"
+    feather.write_feather(table, str(path), chunksize=700, compression=compression)
+    with monkeypatch.context() as patched:
+        patched.setattr("dp_ray.data.files.File.open", lambda self: pa.PythonFile(ReadBytes(path), mode="r"))
+        before = ReadBytes.total
+        dataset = Arrow(tmp_path)
+        assert 0 < ReadBytes.total - before < 50_000 < path.stat().st_size / 100
+    assert dataset.block_rows.tolist() == [700, 700, 700, 700, 200]
+    assert dataset[2999]["text"] == texts[2999].as_py()
+
+
+def test_an_arrow_file_of_another_layout_is_read_all_the_same(tmp_path: Path) -> None:
+    """As Arrow wrote them before 0.15: the heads of messages lie elsewhere."""
+    batch = pa.record_batch({"x": [1, 2, 3]})
+    with pa.ipc.new_file(
+        str(tmp_path / "0.arrow"), batch.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=True)
+    ) as file:
+        file.write(batch)
+        file.write(batch.slice(1))
+    assert Arrow(tmp_path).block_rows.tolist() == [3, 2]

@@ -1,6 +1,6 @@
 """Parquet and Arrow files as map-style datasets: an item is a dict of the row's columns."""
 
-import itertools
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,13 +14,14 @@ import torch
 
 from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item, Rows, Source
 from dp_ray.data.cache import Cache
-from dp_ray.data.decode import Decode, decode_of, decoded
+from dp_ray.data.decode import Decode, Decoder, decode_of, decoded
 from dp_ray.data.files import File, Paths, find_files, in_threads, retried
 from dp_ray.data.table_block import Column, TableBlock
 from dp_ray.errors import DataError
 from dp_ray.text import did_you_mean, listed
 
 FOOTER_BYTES = 64 << 20  # of footers kept in each process
+RECORD_BATCH = 3  # the type of its message in Arrow's format
 
 
 class Table(Blocks[Source]):
@@ -30,13 +31,13 @@ class Table(Blocks[Source]):
         self,
         files: list[File],
         blocks: Sequence[Block[Source]],
-        columns: Sequence[str] | None,
-        decode: Decode | None,
+        columns: list[str],
+        decode: dict[str, Decoder],
         cache_bytes: int,
     ) -> None:
         super().__init__(files, blocks, cache_bytes)
-        self._columns = None if columns is None else list(columns)
-        self._decode = decode_of(decode, columns)
+        self._columns = columns
+        self._decode = decode
 
     def _table(self, block: Block[Source]) -> pa.Table:
         """The rows of a block, with the columns that are read."""
@@ -101,7 +102,14 @@ class Table(Blocks[Source]):
         return True
 
     def _read(self, block: Block[Source]) -> tuple[TableBlock, int]:
-        found = TableBlock(retried(lambda: self._table(block), str(block), block.file.is_local))
+        table = retried(lambda: self._table(block), str(block), block.file.is_local)
+        check_columns(block.file, table.column_names, self._columns)
+        if len(table) != block.rows:
+            raise DataError(f"{block}: is damaged: has {len(table)} rows where it had {block.rows}")
+        try:
+            found = TableBlock(table)
+        except DataError as error:
+            raise DataError(f"{block}: {error}") from None
         return found, found.size
 
     def _items(self, read: TableBlock, rows: Rows) -> list[Item]:
@@ -130,12 +138,14 @@ class ColumnFiles(Table[int]):
     ) -> None:
         files = find_files(paths, self.SUFFIXES)
         found = in_threads(lambda file: self._blocks_of(file, columns), files)
-        super().__init__(files, list(itertools.chain(*found)), columns, decode, cache_bytes)
+        names = columns_of(files, [there for there, _ in found], columns)
+        blocks = [one for _, several in found for one in several]
+        super().__init__(files, blocks, names, decode_of(decode, columns), cache_bytes)
 
-    def _blocks_of(self, file: File, columns: Sequence[str] | None) -> list[Block[int]]:
+    def _blocks_of(self, file: File, columns: Sequence[str] | None) -> tuple[list[str], list[Block[int]]]:
         names, sizes = retried(lambda: self._look(file), str(file), file.is_local)
         check_columns(file, names, columns)
-        return [Block(file, rows, number, f"{self.BLOCK} {number}") for number, rows in enumerate(sizes)]
+        return names, [Block(file, rows, number, f"{self.BLOCK} {number}") for number, rows in enumerate(sizes)]
 
     def _look(self, file: File) -> tuple[list[str], list[int]]:
         """The names of a file's columns, and the number of rows of each block."""
@@ -157,7 +167,9 @@ class Parquet(ColumnFiles):
     def _table(self, block: Block[int]) -> pa.Table:
         with block.file.open() as stream:
             footer = self._footers.get(str(block.file), lambda _: _footer(stream))
-            return pq.ParquetFile(stream, metadata=footer).read_row_group(block.source, columns=self._columns)
+            found = pq.ParquetFile(stream, metadata=footer, page_checksum_verification=True)
+            table = found.read_row_group(block.source, columns=self._columns)
+            return table.select([name for name in table.column_names if name in self._columns])  # "a" gave "a.b" too
 
     @cached_property
     def _footers(self) -> Cache:
@@ -178,13 +190,72 @@ class Arrow(ColumnFiles):
 
     def _look(self, file: File) -> tuple[list[str], list[int]]:
         with file.open() as stream, pa.ipc.open_file(stream) as reader:
-            sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+            sizes = _rows_of_batches(stream)
+            if len(sizes) != reader.num_record_batches:  # of another layout, which pyarrow can read as a whole only
+                sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
             return reader.schema.names, sizes
 
     def _table(self, block: Block[int]) -> pa.Table:
         with block.file.open() as stream, pa.ipc.open_file(stream) as reader:
             table = pa.Table.from_batches([reader.get_batch(block.source)])
-            return table if self._columns is None else table.select(self._columns)
+            table.validate(full=True)  # Arrow has no checksums: a wrong offset would point to other memory
+            return table.select(self._columns)
+
+
+def _rows_of_batches(stream: pa.NativeFile) -> list[int]:
+    """The numbers of rows of a file's record batches, from the heads of its messages alone; [] if they are not plain.
+
+    pyarrow reads a head only together with the body, so with all columns. A head is a flatbuffer of Arrow's format.
+    """
+    found, at = [], len(b"ARROW1") + 2
+    with suppress(struct.error):
+        while True:
+            mark, length = struct.unpack("<iI", stream.read_at(8, at))
+            if mark != -1 or not length:
+                return found
+            head = stream.read_at(length, at + 8)
+            message = _number(head, 0, "<I")
+            if _field(head, message, 1, "<B") == RECORD_BATCH:
+                batch = message + _place(head, message, 2)
+                found.append(_field(head, batch + _number(head, batch, "<I"), 0, "<q"))
+            at += 8 + length + _field(head, message, 3, "<q")
+    return []
+
+
+def _number(buffer: bytes, at: int, form: str) -> int:
+    number: int = struct.unpack_from(form, buffer, at)[0]
+    return number
+
+
+def _place(buffer: bytes, table: int, field: int) -> int:
+    """Where a field of a flatbuffer's table lies, counted from the table; 0 if it is not there."""
+    fields = table - _number(buffer, table, "<i")
+    return _number(buffer, fields + 4 + 2 * field, "<H") if 4 + 2 * field < _number(buffer, fields, "<H") else 0
+
+
+def _field(buffer: bytes, table: int, field: int, form: str) -> int:
+    """A number in a flatbuffer's table; those that are 0 are left out of it."""
+    place = _place(buffer, table, field)
+    return _number(buffer, table + place, form) if place else 0
+
+
+def columns_of(files: Sequence[File], there: Sequence[Sequence[str]], wanted: Sequence[str] | None) -> list[str]:
+    """The columns to read: by default those of the files, of which `there` holds the names.
+
+    Raises DataError if a file lacks one that another has, since its rows would have no value for it.
+    """
+    if wanted is not None:
+        return list(wanted)
+    first = there[0] if there else []
+    for file, names in zip(files, there, strict=True):
+        if set(names) != set(first):
+            more = [name for name in names if name not in first]
+            lacking, other = (files[0], file) if more else (file, files[0])
+            name = more[0] if more else next(name for name in first if name not in names)
+            common = [name for name in first if all(name in one for one in there)]
+            advice = f"set columns to some of those that all files have: {listed(common)}"
+            raise DataError(f"{lacking}: has no column {name!r}, which {other} has; {advice}")
+    return list(first)
 
 
 def check_columns(file: File, there: Sequence[str], wanted: Sequence[str] | None) -> None:

@@ -15,10 +15,10 @@ from pyarrow import csv as pacsv
 from pyarrow import json as pajson
 
 from dp_ray.data.blocks import CACHE_BYTES, Block
-from dp_ray.data.decode import Decode
+from dp_ray.data.decode import Decode, decode_of
 from dp_ray.data.files import File, Paths, find_files, in_threads
 from dp_ray.data.stretches import Index, Stretch, index_of, read_in_pieces, read_stretch, serialized
-from dp_ray.data.tables import Table, check_columns, check_once
+from dp_ray.data.tables import Table, check_columns, check_once, columns_of
 from dp_ray.errors import DataError, JobError
 
 Rows = np.ndarray[Any, Any]
@@ -39,6 +39,7 @@ class TextTable(Table[Stretch]):
     """
 
     blank: ClassVar[bytes]  # what text without a row consists of
+    MAY_LACK: ClassVar[bool] = False  # whether a file that lacks a column lacks its values only, as other rows may
 
     def __init__(
         self,
@@ -51,14 +52,18 @@ class TextTable(Table[Stretch]):
         cache_bytes: int,
     ) -> None:
         indices = in_threads(lambda file: index_of(file, kind, lambda: self._look(file, ends)), files)
-        for file, index in zip(files, indices, strict=True):
+        pairs = list(zip(files, indices, strict=True))
+        for file, index in pairs:
             if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
                 check_columns(file, index.arrow_schema.names, [*(columns or ()), *(types or ())])
+                _check_text(file, index.arrow_schema, columns, types or {})
         self._schema = _with_types(_joined([index.arrow_schema for index in indices]), types or {})
         _check_range(files, indices, self._schema)
-        pairs = zip(files, indices, strict=True)
+        filled = [(file, index.arrow_schema.names) for file, index in pairs if index.stretches]
+        there = [self._schema.names if self.MAY_LACK else names for _, names in filled]
+        names = columns_of([file for file, _ in filled], there, columns)
         blocks = [Block(file, one.rows, one, str(one)) for file, index in pairs for one in index.stretches]
-        super().__init__(files, blocks, columns, decode, cache_bytes)
+        super().__init__(files, blocks, names, decode_of(decode, columns), cache_bytes)
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
         """The rows of some lines; the columns have the types of the schema, or what their texts look like."""
@@ -103,9 +108,7 @@ class TextTable(Table[Stretch]):
     def _table(self, block: Block[Stretch]) -> pa.Table:
         text = self._head(block.file) + read_stretch(block.file, block.source)
         table = self._parse(text, self._schema)
-        if len(table) != block.rows:
-            raise pa.ArrowInvalid(f"has {len(table)} rows where it had {block.rows}")
-        return table.select(self._columns or self._schema.names)
+        return table.select([name for name in self._columns if name in table.column_names])
 
 
 class JsonLines(TextTable):
@@ -118,6 +121,8 @@ class JsonLines(TextTable):
     Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
     64 bits in a column without a type.
     """
+
+    MAY_LACK = True
 
     def __init__(
         self,
@@ -344,6 +349,15 @@ def _with_types(schema: pa.Schema, types: Types) -> pa.Schema:
             for one in schema
         ]
     )
+
+
+def _check_text(file: File, schema: pa.Schema, columns: Sequence[str] | None, types: Types) -> None:
+    """Raise DataError for bytes that are not UTF-8, which pyarrow would give as such, in all rows of the column."""
+    for one in schema:
+        is_wanted = one.name not in types and (columns is None or one.name in columns)
+        if is_wanted and pa.types.is_binary(one.type):
+            advice = "mend the file, or set the column's type to binary with types"
+            raise DataError(f"{file}: column {one.name!r} holds bytes that are not UTF-8; {advice}")
 
 
 def _type_of(name: str, text: str) -> pa.DataType:

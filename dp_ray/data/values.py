@@ -13,6 +13,8 @@ from dp_ray.errors import DataError
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 Values = Callable[[Rows], list[Any]]
 
+LACKS = "a list lacks a value in its middle; fill it, or leave the column out"
+
 
 class MissingValue(DataError):
     """A value that no batch can hold is missing; `row` is that of the table. A dataset says where it lies."""
@@ -26,12 +28,15 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
     """A function that gives the values of rows of a column: a list with one for each.
 
     Numbers and truth values are numpy scalars of the column's own type, so that torch's collate keeps it. Lists of
-    numbers are tensors of that type, nested ones too if their inner lists have one length. Text is a str, binary data
-    bytes. Structs are dicts. Times, dates and decimals are Python's own objects.
+    numbers are tensors of that type, nested ones too if their inner lists have one length; other lists stay lists.
+    Text is a str, binary data bytes. Structs are dicts. Times, dates and decimals are Python's own objects.
 
-    The function raises MissingValue for a missing value, also for one in the middle of a list.
+    The function raises MissingValue for a missing value, also for one in the middle of a list. Raises DataError for
+    tensors whose permutation pyarrow itself reads in another way than it writes it.
     """
     array = _one(column)
+    if isinstance(column.type, pa.FixedShapeTensorType):
+        _check_permutation(name, column.type)
     is_dictionary = isinstance(column.type, pa.DictionaryType)
     give = _values(array.type if is_dictionary else column.type)(array)
     if not array.null_count and not _is_list(array.type):
@@ -63,8 +68,28 @@ def stacked(column: pa.ChunkedArray) -> np.ndarray[Any, Any] | None:
     sizes, inner = array.value_lengths().to_numpy(zero_copy_only=False), array.flatten()
     if inner.null_count or (sizes != sizes[0]).any():
         return None
-    shape = column.type.shape if isinstance(column.type, pa.FixedShapeTensorType) else [int(sizes[0])]
-    return np.asarray(inner.to_numpy(zero_copy_only=False)).reshape(len(array), *shape)
+    numbers = np.asarray(inner.to_numpy(zero_copy_only=False))
+    if not isinstance(column.type, pa.FixedShapeTensorType):
+        return numbers.reshape(len(array), int(sizes[0]))
+    return numbers.reshape(len(array), *column.type.shape).transpose(0, *(1 + one for one in _order(column.type)))
+
+
+def _order(kind: pa.FixedShapeTensorType) -> list[int]:
+    """Which of the stored dimensions each dimension of a tensor is."""
+    return kind.permutation or [*range(len(kind.shape))]
+
+
+def _check_permutation(name: str, kind: pa.FixedShapeTensorType) -> None:
+    """Raise DataError for a permutation that is not its own inverse.
+
+    pyarrow writes the inverse of the one that Arrow's specification demands, so it is not known which one is meant.
+    """
+    order = _order(kind)
+    if [order[one] for one in order] != [*range(len(order))]:
+        raise DataError(
+            f"column {name!r} holds tensors with the permutation {order}, which writers of Arrow understand in two "
+            "ways; write the tensors in the order of their dimensions"
+        )
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:
@@ -77,7 +102,7 @@ def _one(column: pa.ChunkedArray) -> pa.Array:
 
 def _values(kind: pa.DataType) -> Callable[[pa.Array], Values]:
     if isinstance(kind, pa.FixedShapeTensorType):
-        return functools.partial(_shaped, shape=kind.shape)
+        return functools.partial(_shaped, shape=kind.shape, order=_order(kind))
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if _is_number(kind):
@@ -86,12 +111,27 @@ def _values(kind: pa.DataType) -> Callable[[pa.Array], Values]:
         return _lists
     if pa.types.is_struct(kind):
         return _structs
-    return _each(lambda value: value.as_py())
+    return _plain
 
 
-def _each(convert: Callable[[pa.Scalar], Any]) -> Callable[[pa.Array], Values]:
-    """Values that are converted one by one."""
-    return lambda array: lambda rows: [convert(array[row]) for row in rows.tolist()]
+def _plain(array: pa.Array) -> Values:
+    """Values that are Python's own, converted one by one."""
+
+    def give(rows: Rows) -> list[Any]:
+        found = [array[row].as_py() for row in rows.tolist()]
+        for row, value in zip(rows.tolist(), found, strict=True):
+            if _lacks(value):
+                raise MissingValue(LACKS, row)
+        return found
+
+    return give
+
+
+def _lacks(value: Any) -> bool:
+    """Whether a value is missing in a list, a dict or a list of these."""
+    if isinstance(value, dict):
+        return any(map(_lacks, value.values()))
+    return any(map(_lacks, value)) if isinstance(value, list | tuple) else value is None
 
 
 def _numbers(array: pa.Array) -> Values:
@@ -118,17 +158,16 @@ def dicts(columns: dict[str, list[Any]], rows: int) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _shaped(array: pa.Array, shape: list[int]) -> Values:
+def _shaped(array: pa.Array, shape: list[int], order: list[int]) -> Values:
     give = _lists(array)
-    return lambda rows: [value.reshape(shape) for value in give(rows)]
+    return lambda rows: [value.reshape(shape).permute(order) for value in give(rows)]
 
 
 def _lists(array: pa.Array) -> Values:
     inner = array.type.value_type
-    is_flat = _is_number(inner)
-    if not (is_flat or _is_list(inner)):
-        return _each(lambda value: value.as_py())(array)
-    if not is_flat or array.values.null_count:
+    if not _is_number(_innermost(inner)):
+        return _plain(array)
+    if not _is_number(inner) or array.values.null_count:
         return _nested(array)
     numbers, starts = array.values.to_numpy(zero_copy_only=False), _starts(array)
     sizes = np.diff(starts)
@@ -164,12 +203,17 @@ def _starts(array: pa.Array) -> Rows:
 def _tensor(values: pa.Array) -> Any:
     """The numbers of one list; nested lists of one length are the dimensions of the tensor, others stay lists."""
     if values.null_count:
-        raise DataError("a list lacks a value in its middle; fill it, or leave the column out")
+        raise DataError(LACKS)
     if not _is_list(values.type):
         return torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
     rows = [_tensor(one.values) for one in values]
     alike = all(isinstance(row, torch.Tensor) and row.shape == rows[0].shape for row in rows)
     return torch.stack(rows) if rows and alike else rows
+
+
+def _innermost(kind: pa.DataType) -> pa.DataType:
+    """The type of what lists of lists hold in the end."""
+    return _innermost(kind.value_type) if _is_list(kind) else kind
 
 
 def _is_list(kind: pa.DataType) -> bool:
