@@ -45,6 +45,15 @@ def json_text(values: Any, indent: int | None = None, default: Callable[[Any], A
     return json.dumps(hide_in(values), indent=indent, default=plain)
 
 
+def encodable(text: str) -> str:
+    """The text with halves of characters as escapes: no file takes them, and names that are not UTF-8 have them.
+
+    >>> encodable("a\\udcffb\\x1b")
+    'a\\\\udcffb\\x1b'
+    """
+    return text.encode(errors="backslashreplace").decode()
+
+
 def counted(number: int, noun: str) -> str:
     """`1 worker`, `2 workers`."""
     return f"{number} {noun}{'s' * (number != 1)}"

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
 
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
+from dp_ray.replica.collating import collated
 from dp_ray.replica.quarantine import Quarantine
-from dp_ray.replica.screening import BadSample, Reference, choose_reference, not_finite
+from dp_ray.replica.read_requests import ReadRequest
+from dp_ray.replica.screening import BadSample, Reference, Screen, choose_reference, form_of, not_finite
 from dp_ray.results.merged import Merged
 from dp_ray.results.proof import prove_outputs
 from dp_ray.rundir.quarantine_files import merge_quarantine, positions_set_aside
@@ -246,6 +249,41 @@ def test_the_reference_is_of_the_most_common_form() -> None:
     chosen = choose_reference([(7, odd), (8, usual), (9, usual)], None)
     assert chosen == Reference(8, "tensor [3]")
     assert choose_reference([], None) is None
+
+
+def verdicts(items: list[Any], size: int, collate: Any = None) -> set[int]:
+    """The samples that are bad if so many are read at once; the first one is the reference."""
+    screen = Screen(is_finite=True, has_own_collate=collate is not None)
+    screen.reference, screen.source = Reference(0, form_of(items[0])), lambda indices: [items[one] for one in indices]
+    bad: set[int] = set()
+    for start in range(0, len(items), size):
+        indices = list(range(len(items)))[start : start + size]
+        read = ReadRequest(0, 0, 0, indices), [items[one] for one in indices]
+        screened = collated(read, collate or default_collate, None, screen)[1]
+        bad |= {found.sample for found in screened.bad.values()}
+    return bad
+
+
+def together(items: list[Any]) -> Any:
+    """The first one says what is taken of the others."""
+    return [[item[key] for key in items[0]] for item in items]
+
+
+KEYS = [{"x": 1, "y": 2}, {"x": 3}, {"x": 4, "y": 5, "z": 6}, {"x": 7, "y": 8}]
+ODD: list[list[Any]] = [
+    ["a", "b", 3, "c", ["d"], None, "e", np.str_("f"), np.float32(1)],
+    [{"x": 1}, {"x": 2, "y": 3}, {"x": 4}, {"y": 5}, {"x": "6"}],
+    [(1, 2), "ab", [3, 4], (5, 6, 7), torch.zeros(2)],
+    [torch.zeros(2), torch.zeros(2), torch.zeros(3), torch.zeros(3), torch.full((2,), float("nan"))],
+]
+
+
+@pytest.mark.parametrize(("items", "collate"), [*((one, None) for one in ODD), (KEYS, together)])
+def test_whether_a_sample_is_bad_depends_on_no_neighbour(items: list[Any], collate: Any) -> None:
+    alone = verdicts(items, 1, collate)
+    assert 0 < len(alone) < len(items)
+    for size in range(2, len(items) + 1):
+        assert verdicts(items, size, collate) == alone, size
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -49,6 +49,40 @@ def test_a_prediction_proves_outputs_and_quarantine(tmp_path: Path, capfd: pytes
     assert not (Path(result.run_dir) / "quarantine").exists()
 
 
+class NamedByBytes(Broken):
+    """Sample 3 raises, and each has a name that is not UTF-8, as files may have."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, _ = super().__getitem__(index)
+        name = f"{index}\udcff.png"
+        if index == 3:
+            raise OSError(f"{name}: no such image")
+        return {"x": inputs, "name": name}
+
+
+def test_batches_are_the_global_ones_without_what_was_set_aside(tmp_path: Path) -> None:
+    """All of the second and the last of the last batch are set aside, and some of others."""
+    bad = [3, *range(5, 10), 11, 22]
+    data = {"target": "tests.support.bad_data:Broken", "args": {"length": 23, "raises": bad}}
+    result = dp_ray.run(**keys(tmp_path, task="predict", dataset=data, batch_size=5, on_error={"quarantine": 9}))
+    wanted = [[one for one in range(at, min(at + 5, 23)) if one not in bad] for at in range(0, 23, 5)]
+    assert [len(batch) for batch in result.batches()] == [len(samples) for samples in wanted] == [4, 0, 4, 5, 2]
+    assert torch.equal(torch.cat(list(result.batches())), result.outputs)
+    torch.manual_seed(0)
+    model = training.mlp().eval()
+    with torch.no_grad():
+        for samples, batch in zip(wanted, dp_ray.load(result.run_dir).batches(), strict=True):
+            assert torch.allclose(batch, model(training.Pairs(23).inputs[samples]), atol=1e-6)
+
+
+def test_names_that_are_not_utf_8_cost_no_run(tmp_path: Path) -> None:
+    data = {"target": "tests.test_bad_records_of_runs:NamedByBytes", "args": {"length": 20}}
+    result = dp_ray.run(**keys(tmp_path, task="predict", dataset=data, inputs=["x"], outputs={"carry": ["name"]}))
+    assert result.carried["name"] == [f"{one}\\udcff.png" for one in range(20) if one != 3]
+    (row,) = quarantined(Path(result.run_dir))
+    assert (row["sample_index"], row["message"]) == (3, "3\\udcff.png: no such image")
+
+
 def test_beyond_the_limit_a_run_fails_and_goes_on_with_a_higher_one(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="2 samples cannot be used") as told:
         dp_ray.run(**keys(tmp_path, on_error={"quarantine": 1}))

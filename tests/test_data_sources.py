@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from pyarrow import csv as pacsv
 from torch.utils.data import default_collate
 
@@ -342,6 +343,32 @@ def test_times_dictionaries_and_decimals_are_pythons_own(tmp_path: Path) -> None
 
 def test_an_image_as_a_model_takes_it() -> None:
     assert torch.equal(float_image(jpeg(51)), torch.full((3, 4, 6), 0.2))
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
+def test_an_image_of_16_bits_keeps_the_upper_ones(tmp_path: Path, form: str) -> None:
+    """As Pillow itself narrows colours of 16 bits. It makes all greys above 255 white."""
+    grey = np.array([[0, 255, 256, 65535], [1000, 30000, 40000, 12]], np.uint16)
+    Image.fromarray(grey).save(tmp_path / f"grey.{form.lower()}", form)
+    found = Images(tmp_path)[0]["image"]
+    assert found.dtype == torch.uint8
+    assert np.array_equal(found, np.stack([grey // 256] * 3))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_an_image_of_32_bits_is_refused_by_name(tmp_path: Path, kind: Any) -> None:
+    Image.fromarray(np.full((2, 3), 70_000, kind)).save(tmp_path / "deep.tiff")
+    with pytest.raises(DataError, match=r"deep.tiff: the pixels of the image are 32-bit"):
+        Images(tmp_path)[0]
+    shard(tmp_path / "0.tar", [("a", {"tiff": (tmp_path / "deep.tiff").read_bytes()})])
+    with pytest.raises(DataError, match=r"0.tar, sample a: 'tiff' cannot be decoded: the pixels"):
+        WebDataset(tmp_path)[0]
+
+
+def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    Path(os.fsdecode(bytes(tmp_path) + b"/a\xff.png")).write_bytes(jpeg(1))
+    with pytest.raises(DataError, match=r"the name of a file is not UTF-8: '.*a\\udcff.png'; rename it"):
+        Images(tmp_path)
 
 
 def double(value: Any) -> Any:

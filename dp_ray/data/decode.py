@@ -21,7 +21,9 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     """The image in the bytes of a JPEG, a PNG or another format of Pillow: uint8 [3, height, width], in RGB.
 
     It is resized to `size` (height, width), with Pillow's bilinear filter, if that is given. A dict with the key
-    `bytes`, as Hugging Face stores images, is taken too. Raises DataError if Pillow is missing.
+    `bytes`, as Hugging Face stores images, is taken too. Of 16 bits the upper 8 are kept, in grey as in colour.
+
+    Raises DataError if Pillow is missing, and for pixels of 32 bits, whose range is not known.
     """
     try:
         from PIL import Image, UnidentifiedImageError
@@ -33,10 +35,21 @@ def image(value: Any, size: tuple[int, int] | None = None) -> torch.Tensor:
     except UnidentifiedImageError:  # which would show where the bytes lie in memory
         raise UnidentifiedImageError("cannot identify the format of the image") from None
     with given as opened:
-        rgb = opened if opened.mode == "RGB" else opened.convert("RGB")  # which copies it
+        narrow = _upper_bits(opened, Image)
+        rgb = narrow if narrow.mode == "RGB" else narrow.convert("RGB")  # which copies it
         if size is not None:
             rgb = rgb.resize(size[::-1], Image.Resampling.BILINEAR)
         return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+
+
+def _upper_bits(opened: Any, pillow: Any) -> Any:
+    """An image of more than 8 bits a pixel with 8; Pillow would cut larger values off at 255, which is white."""
+    if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
+        return pillow.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
+    if opened.mode in ("I", "F"):
+        bits = "32-bit numbers" if opened.mode == "F" else "32-bit whole numbers"
+        raise DataError(f"the pixels of the image are {bits}; decode them with a function that knows their range")
+    return opened
 
 
 def float_image(value: Any) -> torch.Tensor:
@@ -102,8 +115,8 @@ def decoded(item: dict[str, Any], decode: Mapping[str, Decoder]) -> dict[str, An
             raise DataError(f"there is no {name!r} to decode; the item has {listed(item)}")
         try:
             item[name] = decoder(item[name])
-        except DataError:
-            raise
+        except DataError as error:
+            raise DataError(f"{name!r} cannot be decoded: {error}") from error
         except Exception as error:
             raise DataError(f"{name!r} cannot be decoded: {type(error).__name__}: {error}") from error
     return item

@@ -43,8 +43,8 @@ class Images(Blocks[int]):
         encoded = retried(read, str(block.file), block.file.is_local)
         try:
             item: Item = {"image": image(encoded, self._size), "path": block.file.name}
-        except DataError:
-            raise
+        except DataError as error:
+            raise DataError(f"{block.file}: {error}") from error
         except Exception as error:
             raise DataError(f"{block.file}: is no image, or is damaged: {error}") from error
         if self.class_names:

@@ -12,6 +12,7 @@ from dp_ray.job import Job
 from dp_ray.replica.item_keys import kind_of, value_of
 from dp_ray.replica.read_requests import Indices
 from dp_ray.tensors.nested import is_plain
+from dp_ray.text import encodable
 
 Plain: TypeAlias = bool | int | float | str | list[Any] | None
 
@@ -75,7 +76,9 @@ def _plain(key: str, value: Any) -> Plain:
     if isinstance(found, list | tuple):
         found = [one.item() if isinstance(one, np.generic) else one for one in found]
         if all(map(is_plain, found)):
-            return found
+            return [encodable(one) if isinstance(one, str) else one for one in found]
+    elif isinstance(found, str):
+        return encodable(found)
     elif is_plain(found):
         return found  # type: ignore[no-any-return]
     size = f" of size {list(value.shape)}" if isinstance(value, torch.Tensor | np.ndarray) else ""

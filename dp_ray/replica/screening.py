@@ -172,16 +172,22 @@ class Screen:
         return None if self._is_finite and not self._has_own_collate and not_finite(batch) else batch
 
     def _looks_good(self, good: list[Any], collate: Collate) -> bool:
-        """Whether nothing speaks against collating them. The first one is compared with the reference.
+        """Whether each of them fits the reference; what is read beside a sample must not decide whether it is bad.
 
-        The others are compared with the first one, by the collate itself.
+        torch's collate alone would not tell: it takes a number among texts, or drops a key that the first one lacks.
         """
         reference = self.reference
         if not self._has_own_collate:
-            return reference is None or form_of(good[0]) == reference.form
+            return reference is None or all(form_of(item) == reference.form for item in good)
         if self._is_finite and any(not_finite(item) for item in good):  # which the collate may hide
             return False
-        return reference is None or not _misfit_of(0, [self._item_of(reference), good[0]], collate, reference)
+        return reference is None or not any(self._beside_reference(0, item, collate, reference) for item in good)
+
+    def _beside_reference(self, index: int, item: Any, collate: Collate, reference: Reference) -> BadSample | None:
+        """Why the user's collate cannot collate a sample with the reference; None if it can, in either order."""
+        beside = self._item_of(reference)
+        pairs = [beside, item], [item, beside]
+        return _first(_misfit_of(index, pair, collate, reference) for pair in pairs)
 
     def _misfit(self, index: int, item: Any, collate: Collate) -> BadSample | None:
         """What is bad about a sample that could be read; None if it is good."""
@@ -190,9 +196,7 @@ class Screen:
         if self.reference is None or index == self.reference.sample:
             return _alone(index, item, collate)
         if self._has_own_collate:
-            beside = self._item_of(self.reference)
-            pairs = [beside, item], [item, beside]
-            return _first(_misfit_of(index, pair, collate, self.reference) for pair in pairs)
+            return self._beside_reference(index, item, collate, self.reference)
         if (form := form_of(item)) != self.reference.form:
             says = (
                 f"it is {_shown(form)}, unlike sample {self.reference.sample}, which is {_shown(self.reference.form)}"
@@ -258,10 +262,10 @@ def form_of(item: Any) -> Form:
         return f"tensor {list(item.shape)}"
     if isinstance(item, np.ndarray) and item.ndim:
         return f"array {list(item.shape)}"
+    if isinstance(item, str | bytes):  # numpy's text too
+        return "text"
     if isinstance(item, int | float | np.generic | np.ndarray):
         return "number"
-    if isinstance(item, str | bytes):
-        return "text"
     if isinstance(item, Mapping):
         return {str(key): form_of(item[key]) for key in item}
     if isinstance(item, list | tuple):

@@ -1,7 +1,8 @@
 """Reads the outputs of a run from their files, as if these were one."""
 
 import functools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,14 @@ class Merged:
         layout = self.layout()
         return rebuild(layout, [_whole(column, list(self._leaf(column))) for column in layout.columns])
 
-    def batches(self, batch_size: int) -> Iterator[Any]:
-        """The outputs of each global batch, in order, in the model's own nesting."""
+    def batches(self, batch_size: int, missing: Sequence[int] = ()) -> Iterator[Any]:
+        """The outputs of each global batch, in order, in the model's own nesting.
+
+        `missing` are the positions that have no outputs: a batch is shorter by its own, and may have no rows.
+        """
         layout = self.layout()
-        for rows in _slices(self._tables(layout, batch_size), batch_size):
+        sizes = _sizes(batch_size, sum(file.metadata.num_rows for file, _ in self._files()), missing)
+        for rows in _slices(self._tables(layout, batch_size), sizes):
             leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
             yield rebuild(layout, [_stacked(leaf) for leaf in leaves])
 
@@ -94,13 +99,19 @@ def _stacked(leaf: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[tor
     return leaf
 
 
-def _slices(tables: Iterator[pa.Table], rows: int) -> Iterator[pa.Table]:
-    """The same rows in tables of `rows` rows; the last one may be shorter."""
+def _sizes(batch_size: int, rows: int, missing: Sequence[int]) -> Iterator[int]:
+    """How many of the outputs belong to each global batch: `rows` in all."""
+    positions, absent = rows + len(missing), Counter(position // batch_size for position in missing)
+    for number, first in enumerate(range(0, positions, batch_size)):
+        yield min(batch_size, positions - first) - absent[number]
+
+
+def _slices(tables: Iterator[pa.Table], sizes: Iterator[int]) -> Iterator[pa.Table]:
+    """The same rows in tables of these sizes."""
     held: pa.Table | None = None
-    for table in tables:
-        held = table if held is None else pa.concat_tables([held, table])
-        while len(held) >= rows:
-            yield held.slice(0, rows)
-            held = held.slice(rows)
-    if held is not None and len(held):
-        yield held
+    for size in sizes:
+        while held is None or len(held) < size:
+            table = next(tables)
+            held = table if held is None else pa.concat_tables([held, table])
+        yield held.slice(0, size)
+        held = held.slice(size)

@@ -21,6 +21,7 @@ from dp_ray.results.shown import as_html, key_lines, shown
 from dp_ray.results.table import Table
 from dp_ray.rundir.files import RESULT, RUN, SHAPES, write_json
 from dp_ray.rundir.history_file import read_history
+from dp_ray.rundir.quarantine_files import merged_positions
 from dp_ray.rundir.unfinished import unfinished
 from dp_ray.rundir.weights import BEST, EMA
 from dp_ray.rundir.weights_files import read_weights, weights_path
@@ -158,8 +159,11 @@ class Result:
         return Table(read_history(self.storage()))
 
     def batches(self) -> Iterator[Any]:
-        """The merged outputs of each global batch, in order, read one batch at a time."""
-        return self._merged().batches(self.batch_size)
+        """The merged outputs of each global batch, in order, read one batch at a time.
+
+        A batch lacks the rows that were set aside of it; one of which all were is empty.
+        """
+        return self._merged().batches(self.batch_size, merged_positions(self.storage()))
 
     @property
     def shapes(self) -> Table[ShardReport]:

@@ -22,7 +22,7 @@ from dp_ray.replica.screening import BadSample
 from dp_ray.rundir.ledger import check_newest, committed, done_ranges
 from dp_ray.secrets import hide
 from dp_ray.storage import Storage
-from dp_ray.text import counted
+from dp_ray.text import counted, encodable
 
 QUARANTINE = "quarantine"
 QUARANTINED = "quarantine.parquet"
@@ -82,9 +82,9 @@ class QuarantineFiles:
         return {
             **where,
             **beside,
-            "type": bad.kind,
-            "message": hide(bad.message),
-            "traceback": hide(bad.traceback),
+            "type": encodable(bad.kind),
+            "message": hide(encodable(bad.message)),
+            "traceback": hide(encodable(bad.traceback)),
             "dataset": self._dataset,
         }
 
