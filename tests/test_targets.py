@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
 from dp_ray.errors import DataError, JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
+from dp_ray.replica.loader_processes import end, started
 from dp_ray.replica.targets import bind, bound, build, build_dataset, resolve
 
 USER_CODE = """
@@ -25,6 +27,11 @@ def sized(n):
     return list(range(n))
 def iterable():
     return iter([1])
+class Squares:
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return index ** 2
 class Stacks:
     def __init__(self, times=1):
         self.times = times
@@ -85,6 +92,21 @@ def test_a_target_is_called_with_its_args_only_when_built() -> None:
 def test_importing_from_where_the_user_stands_leaves_the_path_alone() -> None:
     before = list(sys.path)
     build("model", Target(target="dp_ray_user:Thing"))
+    assert sys.path == before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("user_code")
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_a_loader_process_that_is_not_forked_finds_what_stands_where_the_user_stands(context: str) -> None:
+    """As of the program `dp-ray`, whose own path begins with the folder that it is installed in."""
+    dataset = build("dataset", Target(target="dp_ray_user:Squares"))
+    before = list(sys.path)
+    batches = started(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=context))
+    try:
+        assert list(batches) == [0, 1, 4]
+    finally:
+        end(batches)
     assert sys.path == before
 
 

@@ -14,19 +14,26 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dp_ray.replica.read_limit import arm_loader
+from dp_ray.system.import_path import importing_from_here
 from dp_ray.system.stop_signals import SIGNALS
 
 END_SECONDS = 1.0  # how long a process may take to end by itself, once nobody needs what it reads
 
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader's batches; its processes hold signals back until `begin_process`, but those of a "forkserver"."""
-    context: Any = loader.multiprocessing_context or multiprocessing
-    if not loader.num_workers or context.get_start_method() == "forkserver":
-        return iter(loader)  # a server would hold them back from all that is ever forked from it
-    resource_tracker.ensure_running()  # it lets signals through when it starts
-    with _signals_held():
+    """The loader's batches; its processes hold signals back until `begin_process`, but those of a "forkserver".
+
+    They find the modules of the job where this process found them: one that is not forked gets a copy of sys.path.
+    """
+    if not loader.num_workers:
         return iter(loader)
+    context: Any = loader.multiprocessing_context or multiprocessing
+    with importing_from_here():
+        if context.get_start_method() == "forkserver":
+            return iter(loader)  # a server would hold them back from all that is ever forked from it
+        resource_tracker.ensure_running()  # it lets signals through when it starts
+        with _signals_held():
+            return iter(loader)
 
 
 @contextmanager
