@@ -271,7 +271,7 @@ def retried(read: Callable[[], T], what: str, is_local: bool = False) -> T:
             return read()
         except FileNotFoundError as error:
             raise DataError(f"{what}: there is no such file any more: {error}") from error
-        except pa.ArrowInvalid as error:  # an OSError of pyarrow is another class
+        except (pa.ArrowException, UnicodeDecodeError) as error:  # an OSError of pyarrow is another class
             raise DataError(f"{what}: is damaged: {error}") from error
         except OSError as error:
             if is_local and error.errno not in PASSING:

@@ -21,6 +21,7 @@ from dp_ray.errors import DataError
 from dp_ray.text import did_you_mean, listed
 
 FOOTER_BYTES = 64 << 20  # of footers kept in each process
+FIRST_MESSAGE = 8  # where it lies in an Arrow file
 RECORD_BATCH = 3  # the type of its message in Arrow's format
 
 
@@ -145,6 +146,8 @@ class ColumnFiles(Table[int]):
     def _blocks_of(self, file: File, columns: Sequence[str] | None) -> tuple[list[str], list[Block[int]]]:
         names, sizes = retried(lambda: self._look(file), str(file), file.is_local)
         check_columns(file, names, columns)
+        if any(rows < 0 for rows in sizes):
+            raise DataError(f"{file}: is damaged: a {self.BLOCK} has {min(sizes)} rows")
         return names, [Block(file, rows, number, f"{self.BLOCK} {number}") for number, rows in enumerate(sizes)]
 
     def _look(self, file: File) -> tuple[list[str], list[int]]:
@@ -162,6 +165,8 @@ class Parquet(ColumnFiles):
         with file.open() as stream:
             found = pq.ParquetFile(stream)
             sizes = [found.metadata.row_group(number).num_rows for number in range(found.num_row_groups)]
+            if sum(sizes) != found.metadata.num_rows:
+                raise pa.ArrowInvalid(f"it has {found.metadata.num_rows} rows, its row groups {sum(sizes)}")
             return found.schema_arrow.names, sizes
 
     def _table(self, block: Block[int]) -> pa.Table:
@@ -190,9 +195,15 @@ class Arrow(ColumnFiles):
 
     def _look(self, file: File) -> tuple[list[str], list[int]]:
         with file.open() as stream, pa.ipc.open_file(stream) as reader:
-            sizes = _rows_of_batches(stream)
-            if len(sizes) != reader.num_record_batches:  # of another layout, which pyarrow can read as a whole only
+            if (sizes := _rows_of_batches(stream)) is None:  # of another layout, which pyarrow reads as a whole only
                 sizes = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+            elif len(sizes) != reader.num_record_batches:
+                raise pa.ArrowInvalid(
+                    f"it holds {len(sizes)} record batches, its end tells {reader.num_record_batches}"
+                )
+            stream.seek(FIRST_MESSAGE)
+            if not pa.ipc.read_schema(stream).equals(reader.schema):
+                raise pa.ArrowInvalid("its columns at its beginning and at its end differ")
             return reader.schema.names, sizes
 
     def _table(self, block: Block[int]) -> pa.Table:
@@ -202,27 +213,45 @@ class Arrow(ColumnFiles):
             return table.select(self._columns)
 
 
-def _rows_of_batches(stream: pa.NativeFile) -> list[int]:
-    """The numbers of rows of a file's record batches, from the heads of its messages alone; [] if they are not plain.
+def _rows_of_batches(stream: pa.NativeFile) -> list[int] | None:
+    """The numbers of rows of a file's record batches, from the heads of its messages; None if they lie elsewhere.
 
     pyarrow reads a head only together with the body, so with all columns. A head is a flatbuffer of Arrow's format.
     """
-    found, at = [], len(b"ARROW1") + 2
-    with suppress(struct.error):
+    found, at, size = [], FIRST_MESSAGE, stream.size()
+    with suppress(struct.error):  # of a damaged head, which pyarrow tells
         while True:
             mark, length = struct.unpack("<iI", stream.read_at(8, at))
             if mark != -1 or not length:
-                return found
-            head = stream.read_at(length, at + 8)
+                return found or None
+            head = stream.read_at(min(length, size), at + 8)
             message = _number(head, 0, "<I")
             if _field(head, message, 1, "<B") == RECORD_BATCH:
-                batch = message + _place(head, message, 2)
-                found.append(_field(head, batch + _number(head, batch, "<I"), 0, "<q"))
-            at += 8 + length + _field(head, message, 3, "<q")
-    return []
+                found.append(_rows_of(head, _below(head, message, 2)))
+            at += 8 + length + _field(head, message, 3, "<Q")
+            if at > size:
+                return None
+    return None
+
+
+def _rows_of(head: bytes, batch: int) -> int:
+    """The rows of a record batch. It tells them again for each column."""
+    rows, columns = _field(head, batch, 0, "<q"), _below(head, batch, 1)
+    if not _number(head, columns, "<I") or _number(head, columns + 4, "<q") != rows:
+        raise struct.error(f"the batch has {rows} rows, and its first column others")
+    return rows
+
+
+def _below(buffer: bytes, table: int, field: int) -> int:
+    """Where that lies to which a field of a flatbuffer's table points."""
+    if not (place := _place(buffer, table, field)):
+        raise struct.error(f"field {field} is not there")
+    return table + place + _number(buffer, table + place, "<I")
 
 
 def _number(buffer: bytes, at: int, form: str) -> int:
+    if at < 0:
+        raise struct.error(f"it points to byte {at}")
     number: int = struct.unpack_from(form, buffer, at)[0]
     return number
 

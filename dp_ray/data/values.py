@@ -17,7 +17,10 @@ LACKS = "a list lacks a value in its middle; fill it, or leave the column out"
 
 
 class MissingValue(DataError):
-    """A value that no batch can hold is missing; `row` is that of the table. A dataset says where it lies."""
+    """A value that no batch can hold: missing, or text that is damaged.
+
+    `row` is that of the table. A dataset says where it lies.
+    """
 
     def __init__(self, text: str, row: int) -> None:
         super().__init__(text)
@@ -39,7 +42,7 @@ def values_of(name: str, column: pa.ChunkedArray) -> Values:
         _check_permutation(name, column.type)
     is_dictionary = isinstance(column.type, pa.DictionaryType)
     give = _values(array.type if is_dictionary else column.type)(array)
-    if not array.null_count and not _is_list(array.type):
+    if not array.null_count and _is_number(array.type):
         return give
     missing = array.is_null().to_numpy(zero_copy_only=False)
 
@@ -116,15 +119,17 @@ def _values(kind: pa.DataType) -> Callable[[pa.Array], Values]:
 
 def _plain(array: pa.Array) -> Values:
     """Values that are Python's own, converted one by one."""
+    return lambda rows: [_as_python(array[row], row) for row in rows.tolist()]
 
-    def give(rows: Rows) -> list[Any]:
-        found = [array[row].as_py() for row in rows.tolist()]
-        for row, value in zip(rows.tolist(), found, strict=True):
-            if _lacks(value):
-                raise MissingValue(LACKS, row)
-        return found
 
-    return give
+def _as_python(value: pa.Scalar, row: int) -> Any:
+    try:
+        found = value.as_py()
+    except UnicodeDecodeError as error:
+        raise MissingValue(f"text that is not UTF-8: {error}", row) from None
+    if _lacks(found):
+        raise MissingValue(LACKS, row)
+    return found
 
 
 def _lacks(value: Any) -> bool:
