@@ -181,6 +181,15 @@ def test_of_damaged_text_the_rows_are_those_of_pythons_reader(
     assert given > 10, "a wrong letter of a text, which nobody can tell"
 
 
+@pytest.mark.parametrize("text", ['a,b\n0,x\n1,"y\n2,z\n', 'a,b\n0,"x', 'a,b\n0,"x""', 'a,"b'])
+def test_a_quote_that_is_not_closed_does_not_swallow_the_rest(tmp_path: Path, text: str) -> None:
+    (tmp_path / "0.csv").write_text(text)
+    with pytest.raises(
+        DataError, match=r"0.csv: is damaged: a quote is not closed in the row that begins at byte \d"
+    ):
+        Csv(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_of_a_damaged_parquet_file_with_checksums_the_rows_are_the_right_ones(
@@ -190,7 +199,7 @@ def test_of_a_damaged_parquet_file_with_checksums_the_rows_are_the_right_ones(
     pq.write_table(
         table, path := tmp_path / "0.parquet", row_group_size=2, write_page_checksum=True, compression=compression
     )
-    for at, _ in damages(path, 3):
+    for at, _ in damages(path, 5):
         found = rows_or_none(lambda: Parquet(path, columns=NAMES))
         assert found is None or found == ROWS, (at, found)
 
@@ -199,7 +208,7 @@ def test_of_a_damaged_parquet_file_with_checksums_the_rows_are_the_right_ones(
 def test_of_a_damaged_arrow_file_no_row_and_no_column_is_lost(tmp_path: Path) -> None:
     """Arrow has no checksums: a number may be another one."""
     feather.write_feather(pa.Table.from_pylist(ROWS), str(path := tmp_path / "0.arrow"), "uncompressed", chunksize=2)
-    for at, _ in damages(path, 3):
+    for at, _ in damages(path, 5):
         found = rows_or_none(lambda: Arrow(path))
         assert found is None or [tuple(row) for row in found] == [NAMES] * len(ROWS), (at, found)
 
@@ -209,7 +218,7 @@ def test_of_a_damaged_shard_no_sample_and_no_file_of_one_is_lost(tmp_path: Path)
     """A tar file has checksums of its headers alone."""
     encoded = archive(tmp_path)
     whole = rows_or_none(lambda: WebDataset(written(tmp_path / "0.tar", encoded[: 2 * BLOCK * 9])))
-    for at, _ in damages(tmp_path / "0.tar", 7):
+    for at, _ in damages(tmp_path / "0.tar", 11):
         found = rows_or_none(lambda: WebDataset(tmp_path / "0.tar"))
         if at // BLOCK % 2 and at < 16 * BLOCK:  # in the contents of a file
             assert found is None or [tuple(row) for row in found] == [("__key__", "txt", "cls")] * 4, (at, found)

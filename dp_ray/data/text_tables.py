@@ -260,7 +260,10 @@ def _quoted_fields(text: bytes, delimiter: bytes) -> Iterator[re.Match[bytes]]:
 
 
 def _whole_rows(file: File, ends: Ends, skip: int) -> Iterator[tuple[int, bytes]]:
-    """The file from byte `skip` on, in texts of whole rows, each with the byte at which it starts."""
+    """The file from byte `skip` on, in texts of whole rows, each with the byte at which it starts.
+
+    Raises DataError if the file ends within a quoted value: it was cut off, or a lost quote joins its rows.
+    """
     start, held = 0, b""
     for piece in read_in_pieces(file):
         held += piece
@@ -270,6 +273,8 @@ def _whole_rows(file: File, ends: Ends, skip: int) -> Iterator[tuple[int, bytes]
             yield start, held[: found[-1]]
             start, held = start + found[-1], held[found[-1] :]
     if held:
+        if held.strip() and not ends(held + b"\n"):
+            raise DataError(f"{file}: is damaged: a quote is not closed in the row that begins at byte {start}")
         yield start, held
 
 
