@@ -218,7 +218,8 @@ def _rows_of_batches(stream: pa.NativeFile) -> list[int] | None:
 
     pyarrow reads a head only together with the body, so with all columns. A head is a flatbuffer of Arrow's format.
     """
-    found, at, size = [], FIRST_MESSAGE, stream.size()
+    found: list[int] = []
+    at, size = FIRST_MESSAGE, stream.size()
     with suppress(struct.error):  # of a damaged head, which pyarrow tells
         while True:
             mark, length = struct.unpack("<iI", stream.read_at(8, at))

@@ -15,6 +15,8 @@ from dp_ray.text import did_you_mean, listed, printable
 
 KEY = "__key__"
 READ_BYTES = 4 << 20
+# What a block of zeros, and what the end of the file, is to Python's reader of headers.
+ENDS: tuple[type[Exception], ...] = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]
 
 
 class WebDataset(Blocks[Stretch]):
@@ -82,7 +84,7 @@ class _Member(tarfile.TarInfo):
     def fromtarfile(cls, tar: tarfile.TarFile) -> "_Member":
         try:
             return super().fromtarfile(tar)
-        except (tarfile.EOFHeaderError, tarfile.EmptyHeaderError):  # an end, which whoever reads on checks
+        except ENDS:  # which whoever reads on checks
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"the header at byte {tar.offset}: {error}") from None
