@@ -388,6 +388,33 @@ def test_a_stale_address_of_a_dead_ray_costs_no_time(embedded: Embedded) -> None
     assert not embedded.left, "an embedded Ray leaves its folder behind"
 
 
+@pytest.mark.ray
+def test_a_run_under_uv_has_the_drivers_python_on_its_workers(tmp_path: Path) -> None:
+    """Ray would start the workers by `uv run`, here a uv that is not there, and the run would wait for ever."""
+    (tmp_path / "run").write_text('"$@"\nexit $?\n')  # the shell stays, as a parent process with uv's command line
+    job = [sys.executable, "-m", "dp_ray", "run", str(ROOT / "jobs/tutorial.yaml"), "--workers", "1"]
+    uv = ["uv", "run", *job, "--storage", str(tmp_path / "runs"), "--json"]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
+    process = subprocess.Popen(
+        uv,
+        executable="/bin/sh",
+        cwd=tmp_path,
+        env={**kept, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            out, errors = process.communicate(timeout=90)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    assert json.loads(out.splitlines()[-1])["status"] == "done"
+
+
 @pytest.mark.slow
 def test_a_reader_of_shapes_that_has_seen_enough_does_not_end_the_job(tmp_path: Path) -> None:
     job = f"{sys.executable} -m dp_ray run jobs/tutorial.yaml --workers 0 --set dataset.args.length=30000"

@@ -29,6 +29,7 @@ from dp_ray.cluster.ray_internals.core import (
     start_local,
     type_of,
     wants_token,
+    workers_without_uv,
 )
 from dp_ray.cluster.ray_internals.variables import (
     ADDRESS,
@@ -149,7 +150,8 @@ def _start_ray(
     logging.getLogger("ray").setLevel(level)
     read_variables_anew()  # and forget the token of a Ray of the caller's that has ended
     try:
-        with shown_as(_shown_command_line()):
+        # In a Ray job the code is on the cluster, and `uv run` as the job's command is a choice that Ray follows.
+        with shown_as(_shown_command_line()), nullcontext() if in_ray_job() else workers_without_uv():
             if address:
                 authenticate(address)
                 code = None if in_ray_job() else code_to_ship()

@@ -1,6 +1,7 @@
 """Ray Core: starts and enters a cluster, looks at its nodes, and drains one on purpose."""
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -31,7 +32,7 @@ from ray.core.generated import autoscaler_pb2
 from ray.exceptions import RpcError
 
 from dp_ray.cluster.ray_internals import forked_worker
-from dp_ray.cluster.ray_internals.variables import VARIABLES
+from dp_ray.cluster.ray_internals.variables import UV_RUN, VARIABLES
 from dp_ray.cluster.resources import NodeType
 from dp_ray.system.environment import environment
 
@@ -243,6 +244,24 @@ def shown_as(arguments: Sequence[str] | None) -> Iterator[None]:
         yield
     finally:
         ray._private.utils.get_entrypoint_name = before
+
+
+@contextmanager
+def workers_without_uv() -> Iterator[None]:
+    """Within the block, a driver under `uv run` connects as any other does, unless the user has set Ray's variable.
+
+    Ray would start each worker by the driver's `uv run` line, in a copy of the working directory: another
+    environment, or none where uv is not found or its lock file was left out. Such workers never come, and Ray tells
+    nobody. Public: Ray's variable, which Ray reads when it is imported, and by then it may be.
+    """
+    constants = ray._private.ray_constants
+    before = constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+    if UV_RUN not in os.environ:
+        constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    try:
+        yield
+    finally:
+        constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = before
 
 
 def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] = ()) -> None:

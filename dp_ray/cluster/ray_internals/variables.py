@@ -13,6 +13,7 @@ TMPDIR = "RAY_TMPDIR"  # where a Ray that is started here keeps its sessions
 USE_TLS = "RAY_USE_TLS"  # if set, an address cannot be probed in plain text
 JOB_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # how long Ray waits for a job that it has asked to stop
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in each process of a submitted job
+UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # whether a driver under `uv run` starts its workers by `uv run` too
 WARN_BLOCKING = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"  # the controller waits for our channel in its event loop
 
 # Set in the driver's environment, from where Ray Train copies them to its own processes.
