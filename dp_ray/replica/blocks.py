@@ -23,7 +23,8 @@ def choose_blocks(job: Job, model: nn.Module) -> list[nn.Module]:
 def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Module) -> list[nn.Module]:
     """The outermost modules of these classes that have parameters, in the order of the model.
 
-    Raises JobError, which names the `key`, if the model has no module of a class that is named.
+    Raises JobError, which names the `key`, if the model has no module of a class that is named, or if that is a
+    container, like a ModuleList, which is never called.
     """
     if classes == "auto":
         chosen = _automatic(model)
@@ -33,12 +34,34 @@ def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Mo
             if name not in there:
                 raise JobError(f"{key}: the model has no module of class {name}; it has {listed(there)}")
         chosen = [one for one in model.modules() if type(one).__name__ in classes]
+        for one in chosen:
+            _check_is_called(key, one)
     return _outermost([one for one in chosen if one is not model and next(one.parameters(), None) is not None])
 
 
 def class_names(model: nn.Module) -> list[str]:
     """The names of the classes of a model's modules."""
     return sorted({type(one).__name__ for one in model.modules()})
+
+
+def _check_is_called(key: str, module: nn.Module) -> None:
+    if not _has_forward(module):
+        inside = sorted({type(one).__name__ for child in module.children() for one in _called(child)})
+        instead = f"name the class of its items, {listed(inside)}" if inside else "name a class whose forward uses it"
+        raise JobError(f"{key}: a {type(module).__name__} is never called, so it cannot be a block; {instead}")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or instead of a container that is never called, like a ModuleList, what is in it."""
+    if _has_forward(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _called(child)
 
 
 def _automatic(model: nn.Module) -> list[nn.Module]:
@@ -51,7 +74,8 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 def _items(module: nn.Module) -> Iterator[nn.Module]:
     """The items of the outermost ModuleLists and Sequentials."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        yield from module
+        for item in module:
+            yield from _called(item)
     else:
         for child in module.children():
             yield from _items(child)

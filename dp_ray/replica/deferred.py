@@ -6,28 +6,29 @@ on it, and frees it. An operation whose result is overwritten later only advance
 are made with the memory of one tensor at a time, and with the bits of a plain constructor.
 """
 
+import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn import init
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-META = torch.device("meta")
+from dp_ray.errors import ModelError
+from dp_ray.replica.as_if_real import CPU, META, AsIfReal, CannotDefer, Failures, RandomState, is_meta, plainly
+from dp_ray.tensors.layout import is_dense
+
 # Factories whose numbers constructors read, for tables of positions and rates: they are small, and made at once.
 AT_ONCE = {"arange", "linspace", "logspace"}
+WRITES_UNTOLD = {"native_batch_norm": ("running_mean", "running_var")}  # by their schemas they write nothing
 OVERWRITES = {"uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "exponential_", "cauchy_", "log_normal_"}
 
 # Functions of torch.nn.init that draw again until the numbers are within bounds, and that do nothing on meta tensors.
 BY_REJECTION = ("_no_grad_trunc_normal_",)
-
-
-class CannotDefer(Exception):
-    """A constructor does what cannot be recorded."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,15 @@ class Operation:
     kwargs: Any
     reads: frozenset[int]
     writes: frozenset[int]
-    made: tuple[tuple[int, int], ...]  # place among the results, memory
+    made: tuple[tuple[int, Ref], ...]  # place among the results, the result
     overwrites: int | None
     is_random: bool
+    default: torch.dtype  # of numbers that have no other
 
     @property
     def touched(self) -> frozenset[int]:
         """All memory that it reads, writes or makes."""
-        return self.reads | self.writes | {memory for _, memory in self.made}
+        return self.reads | self.writes | {one.memory for _, one in self.made}
 
     @property
     def can_be_skipped(self) -> bool:
@@ -75,41 +77,48 @@ class Recording:
 
     operations: list[Operation] = field(default_factory=list)
     storages: list[torch.UntypedStorage] = field(default_factory=list)
+    exact: bool = True
     _numbers: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.failures = Failures(self.exact)
+        self.random = RandomState(self.failures)
 
     def memory_of(self, tensor: torch.Tensor) -> int:
         """The number of a meta tensor's memory; a new one if it was not seen before."""
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self.storages)
             self.storages.append(storage)  # kept, so that no other memory gets its number
         return self._numbers[storage._cdata]
 
     def ref(self, tensor: torch.Tensor) -> Ref:
-        """What `replay` needs to make the tensor again."""
+        """What `replay` needs to make the tensor again. Raises CannotDefer if no recorded operation made its memory."""
+        if not self.knows(tensor):
+            raise CannotDefer("it has memory that no recorded operation has made")
+        if tensor.is_conj() or tensor.is_neg():
+            self.failures.refuse("it keeps a conjugate, or an imaginary part of one, as a view")
         geometry = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
         return Ref(self.memory_of(tensor), tensor.dtype, *geometry)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory was seen before."""
-        return tensor.untyped_storage()._cdata in self._numbers
+        return _storage(tensor)._cdata in self._numbers
+
+    def alive(self) -> list[torch.Tensor]:
+        """The recorded tensors that anything in this process keeps."""
+        tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+        return [one for one in tensors if one.device == META and self.knows(one)]
+
+    def add(self, operation: Operation) -> None:
+        """Note an operation that ran."""
+        if operation.is_random:
+            self.random.drawn()
+        self.operations.append(operation)
 
 
 class Memories(dict[int, torch.UntypedStorage]):
     """The memory that is made and not handed over yet, by its number."""
-
-
-class AsIfReal(TorchFunctionMode):
-    """Says that a tensor is on the CPU: constructors of torch and of others leave meta tensors alone."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
-            return False
-        if function == torch.Tensor.device.__get__ and _is_meta(args[0]):
-            return torch.device("cpu")
-        return function(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -122,40 +131,54 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        with self._recording.failures.noting(), torch._C.DisableTorchFunction():
+            return self._dispatched(function, args, dict(kwargs or {}))
+
+    def _dispatched(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _tensors((args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in function.tags
-        if _name(function) in AT_ONCE or (given and not any(_is_meta(one) for one in given)):
+        _check_moves(function, given, kwargs)
+        if not any(map(is_meta, given)) and (given or _name(function) in AT_ONCE):
             if is_random:
                 raise CannotDefer(f"{function} draws random numbers into a tensor of plain values")
+            if kwargs.get("device") == META:  # that of a tensor it goes with
+                kwargs["device"] = CPU
             return function(*args, **kwargs)
         if any(isinstance(one, torch.Generator) for one in tree_flatten((args, kwargs))[0]):
             raise CannotDefer(f"{function} draws from a generator of its own")
+        if not all(map(is_meta, _written(function, args, kwargs, torch.Tensor))):
+            self._recording.failures.refuse(f"{function} writes into a tensor of plain values what is known later")
         noted = tree_map(self._noted, (args, kwargs))
-        known = [self._recording.memory_of(one) for one in given if _is_meta(one)]
         on_meta = {**kwargs, "device": META} if _takes_device(function) else kwargs
         results = function(*tree_map(_as_meta, args), **tree_map(_as_meta, on_meta))
-        self._note(function, noted, known, results, is_random)
+        self._note(function, noted, results, is_random)
         return results
 
     def _noted(self, value: Any) -> Any:
         if isinstance(value, torch.device) and value == META:  # of a copy that names its source's device
-            return torch.device("cpu")
-        return self._recording.ref(value) if isinstance(value, torch.Tensor) and _is_meta(value) else value
+            return CPU
+        if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+            raise CannotDefer("it uses the storage of a tensor that is made later")
+        if not isinstance(value, torch.Tensor):
+            return value
+        return self._recording.ref(value) if is_meta(value) else _kept(value)
 
-    def _note(self, function: Any, noted: Any, known: list[int], results: Any, is_random: bool) -> None:
+    def _note(self, function: Any, noted: Any, results: Any, is_random: bool) -> None:
         made = []
         for place, result in enumerate(tree_flatten(results)[0]):
-            if isinstance(result, torch.Tensor) and _is_meta(result) and not self._recording.knows(result):
-                made.append((place, self._recording.memory_of(result)))
+            if isinstance(result, torch.Tensor) and is_meta(result) and not self._recording.knows(result):
+                self._recording.memory_of(result)
+                made.append((place, self._recording.ref(result)))
         args, kwargs = noted
-        written = frozenset(one.memory for one in _written(function, args, kwargs))
+        written = frozenset(one.memory for one in _written(function, args, kwargs, Ref))
         if not made and not written:
             return  # a view, of which a Ref says all
+        known = frozenset(one.memory for one in tree_flatten(noted)[0] if isinstance(one, Ref))
         overwritten = self._overwritten(function, args)
-        reads = frozenset(known) - ({overwritten} if overwritten is not None else set())
-        self._recording.operations.append(
-            Operation(function, args, kwargs, reads, written, tuple(made), overwritten, is_random)
+        reads = known - ({overwritten} if overwritten is not None else set())
+        default = torch.get_default_dtype()
+        self._recording.add(
+            Operation(function, args, kwargs, reads, written, tuple(made), overwritten, is_random, default)
         )
 
     def _overwritten(self, function: Any, args: Any) -> int | None:
@@ -163,79 +186,112 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _name(function) not in OVERWRITES or not isinstance(args[0], Ref):
             return None
         first = args[0]
-        count = 1
-        for size in first.size:
-            count *= size
-        spans = {stride for size, stride in zip(first.size, first.stride, strict=True) if size > 1}
-        is_whole = count * first.dtype.itemsize == self._recording.storages[first.memory].nbytes() and 0 not in spans
+        with plainly():
+            shape = torch.empty_strided(first.size, first.stride, dtype=first.dtype, device=META)
+            is_whole = is_dense(shape) and shape.nbytes == self._recording.storages[first.memory].nbytes()
         others = [one for one in tree_flatten(list(args[1:]))[0] if isinstance(one, Ref)]
         return first.memory if is_whole and all(one.memory != first.memory for one in others) else None
 
 
 @contextmanager
-def _whole_initialisers(recording: Recording) -> Iterator[None]:
-    """Note these functions of torch as one operation each: their steps depend on the numbers that they draw."""
-    before = {name: getattr(init, name) for name in BY_REJECTION if hasattr(init, name)}
-    try:
-        for name, function in before.items():
-            setattr(init, name, _noting(function, recording))
+def _replaced(recording: Recording) -> Iterator[None]:
+    """While the block runs: functions of torch are others where neither mode sees what they do."""
+    whole = [(init, name, _noting(getattr(init, name), recording)) for name in BY_REJECTION if hasattr(init, name)]
+    state = _refusing(torch.get_rng_state, recording, "it reads the state of torch's random numbers")
+    kind = _refusing(torch.Tensor.type, recording, "it asks for the type of a tensor that is made later")
+    with ExitStack() as stack:
+        states = [(torch, "get_rng_state", state), (torch.random, "get_rng_state", state)]
+        for owner, name, new in [*whole, *states, (torch.Tensor, "type", kind)]:
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+            else:
+                stack.callback(delattr, owner, name)
+            setattr(owner, name, new)
         yield
-    finally:
-        for name, function in before.items():
-            setattr(init, name, function)
 
 
 def _noting(function: Callable[..., Any], recording: Recording) -> Callable[..., Any]:
+    """Note a function as one operation: its steps depend on the numbers that it draws."""
+
     def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not _is_meta(tensor) or kwargs.get("generator") is not None:
-            raise CannotDefer(f"{function.__name__} of a plain tensor, or with a generator of its own")
-        ref = recording.ref(tensor)
-        is_whole = tensor.is_contiguous() and tensor.nbytes == recording.storages[ref.memory].nbytes()
-        reads = frozenset(() if is_whole else (ref.memory,))
-        written, overwritten = frozenset((ref.memory,)), ref.memory if is_whole else None
-        recording.operations.append(
-            Operation(function, (ref, *args), kwargs, reads, written, (), overwritten, is_random=True)
-        )
+        with recording.failures.noting():
+            if not is_meta(tensor) or kwargs.get("generator") is not None:
+                raise CannotDefer(f"{function.__name__} of a plain tensor, or with a generator of its own")
+            ref = recording.ref(tensor)
+            is_whole = tensor.is_contiguous() and tensor.nbytes == recording.storages[ref.memory].nbytes()
+            reads = frozenset(() if is_whole else (ref.memory,))
+            written, overwritten = frozenset((ref.memory,)), ref.memory if is_whole else None
+            default = torch.get_default_dtype()
+            recording.add(Operation(function, (ref, *args), kwargs, reads, written, (), overwritten, True, default))
         return tensor
 
     return noted
 
 
-def record(build: Callable[[], Any]) -> tuple[Any, Recording]:
+def _refusing(function: Callable[..., Any], recording: Recording, reason: str) -> Callable[..., Any]:
+    """Refuse a function in this thread's recording, but for plain tensors."""
+    mine = threading.get_ident()
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == mine and not any(
+            isinstance(one, torch.Tensor) and not is_meta(one) for one in args
+        ):
+            with recording.failures.noting():
+                recording.failures.refuse(reason)
+        return function(*args, **kwargs)
+
+    return refused
+
+
+def record(build: Callable[[], Any], exact: bool = True) -> tuple[Any, Recording]:
     """What `build` returns, its tensors on the meta device, and how they are made.
 
-    Raises CannotDefer if a constructor reads numbers of its tensors, or does something else that needs them.
+    Raises CannotDefer if a constructor reads numbers of its tensors, or does something else that needs them, also
+    if it, or torch, caught the error. The random state is afterwards as before. Without `exact`, the tensors alone
+    are asked for, which have the right sizes and types, and what a constructor does with numbers is no error.
     """
-    recording = Recording()
+    recording = Recording(exact=exact)
+    built = None
     try:
-        with Recorder(recording), AsIfReal(), _whole_initialisers(recording):
-            return build(), recording
-    except CannotDefer:
-        raise
+        with Recorder(recording), AsIfReal(recording.failures), _replaced(recording):
+            built = build()
+        recording.random.check()
+        failed = recording.failures.first if exact else None
     except Exception as error:
-        raise CannotDefer(f"{type(error).__name__}: {error}") from error
+        failed = recording.failures.first or error
+    finally:
+        recording.random.restore()
+    if failed is not None:
+        reason = str(failed) if isinstance(failed, CannotDefer) else f"{type(failed).__name__}: {failed}"
+        raise CannotDefer(reason) from failed
+    return built, recording
 
 
 def replay(recording: Recording, wanted: Sequence[int], ready: Callable[[int, torch.UntypedStorage], None]) -> None:
     """Make the tensors; `ready` gets each `wanted` memory when it is made, after which it is freed."""
     needed = _needed(recording, set(wanted))
     last = {memory: at for at, one in enumerate(recording.operations) if needed[at] for memory in one.touched}
-    real = Memories()
+    real, missing = Memories(), set(wanted)
     for at, one in enumerate(recording.operations):
         if not needed[at] and not one.is_random:
             continue
         _run(one, recording, real if needed[at] else Memories())
         for memory in [memory for memory in one.touched if last.get(memory) == at and needed[at]]:
             storage = real.pop(memory, None)
-            if memory in wanted and storage is not None:
+            if memory in missing and storage is not None:
+                missing.remove(memory)
                 ready(memory, storage)
+    if missing:
+        raise ModelError(
+            f"{len(missing)} of the model's tensors have memory that no operation of its constructor made"
+        )
 
 
 def _needed(recording: Recording, live: set[int]) -> list[bool]:
     """Which operations matter to the memory that is wanted at the end; the others' results are overwritten."""
     needed = []
     for one in reversed(recording.operations):
-        made = {memory for _, memory in one.made}
+        made = {result.memory for _, result in one.made}
         matters = bool((one.writes | made) & live) or not one.can_be_skipped
         if matters:
             live -= made
@@ -254,15 +310,30 @@ def _run(one: Operation, recording: Recording, real: dict[int, torch.UntypedStor
             real[value.memory] = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
         return value.of(real[value.memory])
 
-    with torch.no_grad():
-        results = tree_flatten(one.function(*tree_map(made, one.args), **tree_map(made, one.kwargs)))[0]
-    for place, memory in one.made:
-        real[memory] = results[place].untyped_storage()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(one.default)
+        with torch.no_grad():
+            results = tree_flatten(one.function(*tree_map(made, one.args), **tree_map(made, one.kwargs)))[0]
+    finally:
+        torch.set_default_dtype(before)
+    for place, ref in one.made:
+        real[ref.memory] = _laid_out(results[place], ref, one, recording)
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the meta device, whatever `AsIfReal` says."""
-    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Meta))
+def _laid_out(result: torch.Tensor, ref: Ref, one: Operation, recording: Recording) -> torch.UntypedStorage:
+    """The memory of a result, which lies there as it did on the meta device."""
+    geometry = tuple(result.size()), tuple(result.stride()), int(result.storage_offset())
+    if (result.dtype, *geometry) == (ref.dtype, ref.size, ref.stride, ref.offset):
+        return result.untyped_storage()
+    if result.dtype != ref.dtype or geometry[0] != ref.size:
+        raise ModelError(
+            f"{one.function} in the model's constructor gave {result.dtype} of shape {list(result.shape)}, and on the "
+            f"meta device {ref.dtype} of shape {list(ref.size)}"
+        )
+    storage = torch.UntypedStorage(recording.storages[ref.memory].nbytes())  # type: ignore[no-untyped-call]
+    ref.of(storage).copy_(result)
+    return storage
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -270,7 +341,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _as_meta(value: Any) -> Any:
-    return value.to(META) if isinstance(value, torch.Tensor) and not _is_meta(value) else value
+    return value.to(META) if isinstance(value, torch.Tensor) and not is_meta(value) else value
 
 
 def _name(function: Any) -> str:
@@ -281,10 +352,36 @@ def _takes_device(function: Any) -> bool:
     return any(one.name == "device" for one in function._schema.arguments)
 
 
-def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Ref]:
-    """The arguments that an operation changes."""
+def _written(function: Any, args: Any, kwargs: Any, kind: type) -> Iterator[Any]:
+    """The arguments that an operation changes, of those of a kind."""
+    untold = WRITES_UNTOLD.get(_name(function), ())
     for place, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        yield from (one for one in tree_flatten(value)[0] if isinstance(one, Ref))
+        if argument.name in untold or (argument.alias_info is not None and argument.alias_info.is_write):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (one for one in tree_flatten(value)[0] if isinstance(one, kind))
+
+
+def _check_moves(function: Any, given: list[torch.Tensor], kwargs: dict[str, Any]) -> None:
+    """Raise CannotDefer for a move to another device, and for one that copies here and would copy no real tensor."""
+    device = kwargs.get("device")
+    if device is None:
+        return
+    if device.type not in ("cpu", "meta"):
+        raise CannotDefer(f"{function} makes a tensor on {device}")
+    is_move = _name(function) == "_to_copy" and is_meta(given[0]) != (device == META)
+    if is_move and kwargs.get("dtype") in (None, given[0].dtype):
+        raise CannotDefer("it moves a tensor to the CPU, where it would be already")
+
+
+def _kept(plain: torch.Tensor) -> torch.Tensor:
+    """A copy of a plain tensor, which may change later, with its strides."""
+    plain = plain.detach()
+    if plain.layout is not torch.strided or not plain.numel():
+        return plain.clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(plain.size(), plain.stride(), strict=True))
+    return plain.as_strided((extent,), (1,)).clone().as_strided(plain.size(), plain.stride(), 0)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()

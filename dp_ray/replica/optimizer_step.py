@@ -21,10 +21,17 @@ from dp_ray.replica.optimizer import (
 )
 from dp_ray.replica.sharded import Sharded, comm_device
 from dp_ray.replica.sparse import numbers_of
-from dp_ray.replica.user_code import raising
+from dp_ray.replica.user_code import raising, shards_told
 from dp_ray.system.waiting import waiting
 from dp_ray.tensors.shards import is_sharded
 from dp_ray.text import listed
+
+
+SHAPED = "keeps state of another shape than its parameters, of which strategy: fsdp cannot give each worker a part"
+UNSHARDED = {
+    torch.optim.Adafactor: SHAPED,
+    torch.optim.Rprop: "writes where a gradient has changed its sign, which torch cannot do in shards (strategy: fsdp)",
+}
 
 
 class OptimizerStep:
@@ -42,11 +49,8 @@ class OptimizerStep:
         self.optimizer = build_optimizer(job.optimizer, model, instead)
         if self._is_exact:
             check_elementwise(self.optimizer)
-        if sharded is not None and isinstance(self.optimizer, torch.optim.Adafactor):
-            raise JobError(
-                "optimizer: Adafactor keeps state of another shape than its parameters, of which strategy: fsdp "
-                "cannot give each worker a part; take another one, like torch.optim:AdamW"
-            )
+        if sharded is not None and self.aligned is None:
+            _check_takes_shards(self.optimizer)
         if self.aligned is not None:
             self.aligned.optimizer = self.optimizer
         self._sharded = sharded
@@ -136,7 +140,7 @@ class OptimizerStep:
         norm = self._norm(gradients, with_gradient)
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        with raising(f"step {step}: optimizer"), self._updating():
+        with raising(f"step {step}: optimizer", shards_told), self._updating():
             self.has_skipped = self._step()
         if not self.has_skipped:
             with raising(f"step {step}: scheduler"):
@@ -148,7 +152,7 @@ class OptimizerStep:
         """Update the parameters by the gradients as they are, without other workers, to make the state."""
         if self.aligned is not None:
             self.aligned.take()
-        with raising("optimizer"), self._updating():
+        with raising("optimizer", shards_told), self._updating():
             self.optimizer.step()
         self.drop_gradients()
 
@@ -215,6 +219,13 @@ class UnscaledParts:
     def step(self) -> None:
         """Update the parameters; the scaler calls it if all gradients are finite."""
         self._optimizer.step()
+
+
+def _check_takes_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Raise JobError for an optimizer of torch's that cannot update shards."""
+    for kind, reason in UNSHARDED.items():
+        if isinstance(optimizer, kind):
+            raise JobError(f"optimizer: {kind.__name__} {reason}; take another one, like torch.optim:AdamW")
 
 
 def _holder(gradient: torch.Tensor) -> torch.Tensor:

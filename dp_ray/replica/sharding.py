@@ -1,6 +1,7 @@
 """A model of which each worker holds a part: torch's `fully_shard` (FSDP2), built shard by shard."""
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from dp_ray.replica.devices import as_module
 from dp_ray.replica.model import build_model, check_has_shape
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.scatter import Gather, Round, SumScatter, TreeScatter
+from dp_ray.replica.shardable import Replaced, check_shardable
 from dp_ray.replica.sharded import Sharded
 from dp_ray.replica.sparse import make_gradients_dense
 from dp_ray.replica.targets import build, resolve
@@ -49,17 +51,22 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     Every rank calls this. `note` gets lines for the user. Raises what `build_model` raises, and JobError for a model
     that cannot be sharded.
     """
-    model, fill = _on_meta(job, note)
+    model, fill, replaced = _on_meta(job, note)
     places = _places(model)
-    for name, parameter in model.named_parameters():
-        check_has_shape(name, parameter)
+    attributes = _attributes(model)
     root, current, replicated = shard_in_place(job, world, model)
     if replicated:
         sizes = [f"{name} ({one.nbytes} bytes)" for name, one in replicated.items()]
         note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
+    names = list(replicated)
+    del replicated
     tensors = _materialise(places, world.device, job.fsdp.offload)
+    _tell_modules(model)
+    replaced.check(model)
+    for name, one in model.named_parameters():
+        vars(one).update(attributes[name])
     fill(lambda number, whole: _copy_rows(tensors[number], whole))
-    kept_whole = {name: _get(model, name) for name in replicated}
+    kept_whole = {name: _get(model, name) for name in names}
     return Sharded(model, root, kept_whole, current, world, recasts(job))
 
 
@@ -80,25 +87,26 @@ def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule
     return *_shard(job, world, model, set(replicated.values())), replicated
 
 
-def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Fill]:
-    """The model on the meta device, and what gives its tensors one by one, by their ids there."""
+def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Fill, Replaced]:
+    """The model on the meta device, what gives its tensors one by one, by their ids there, and its tensors before."""
     if isinstance(job.model, Target):
         resolve("model", job.model)
         seed_all(job.seed)
         try:
             made, recording = record(lambda: build("model", job.model))
             model = as_module(made)
-            _check_no_others(model)
-            return model, _Replay(model, recording)
+            _check_no_others(model, recording)
+            return model, _Replay(model, recording), _checked(model)
         except CannotDefer as error:
             reason = str(error).splitlines()[0]
     else:
         reason = "it is an object that is made already"
     model = build_model(job, [CPU])
+    replaced = _checked(model)
     size = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
     what = job.model.label if isinstance(job.model, Target) else type(model).__qualname__
     note(f"fsdp: {what} cannot be built shard by shard, so each worker builds it whole, in {size} bytes: {reason}")
-    return model, _emptied(model)
+    return model, _emptied(model), replaced
 
 
 class _Replay:
@@ -130,6 +138,7 @@ def _emptied(model: nn.Module) -> Fill:
                 continue
             if id(one) not in made:
                 made[id(one)] = nn.Parameter(one.detach().to("meta"), one.requires_grad)
+                vars(made[id(one)]).update(vars(one))
                 values.append((id(made[id(one)]), one.detach()))
             module._parameters[name] = made[id(one)]
 
@@ -144,12 +153,33 @@ def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _check_no_others(model: nn.Module) -> None:
-    """Raise CannotDefer if a module keeps a tensor that is neither parameter nor buffer."""
+def _checked(model: nn.Module) -> Replaced:
+    """The model's tensors, which all can be replaced."""
+    for name, parameter in model.named_parameters():
+        check_has_shape(name, parameter)
+    check_shardable(model)
+    return Replaced(model)
+
+
+def _check_no_others(model: nn.Module, recording: Recording) -> None:
+    """Raise CannotDefer if anything keeps a recorded tensor that is neither parameter nor buffer."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise CannotDefer(f"{name}.{key} is a tensor that is neither a parameter nor a buffer")
+    mine = {id(one) for tensor in _tensors_of(model) for one in (tensor, tensor._base)}
+    if any(id(one) not in mine for one in recording.alive()):
+        gc.collect()
+    for one in recording.alive():
+        if id(one) not in mine:
+            raise CannotDefer(
+                f"something keeps a tensor of shape {list(one.shape)} that is no parameter and no buffer"
+            )
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What the model's code has written into its parameters, by name: an optimizer may go by it."""
+    return {name: dict(vars(one)) for name, one in model.named_parameters()}
 
 
 Places = dict[int, list[tuple[dict[str, Any], str]]]
@@ -260,6 +290,14 @@ def _materialise(places: Places, device: torch.device, is_offloaded: bool) -> di
         for held, name in where:
             held[name] = made[number]
     return made
+
+
+def _tell_modules(model: nn.Module) -> None:
+    """Give parameters once more to modules that note them, as an LSTM does."""
+    for module in model.modules():
+        if type(module).__setattr__ is not nn.Module.__setattr__:
+            for name, one in list(module._parameters.items()):
+                setattr(module, name, one)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from dp_ray.replica.loss import Compare, Weighted, build_loss, may_not_be_of_row
 from dp_ray.replica.model import call_model
 from dp_ray.replica.out_of_memory import shapes_told
 from dp_ray.replica.targets import bound
-from dp_ray.replica.user_code import got, it_got, one_row_told, raising
+from dp_ray.replica.user_code import got, it_got, one_row_told, raising, shards_told
 from dp_ray.replica.world import World, is_gpu
 from dp_ray.tensors.nested import flatten, map_leaves
 from dp_ray.tensors.raw import moved
@@ -55,7 +55,7 @@ def build_step(job: Job, world: World) -> Step:
 
     def plain_step(model: nn.Module, batch: Any) -> StepOutput:
         inputs, target = model_inputs(job, batch), batch[1]
-        with raising("model", lambda error: mixed_devices(model, error) or one_row_told(error) or it_got(inputs)):
+        with raising("model", lambda error: told(model, error) or one_row_told(error) or it_got(inputs)):
             outputs = call_model(model, inputs, job.call)
         if has_several:
             target = beside(outputs, target)
@@ -65,6 +65,11 @@ def build_step(job: Job, world: World) -> Step:
             return StepOutput(loss(outputs, target), outputs, target, loss)
 
     return plain_step
+
+
+def told(model: nn.Module, error: BaseException) -> str:
+    """A hint on an error of code that runs the model: tensors on two devices, or shards."""
+    return mixed_devices(model, error) or shards_told(error)
 
 
 def beside(outputs: Any, target: Any) -> Any:
@@ -78,7 +83,7 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
 
     Raises ModelError if the step raises, or if its mapping has no loss or other keys.
     """
-    with raising("step", lambda error: mixed_devices(model, error) or shapes_told(error, batch)):
+    with raising("step", lambda error: told(model, error) or shapes_told(error, batch)):
         given = step(model, batch)
     if isinstance(given, StepOutput):
         return given

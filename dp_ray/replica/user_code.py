@@ -118,6 +118,16 @@ def one_row_told(error: BaseException) -> str:
     return "; this shard has one row: choose batch_size and shards so that each has two"
 
 
+def shards_told(error: BaseException) -> str:
+    """A hint where code meets the shards of parameters; else empty."""
+    if not any(one in str(error) for one in ("DTensor", "tensor subclass", "Sharding propagation")):
+        return ""
+    return (
+        "; with strategy: fsdp the parameters of a block are whole only while the block runs, and shards (DTensors) "
+        "elsewhere: compute with them in the forward of a module that fsdp.blocks names, or take strategy: ddp"
+    )
+
+
 def it_got(inputs: Any) -> str:
     """A hint for a model: the dtypes and sizes that it got."""
     return f"; it got {dtypes_and_sizes(inputs)}"
