@@ -55,7 +55,7 @@ ray: $(VENV)/installed
 	$(BIN)/python -m pytest tests/test_ray_internals.py
 
 fuzz: $(VENV)/installed
-	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest tests/test_fuzz.py tests/test_constructors.py --hypothesis-profile=fuzz
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -225,8 +225,9 @@ def test_a_model_without_such_blocks_is_told(model: Any, given: Any, says: str) 
 
 
 def test_a_module_that_holds_blocks_of_fsdp_is_told() -> None:
-    job = job_of("Blocks", "Sentences", strategy="fsdp", activation_checkpointing=["ModuleList"])
-    with pytest.raises(JobError, match="layers holds blocks of fsdp; name the classes of these blocks"):
+    model = {"target": "tests.support.constructors:Constructed", "args": {"steps": []}}
+    job = job_of(model, strategy="fsdp", activation_checkpointing=["Sequential"])
+    with pytest.raises(JobError, match="body holds blocks of fsdp; name the classes of these blocks"):
         recompute_blocks(job, build_model(job, [CPU]), [CPU])
 
 

@@ -1,4 +1,4 @@
-"""The initial weights of `strategy: fsdp` are those of a plain constructor, whatever that does; else it is refused."""
+"""With `strategy: fsdp`, the initial weights are those of a plain constructor, whatever that does, or none."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dp_ray.errors import JobError
+from dp_ray.errors import JobError, ModelError
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.sharding import build_sharded
 from dp_ray.replica.world import World
@@ -55,7 +55,8 @@ def built_alike(steps: Steps) -> str:
     for name, one in expected.items():
         assert got[name].dtype == one.dtype and torch.equal(got[name], one), name
     assert torch.equal(torch.get_rng_state(), state), "as many numbers are drawn"
-    assert hasattr(sharded.body[0].weight, "no_decay") == hasattr(plain.body[0].weight, "no_decay")  # type: ignore[index]
+    weight = "body.0.weight"
+    assert hasattr(sharded.get_parameter(weight), "no_decay") == hasattr(plain.get_parameter(weight), "no_decay")
     return next((one for one in told if "shard by shard" in one), "")
 
 
@@ -72,7 +73,7 @@ def test_what_cannot_be_recorded_is_built_whole_and_told(step: str) -> None:
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("step", list(REFUSED))
 def test_a_model_that_shards_would_change_is_refused_by_name(step: str, is_whole: bool) -> None:
-    with pytest.raises(JobError, match=REFUSED[step][1]):
+    with pytest.raises((JobError, ModelError), match=REFUSED[step][1]):
         sharded_alone([("item", 0)] * is_whole + [(step, 0)])
 
 
@@ -81,7 +82,7 @@ def steps_of(names: Sequence[str], most: int) -> st.SearchStrategy[list[tuple[st
 
 
 @given(recorded=steps_of(list(RECORDED), 8), whole=steps_of(list(WHOLE), 1), more=steps_of(list(RECORDED), 3))
-@settings(suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings().max_examples // 2, suppress_health_check=list(HealthCheck))
 def test_any_constructor_gives_the_same_weights_or_is_built_whole(recorded: Steps, whole: Steps, more: Steps) -> None:
     steps = [*recorded, *whole, *more]
     seed_all(0)
@@ -92,6 +93,7 @@ def test_any_constructor_gives_the_same_weights_or_is_built_whole(recorded: Step
     assert not built_alike(steps) or whole or not recorded, "built whole"
 
 
+@pytest.mark.slow
 def test_two_workers_begin_with_the_weights_of_a_plain_constructor(tmp_path: Path) -> None:
     still = {"target": "torch.optim:SGD", "args": {"lr": 0.0}}
     for number, whole in enumerate(([], [("orthogonal", 0)])):

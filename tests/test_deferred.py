@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from dp_ray.replica import deferred
-from dp_ray.replica.deferred import CannotDefer, record, replay
+from dp_ray.replica.as_if_real import CannotDefer
+from dp_ray.replica.deferred import record, replay
 from tests.support import training
 from tests.support.patchwork import Patchwork
 

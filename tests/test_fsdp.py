@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_ray.errors import JobError
 from dp_ray.plan.order import Order
+from dp_ray.replica.blocks import blocks_by_class, choose_blocks
 from dp_ray.replica.sharded import casting_anew
 from dp_ray.task.notices import Note
 from dp_ray.task.step_control import StepControl
@@ -279,16 +280,77 @@ def test_an_unknown_block_is_told(tmp_path: Path) -> None:
         run_group(job_of("mlp", workers=2, fsdp={"blocks": ["Layer"]}, **SHARDED), tmp_path)
 
 
+class Nested(nn.Module):
+    """Layers in a list of lists, in which the layers alone are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]), nn.Linear(6, 3)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.stages[0]:  # type: ignore[attr-defined,union-attr]
+            inputs = layer(inputs).tanh()
+        outputs: torch.Tensor = self.stages[1](inputs)
+        return outputs
+
+
+def test_a_container_that_is_never_called_is_no_block() -> None:
+    model, keys = Nested(), {"fsdp": {"blocks": ["ModuleList"]}, **SHARDED}
+    says = r"fsdp\.blocks: a ModuleList is never called, so it cannot be a block; name the class of its items, Linear"
+    with pytest.raises(JobError, match=says):
+        choose_blocks(job_of("mlp", **keys), model)
+    assert choose_blocks(job_of("mlp", **SHARDED), model) == [*model.stages[0], model.stages[1]]  # type: ignore[misc]
+    with pytest.raises(
+        JobError, match="a ParameterList is never called, so it cannot be a block; name a class whose"
+    ):
+        blocks_by_class("fsdp.blocks", ["ParameterList"], nn.Sequential(nn.ParameterList([torch.ones(2)])))
+
+
 def test_workers_that_run_different_blocks_are_told(tmp_path: Path) -> None:
     """Each gathers a block of the same size, so nothing else would notice: the numbers would be wrong."""
     with pytest.raises(ProcessExit, match="the workers did not run the same blocks in the same order"):
         run_group(job_of("EitherBlock", workers=2, **SHARDED), tmp_path)
 
 
-def test_adafactor_is_refused_by_name(tmp_path: Path) -> None:
-    keys = {"optimizer": {"target": "torch.optim:Adafactor"}, **SHARDED}
-    with pytest.raises(ProcessExit, match="optimizer: Adafactor keeps state of another shape than its parameters"):
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Adafactor", "Adafactor keeps state of another shape than its parameters"),
+        ("Rprop", "Rprop writes where gradients changed their sign, which torch cannot do in shards"),
+    ],
+)
+def test_an_optimizer_that_takes_no_shards_is_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
+    keys = {"optimizer": {"target": f"torch.optim:{name}"}, **SHARDED}
+    with pytest.raises(ProcessExit, match=f"JobError: optimizer: {says}"):
         run_group(job_of("mlp", workers=2, **keys), tmp_path)
+
+
+def penalised(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A step whose loss adds a penalty on all parameters, after the model has run."""
+    losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return losses + 0.01 * torch.stack([one.square().sum() for one in model.parameters()]).sum()
+
+
+class InnerWeights(training.Blocks):
+    """A model whose own forward uses the weights of a block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.layers[0].linear1.weight
+        return super().forward(tokens) + (self.embedding(tokens) @ weight.t()).sum()
+
+
+@pytest.mark.parametrize("what", ["step", "model"])
+def test_code_that_meets_shards_is_told_of_them(tmp_path: Path, what: str) -> None:
+    penalty = {"step": "tests.test_fsdp:penalised", "loss": None}
+    model = {"target": "tests.test_fsdp:InnerWeights"}
+    job = (
+        job_of(model, "Sentences", workers=2, **BLOCKS)
+        if what == "model"
+        else job_of("mlp", workers=2, **penalty, **SHARDED)
+    )
+    says = rf"step 0, shard \d: {what} raised .*; with strategy: fsdp the parameters of a block are whole only while"
+    with pytest.raises(ProcessExit, match=says):
+        run_group(job, tmp_path)
 
 
 def test_a_jobs_fingerprint_does_not_know_the_strategy() -> None:

@@ -5,7 +5,7 @@ Here such a question is answered as if the tensor were real, or ends the recordi
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ READS = {
     Tensor._typed_storage: "the storage",
     Tensor.apply_: "the numbers",
     Tensor.map_: "the numbers",
-    Tensor.map2_: "the numbers",  # type: ignore[attr-defined]
-    Tensor.new: "the type",  # type: ignore[attr-defined]
+    Tensor.map2_: "the numbers",
+    Tensor.new: "the type",
 }
 MOVES = (Tensor.to, Tensor.cpu, Tensor.type_as, torch.as_tensor, torch.asarray)
 
@@ -105,7 +105,7 @@ class RandomState:
 _ANSWERS = {
     Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
-    Tensor.device.__get__: CPU,  # type: ignore[attr-defined]
+    Tensor.device.__get__: CPU,
 }
 
 
@@ -131,18 +131,18 @@ class AsIfReal(TorchFunctionMode):
         if any(_names_meta(one) for one in (*args, kwargs.get("device"))):
             self._failures.refuse("it makes tensors on the meta device itself")
         if torch.is_autocast_enabled("cpu"):
-            raise CannotDefer("it computes under autocast")
+            self._failures.refuse("it computes under autocast")
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if function in MOVES:
             return _move(function, args, kwargs)
-        if function is Tensor.__deepcopy__ and not is_meta(args[0]):
-            with plainly():
-                return function(*args, **kwargs)
         if first is None or not is_meta(first):
-            return function(*args, **kwargs)
+            with plainly() if function is Tensor.__deepcopy__ else nullcontext():
+                return function(*args, **kwargs)
         if function in READS:
             self._failures.refuse(f"it reads {READS[function]} of a tensor that is made later")
         if function is Tensor.__deepcopy__:
+            if type(first) is not Tensor or not first.is_leaf or first.grad is not None or vars(first):
+                self._failures.refuse("it copies a tensor with a history or with attributes")
             return _deep_copy(first, *args[1:])
         if function is Tensor.new_tensor:  # torch leaves out the numbers
             return torch.tensor(*args[1:], **{"dtype": first.dtype, **kwargs})
@@ -181,8 +181,6 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
     if id(tensor) in memo:
         found: torch.Tensor = memo[id(tensor)]
         return found
-    if type(tensor) is not Tensor or not tensor.is_leaf or tensor.grad is not None or vars(tensor):
-        raise CannotDefer("it copies a tensor with a history or with attributes")
     copies = memo.setdefault("torch", {})
     with plainly():
         storage = tensor.untyped_storage()

@@ -1,5 +1,6 @@
 """The blocks of a model: those that `strategy: fsdp` gathers, and that `activation_checkpointing` runs again."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Literal
 
@@ -52,7 +53,7 @@ def _check_is_called(key: str, module: nn.Module) -> None:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return inspect.getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

@@ -93,9 +93,9 @@ class Recording:
         return self._numbers[storage._cdata]
 
     def ref(self, tensor: torch.Tensor) -> Ref:
-        """What `replay` needs to make the tensor again. Raises CannotDefer if no recorded operation made its memory."""
+        """What `replay` needs to make the tensor again; raises CannotDefer if no operation made its memory."""
         if not self.knows(tensor):
-            raise CannotDefer("it has memory that no recorded operation has made")
+            self.failures.refuse("it has memory that no recorded operation has made")
         if tensor.is_conj() or tensor.is_neg():
             self.failures.refuse("it keeps a conjugate, or an imaginary part of one, as a view")
         geometry = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatched(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _tensors((args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in function.tags
-        _check_moves(function, given, kwargs)
+        _check_moves(function, given, kwargs, self._recording.failures)
         if not any(map(is_meta, given)) and (given or _name(function) in AT_ONCE):
             if is_random:
                 raise CannotDefer(f"{function} draws random numbers into a tensor of plain values")
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, torch.device) and value == META:  # of a copy that names its source's device
             return CPU
         if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
-            raise CannotDefer("it uses the storage of a tensor that is made later")
+            self._recording.failures.refuse("it uses the storage of a tensor that is made later")
         if not isinstance(value, torch.Tensor):
             return value
         return self._recording.ref(value) if is_meta(value) else _kept(value)
@@ -328,8 +328,8 @@ def _laid_out(result: torch.Tensor, ref: Ref, one: Operation, recording: Recordi
         return result.untyped_storage()
     if result.dtype != ref.dtype or geometry[0] != ref.size:
         raise ModelError(
-            f"{one.function} in the model's constructor gave {result.dtype} of shape {list(result.shape)}, and on the "
-            f"meta device {ref.dtype} of shape {list(ref.size)}"
+            f"{one.function} in the model's constructor gave {result.dtype} of shape {list(result.shape)}, and "
+            f"{ref.dtype} of shape {list(ref.size)} on the meta device"
         )
     storage = torch.UntypedStorage(recording.storages[ref.memory].nbytes())  # type: ignore[no-untyped-call]
     ref.of(storage).copy_(result)
@@ -361,16 +361,16 @@ def _written(function: Any, args: Any, kwargs: Any, kind: type) -> Iterator[Any]
             yield from (one for one in tree_flatten(value)[0] if isinstance(one, kind))
 
 
-def _check_moves(function: Any, given: list[torch.Tensor], kwargs: dict[str, Any]) -> None:
-    """Raise CannotDefer for a move to another device, and for one that copies here and would copy no real tensor."""
+def _check_moves(function: Any, given: list[torch.Tensor], kwargs: dict[str, Any], failures: Failures) -> None:
+    """Refuse a move to another device, and for one that copies here and would copy no real tensor."""
     device = kwargs.get("device")
     if device is None:
         return
     if device.type not in ("cpu", "meta"):
-        raise CannotDefer(f"{function} makes a tensor on {device}")
+        failures.refuse(f"{function} makes a tensor on {device}")
     is_move = _name(function) == "_to_copy" and is_meta(given[0]) != (device == META)
     if is_move and kwargs.get("dtype") in (None, given[0].dtype):
-        raise CannotDefer("it moves a tensor to the CPU, where it would be already")
+        failures.refuse("it moves a tensor to the CPU, where it would be already")
 
 
 def _kept(plain: torch.Tensor) -> torch.Tensor:

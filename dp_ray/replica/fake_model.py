@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
-from dp_ray.replica.deferred import CannotDefer, record
+from dp_ray.replica.as_if_real import CannotDefer
+from dp_ray.replica.deferred import record
 from dp_ray.replica.devices import as_module, blocks_of, building_on, has_own, move_inputs, with_devices
 from dp_ray.replica.rng import seed_all
 from dp_ray.replica.targets import build, resolve

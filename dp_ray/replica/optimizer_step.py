@@ -26,11 +26,10 @@ from dp_ray.system.waiting import waiting
 from dp_ray.tensors.shards import is_sharded
 from dp_ray.text import listed
 
-
 SHAPED = "keeps state of another shape than its parameters, of which strategy: fsdp cannot give each worker a part"
 UNSHARDED = {
     torch.optim.Adafactor: SHAPED,
-    torch.optim.Rprop: "writes where a gradient has changed its sign, which torch cannot do in shards (strategy: fsdp)",
+    torch.optim.Rprop: "writes where gradients changed their sign, which torch cannot do in shards (strategy: fsdp)",
 }
 
 

@@ -84,8 +84,8 @@ def _overlap(pair: Sequence[torch.Tensor]) -> bool:
     spans = []
     for one in pair:
         last = sum((size - 1) * stride for size, stride in zip(one.size(), one.stride(), strict=True))
-        first = int(one.storage_offset())
-        spans.append((first * one.itemsize, (first + last + 1) * one.itemsize))
+        begin = int(one.storage_offset())
+        spans.append((begin * one.itemsize, (begin + last + 1) * one.itemsize))
     (begin, end), (start, stop) = spans
     if end <= start or stop <= begin:
         return False

@@ -15,8 +15,9 @@ from dp_ray.errors import JobError
 from dp_ray.job import Job
 from dp_ray.job_target import Target
 from dp_ray.replica.activation_checkpointing import recompute_blocks
+from dp_ray.replica.as_if_real import CannotDefer
 from dp_ray.replica.blocks import choose_blocks
-from dp_ray.replica.deferred import CannotDefer, Recording, Ref, record, replay
+from dp_ray.replica.deferred import Recording, Ref, record, replay
 from dp_ray.replica.devices import as_module
 from dp_ray.replica.model import build_model, check_has_shape
 from dp_ray.replica.rng import seed_all
@@ -96,7 +97,8 @@ def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Fill, Re
             made, recording = record(lambda: build("model", job.model))
             model = as_module(made)
             _check_no_others(model, recording)
-            return model, _Replay(model, recording), _checked(model)
+            replaced = _checked(model)
+            return model, _Replay(model, recording), replaced
         except CannotDefer as error:
             reason = str(error).splitlines()[0]
     else:

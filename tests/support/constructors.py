@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
-Step = Callable[[torch.Tensor, nn.Module], Any]  # gets a matrix of 6 x 5, and gives tensors or modules
+Step = Callable[[torch.Tensor, Any], Any]  # gets a matrix of 6 x 5, and gives tensors or modules
 
 
 class Constructed(nn.Module):
@@ -92,7 +92,7 @@ def _else(read: Callable[[torch.Tensor], Any]) -> Step:
 def _copied(x: torch.Tensor, model: nn.Module) -> tuple[Any, ...]:
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     other = copy.deepcopy(block)
-    nn.init.normal_(other[1].running_mean)
+    other.get_buffer("1.running_mean").normal_()
     held = copy.deepcopy({"whole": (whole := x.clone()), "row": whole[1]})
     held["row"].mul_(5)
     return block, other, whole, held["whole"]
@@ -115,8 +115,9 @@ def _tied(x: torch.Tensor, model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _ran(x: torch.Tensor, model: nn.Module) -> tuple[Any, ...]:
-    norm, dropped = nn.BatchNorm1d(5), nn.Dropout(0.5)
-    return norm(x), dropped(x), norm
+    norm, unused, dropped = nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Dropout(0.5)
+    unused(x)  # for its running statistics
+    return norm(x), dropped(x), norm, unused
 
 
 class Symmetric(nn.Module):
@@ -226,7 +227,10 @@ RECORDED: dict[str, Step] = {
     "run": _ran,
     "loaded": _loaded,
     "double layers": lambda x, m: (nn.LSTM(3, 2).double(), nn.Linear(2, 3).to("cpu", torch.bfloat16)),
-    "layers": lambda x, m: (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2), nn.LSTM(3, 4, 2)),
+    "layers": lambda x, m: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
+        nn.LSTM(3, 4, 2),
+    ),
     "convolutions": lambda x, m: (nn.Conv2d(3, 4, 3), nn.ConvTranspose1d(2, 3, 2), nn.Bilinear(2, 3, 4)),
     "orthogonal_": lambda x, m: (nn.init.orthogonal_(x.clone()), nn.init.orthogonal_(torch.empty(3, 2, 3, 3))),
     "sparse_": lambda x, m: nn.init.sparse_(x.clone(), 0.3),
@@ -240,7 +244,11 @@ RECORDED: dict[str, Step] = {
     "normal": lambda x, m: torch.normal(x.detach(), 2.0),
     "gumbel": lambda x, m: F.gumbel_softmax(x),
     "rrelu": lambda x, m: F.rrelu(x, training=True),
-    "draws in place": lambda x, m: (torch.empty(9).exponential_(), torch.empty(9).geometric_(0.3), torch.rand_like(x)),
+    "draws in place": lambda x, m: (
+        torch.empty(9).exponential_(),
+        torch.empty(9).geometric_(0.3),
+        torch.rand_like(x),
+    ),
     "gamma": lambda x, m: torch._standard_gamma(x.detach().abs() + 0.1),
     "index": lambda x, m: x[torch.randperm(6)[:4]],
     "index_put": _then(lambda x: x.__setitem__(torch.randperm(6)[:2], 0)),
@@ -259,7 +267,7 @@ RECORDED: dict[str, Step] = {
     "loop": lambda x, m: torch.stack([row * number for number, row in enumerate(x)]),
     "foreach": lambda x, m: tuple(torch._foreach_add([x, x[0]], 1.0)),
     "resize_": lambda x, m: torch.empty(0).resize_(5).normal_(),
-    "set_": _then(lambda x: torch.empty(0).set_(x.detach()).mul_(2)),
+    "set_": _then(lambda x: torch.empty(0).set_(x.detach()).mul_(2)),  # type: ignore[call-overload]
     "set_data": lambda x, m: setattr(m.body[0].weight, "data", torch.randn(5, 6) * 2),
     "lerp_": _then(lambda x: x.lerp_(torch.randn(5), 0.3)),
     "a drawn scalar": lambda x, m: torch.ones(3) * x[0, 0] + torch.arange(3.0) ** x[1, 1].abs(),
@@ -271,7 +279,7 @@ RECORDED: dict[str, Step] = {
     "a buffer that is a view": lambda x, m: m.register_buffer("view", torch.tril(torch.ones(4, 4)).view(1, 1, 4, 4)),
     "an expanded buffer": lambda x, m: m.register_buffer("wide", torch.rand(3).expand(2, 3)),
     "bfloat16": lambda x, m: x.bfloat16() + torch.arange(5, dtype=torch.int64),
-    "meshes": lambda x, m: (torch.cartesian_prod(x[0], x[1]), torch.block_diag(x[:2], x[:1])),
+    "meshes": lambda x, m: (torch.cartesian_prod(x[0], x[1]), torch.vander(x[0])),
     "an attribute of a parameter": lambda x, m: setattr(m.body[0].weight, "no_decay", True),
 }
 WHOLE: dict[str, Step] = {
@@ -305,14 +313,15 @@ WHOLE: dict[str, Step] = {
     "a conjugate buffer": lambda x, m: m.register_buffer("conj", torch.randn(3, dtype=torch.cfloat).conj()),
     "autocast": _autocast,
     "bool index": lambda x, m: x[x > 0],
-    "unique": lambda x, m: torch.randint(0, 5, (9,)).unique(),
+    "masked_select": lambda x, m: x.masked_select(x > 0),
     "pickled": _pickled,
     "pruned": _pruned,
     "trained": _trained,
-    "skip_init": lambda x, m: nn.init.normal_(torch.nn.utils.skip_init(nn.Linear, 2, 2, bias=False).weight),
+    "to_empty": lambda x, m: nn.init.normal_(nn.Linear(2, 2, device="meta").to_empty(device="cpu").weight),
     "a list of tensors": _kept(lambda x: [torch.randn(3)]),
     "a function with a tensor": _kept(lambda x: lambda: x),
 }
+# Each with the error that names it.
 REFUSED: dict[str, tuple[Step, str]] = {
     "two in one memory": (
         lambda x, m: setattr(m.body[0], "bias", nn.Parameter(m.body[0].weight.data[:, 0])),
@@ -335,5 +344,6 @@ REFUSED: dict[str, tuple[Step, str]] = {
         lambda x, m: setattr(m, "kept", lambda weight=m.body[1].weight: weight.sum()),
         r"something else keeps these: body\.1\.weight",
     ),
+    "no shape": (lambda x, m: nn.LazyLinear(3), r"LazyLinear1\.weight has no shape yet"),
 }
 STEPS: dict[str, Step] = {**RECORDED, **WHOLE, **{name: step for name, (step, _) in REFUSED.items()}}
