@@ -288,7 +288,7 @@ class Nested(nn.Module):
         self.stages = nn.ModuleList([nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]), nn.Linear(6, 3)])
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        for layer in self.stages[0]:  # type: ignore[attr-defined,union-attr]
+        for layer in self.stages[0]:  # type: ignore[attr-defined]
             inputs = layer(inputs).tanh()
         outputs: torch.Tensor = self.stages[1](inputs)
         return outputs
@@ -335,8 +335,9 @@ class InnerWeights(training.Blocks):
     """A model whose own forward uses the weights of a block."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        weight = self.layers[0].linear1.weight
-        return super().forward(tokens) + (self.embedding(tokens) @ weight.t()).sum()
+        weight = self.get_parameter("layers.0.linear1.weight")
+        outputs: torch.Tensor = super().forward(tokens) + (self.embedding(tokens) @ weight.t()).sum()
+        return outputs
 
 
 @pytest.mark.parametrize("what", ["step", "model"])

@@ -148,6 +148,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CannotDefer(f"{function} draws from a generator of its own")
         if not all(map(is_meta, _written(function, args, kwargs, torch.Tensor))):
             self._recording.failures.refuse(f"{function} writes into a tensor of plain values what is known later")
+        if _name(function) == "set_" and not all(map(is_meta, given)):
+            self._recording.failures.refuse(f"{function} gives a recorded tensor the memory of plain values")
         noted = tree_map(self._noted, (args, kwargs))
         on_meta = {**kwargs, "device": META} if _takes_device(function) else kwargs
         results = function(*tree_map(_as_meta, args), **tree_map(_as_meta, on_meta))

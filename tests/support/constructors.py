@@ -305,6 +305,9 @@ WHOLE: dict[str, Step] = {
     "numbers into a table": _plain_then(lambda table: table.copy_(torch.randn(5))),
     "a number into a table": _plain_then(lambda table: table.__setitem__(1, torch.randn(()))),
     "out of a table": _plain_then(lambda table: torch.mul(torch.randn(5), 2, out=table)),
+    "the memory of a table": _plain_then(
+        lambda table: torch.empty(0).set_(table).mul_(2)  # type: ignore[call-overload]
+    ),
     "a seed": _seeded,
     "a fork of the state": _in_state,
     "the state": lambda x, m: torch.get_rng_state()[:8],
