@@ -367,7 +367,7 @@ def test_an_image_of_32_bits_is_refused_by_name(tmp_path: Path, kind: Any) -> No
 
 def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
     Path(os.fsdecode(bytes(tmp_path) + b"/a\xff.png")).write_bytes(jpeg(1))
-    with pytest.raises(DataError, match=r"the name of a file is not UTF-8: '.*a\\udcff.png'; rename it"):
+    with pytest.raises(DataError, match=r"a\\udcff.png': the name is no UTF-8; rename the file"):
         Images(tmp_path)
 
 

@@ -80,8 +80,6 @@ def find_files(paths: Paths, suffixes: Sequence[str]) -> list[File]:
         ]
     except (StorageError, OSError) as error:
         raise DataError(f"cannot look for files: {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"the name of a file is not UTF-8: {os.fsdecode(error.object)!r}; rename it") from None
     return _versioned(found)
 
 
