@@ -36,10 +36,7 @@ below: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not ray' $(FILES)
 
 # Only files with such tests are imported.
-on-sim: $(VENV)/installed
-	$(BIN)/python -m pytest tests/sim
-
-ray: $(VENV)/installed
+on-ray: $(VENV)/installed
 	$(BIN)/python -m pytest -m ray -n 2 --dist loadgroup $$(grep -l mark.ray tests/test_*.py)
 
 quick: $(VENV)/installed
