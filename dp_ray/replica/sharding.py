@@ -227,12 +227,9 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     reshard = None if job.fsdp.reshard_after_forward == "auto" else job.fsdp.reshard_after_forward
     offload = CPUOffloadPolicy() if job.fsdp.offload and world.device.type != "cpu" else OffloadPolicy()
     keys: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole}
-    blocks = choose_blocks(job, model)
-    for block in blocks:
+    for block in choose_blocks(job, model):
         if job.compile:  # what FSDP does before and after the forward stays outside
-            # Blocks of a class share one limit, after which torch would run the others uncompiled.
-            limit = len(blocks) * torch._dynamo.config.recompile_limit
-            block.forward = torch.compile(block.forward, recompile_limit=limit)  # type: ignore[call-overload]
+            block.forward = torch.compile(block.forward)
         fully_shard(block, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(*dtypes), **keys)
     policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # what the root gets holds targets too
     root = fully_shard(Root(model), mp_policy=policy, **keys)

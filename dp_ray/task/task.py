@@ -104,14 +104,17 @@ def deterministic(job: Job) -> Iterator[None]:
 
 @contextmanager
 def compiling(job: Job) -> Iterator[None]:
-    """For a compiled bitwise job: compile a kernel for every shard shape, or raise an error; each is one graph.
+    """For a compiled job that is bitwise or sharded: compile a kernel for every shard shape and every block.
 
-    By default torch stops compiling after a few shapes; workers that saw more shapes would compute differently. And
-    it cuts a graph where DDP's buckets end; a single worker has no DDP, and other graphs round otherwise.
+    By default torch stops compiling after a few, and runs the rest uncompiled. Workers that saw more shapes would
+    compute differently, so a bitwise job then raises an error. Its model is one graph: torch cuts a graph where DDP's
+    buckets end, but a single worker has no DDP, and other graphs round otherwise. Of a sharded model, the blocks of a
+    class share one limit.
     """
-    if not job.compile or not job.bitwise:
+    if not job.compile or not (job.bitwise or job.is_sharded):
         yield
         return
     limits = {"recompile_limit": KERNELS, "accumulated_recompile_limit": 16 * KERNELS}
-    with torch._dynamo.config.patch({**limits, "fail_on_recompile_limit_hit": True, "optimize_ddp": False}):
+    strict = {"fail_on_recompile_limit_hit": True, "optimize_ddp": False} if job.bitwise else {}
+    with torch._dynamo.config.patch({**limits, **strict}):
         yield

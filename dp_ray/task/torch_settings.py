@@ -18,7 +18,7 @@ from dp_ray.task.deterministic_algorithms import deterministic_algorithms, use_d
 
 _C: Any = torch._C
 _overrides: Any = torch.overrides
-UNKNOWN = "(unknown)"  # torch refuses to tell, because user code has mixed its two interfaces
+UNKNOWN = "(unknown)"  # this torch has no such setting, or does not tell: user code has mixed its two interfaces
 # Settings X of torch._C, with _get_X or _is_X, and _set_X.
 PAIRS = (
     *("autograd_fallback_mode", "backcompat_broadcast_warn", "backcompat_keepdim_warn", "blas_preferred_backend"),
@@ -65,7 +65,7 @@ class Setting(NamedTuple):
         """Its value; UNKNOWN if torch does not tell."""
         try:
             return self.get()
-        except RuntimeError:
+        except (RuntimeError, AttributeError):
             return UNKNOWN
 
 
