@@ -50,8 +50,9 @@ class Server:
 
     def sent(self, path: str) -> int:
         """The bytes that were sent to objects whose path holds `path`."""
-        lines = [line.split() for line in self.log.read_text().splitlines()]
-        return sum(int(size) for _, there, size in lines if path in there)
+        # A key may hold spaces.
+        lines = [line.partition(" ")[2].rsplit(" ", 1) for line in self.log.read_text().splitlines()]
+        return sum(int(size) for there, size in lines if path in there)
 
     def copies(self) -> list[str]:
         return [line for line in self.log.read_text().splitlines() if line.startswith("COPY")]
