@@ -90,6 +90,7 @@ class OneAsks(StopsBefore):
 def test_a_worker_that_never_has_rows_is_heard(tmp_path: Path, keys: dict[str, Any]) -> None:
     job = Job.make({**PAIRS, "batch_size": 2, "shards": 3, **keys}, "run")
     run_group(job, tmp_path, OneAsks(3))
-    (kept,) = (tmp_path / "checkpoints").iterdir()
-    assert 4 <= int(kept.stem.removeprefix("step-")) <= 6, "all stopped soon after the step in which one asked"
-    assert len(history_of(tmp_path)) == int(kept.stem.removeprefix("step-"))
+    # A slow machine may have kept one before, by the clock.
+    kept = max(int(path.stem.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert 4 <= kept <= 6, "all stopped soon after the step in which one asked"
+    assert len(history_of(tmp_path)) == kept
