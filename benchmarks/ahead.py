@@ -19,10 +19,10 @@ from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, rate_text
 from dp_ray.data import Parquet
 from dp_ray.data.blocks import CACHE_BYTES, Block
-from dp_ray.job import Job
-from dp_ray.job_plan import split_of
-from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards
+from dp_ray.engine.loading import load_shards
+from dp_ray.job.job import Job
+from dp_ray.job.plan import split_of
+from dp_ray.plan.split import Work
 
 STORE_SECONDS = 0.1  # for a row group
 MODEL_SECONDS = 0.02  # for a batch

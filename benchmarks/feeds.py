@@ -30,10 +30,10 @@ from benchmarks.compare import AHEAD, at_least, compared
 from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, rate_text
 from dp_ray.data import Parquet, WebDataset
-from dp_ray.job import Job
-from dp_ray.job_plan import split_of
-from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards
+from dp_ray.engine.loading import load_shards
+from dp_ray.job.job import Job
+from dp_ray.job.plan import split_of
+from dp_ray.plan.split import Work
 
 WORKERS = 2
 ROWS, WIDTH, GROUP, FILES = 400_000, 64, 5_000, 4

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 from benchmarks import nets
 from benchmarks.compare import Pairs, at_least, compared
 from benchmarks.table import HEADER, Row, line, rate_text
-from dp_ray.job import Job
-from dp_ray.replica.world import World
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task.step_control import StepControl
-from dp_ray.task.task import run_task
+from dp_ray.tasks.task import run_task
 
 NO_SLOWER = at_least(1 / 1.02)
 Step = Callable[[], None]

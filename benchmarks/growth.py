@@ -20,16 +20,14 @@ from benchmarks.measure import alternate, seconds
 from benchmarks.replay import MANY, STEPS_IN_A_REPORT, Replay
 from benchmarks.table import Row, time_text
 from dp_ray.cluster.channel import open_channel, receive
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.listening import listening
-from dp_ray.monitor.monitor import Monitor
-from dp_ray.monitor.tensorboard import TensorBoardWriter
-from dp_ray.plan.plan import Plan
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Work
-from dp_ray.results.shape_reports import ReportFile
+from dp_ray.monitor.monitor import Monitor, listening
+from dp_ray.plan.costs import Plan
+from dp_ray.plan.split import Split, Work
+from dp_ray.steps.reports import ReportFile
 from dp_ray.storage import Storage
+from dp_ray.trackers.tensorboard import TensorBoardWriter
 
 ROWS = 10**9
 ROWS_IN_A_SHARD = 32

@@ -25,19 +25,17 @@ from benchmarks.compare import at_most, compared, in_rounds
 from benchmarks.measure import in_processes
 from benchmarks.table import Row, time_text
 from benchmarks.turns import Cost, take_turns
-from dp_ray.cluster.gauges import exports_metrics, gauged
+from dp_ray.cluster.workers import exports_metrics, gauged
+from dp_ray.engine.clock import PARTS, Part, StepClock, TimedStep
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
 from dp_ray.monitor.console import Progressed
-from dp_ray.monitor.tensorboard import TensorBoardWriter
-from dp_ray.replica.step_clock import PARTS, Part, StepClock, TimedStep
-from dp_ray.replica.world import World
-from dp_ray.results.history import Logged
-from dp_ray.results.shape_recorder import Report
-from dp_ray.results.step_time_files import packed
+from dp_ray.steps.shapes import Report
+from dp_ray.steps.times import Logged, packed
 from dp_ray.storage import Storage
-from dp_ray.task.step_control import StepControl
-from dp_ray.trackers.feed import Feed
+from dp_ray.trackers.feed import Feed, about_run, end_all
 from dp_ray.trackers.process import TrackerProcess
-from dp_ray.trackers.run_trackers import about_run, end_all
+from dp_ray.trackers.tensorboard import TensorBoardWriter
 
 MODEL = "linear"  # a step is little more than reading 1,024 samples
 CHEAP = at_most(1.01)

@@ -17,10 +17,10 @@ from torch.utils.data import DistributedSampler
 from benchmarks.compare import Goal, at_most, compared
 from benchmarks.measure import alternate, grown, in_process, seconds
 from benchmarks.table import Row, bytes_text, time_text
-from dp_ray.job import Job
-from dp_ray.job_plan import plan_of
+from dp_ray.job.job import Job
+from dp_ray.job.plan import plan_of
+from dp_ray.job.samples import order_of
 from dp_ray.plan.order import Order
-from dp_ray.replica.sample_order import order_of
 
 SAMPLES = 10**8
 REPEATS = 3

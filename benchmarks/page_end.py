@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.driver import Execution
+from dp_ray.driver.run import Execution
 from dp_ray.storage import Storage
 
 

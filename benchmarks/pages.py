@@ -20,13 +20,13 @@ from benchmarks.cluster import scratch
 from benchmarks.compare import Goal, compared
 from benchmarks.measure import alternate, in_process, seconds
 from benchmarks.table import Row, time_text
-from dp_ray.job import Job
-from dp_ray.replica.step_clock import PARTS
-from dp_ray.replica.world import World
+from dp_ray.engine.clock import PARTS
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
 from dp_ray.report.page import page_of, write_page
 from dp_ray.results.result import Result
-from dp_ray.results.step_time_files import StepTimeWriter, TimedSteps
-from dp_ray.rundir.history_file import METRICS, write_piece
+from dp_ray.rundir.history import METRICS, write_piece
+from dp_ray.steps.times import StepTimeWriter, TimedSteps
 from dp_ray.storage import Storage
 
 STEPS, FEW = 1_000_000, 1_000

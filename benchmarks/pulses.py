@@ -3,9 +3,9 @@
 from typing import Any
 
 from benchmarks.training import ours
-from dp_ray.cluster.heartbeat import Heartbeat
-from dp_ray.replica.world import World
-from dp_ray.task.step_control import StepControl
+from dp_ray.cluster.worker import Heartbeat
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
 
 PULSED_BLOCK = 32  # steps in a turn: about a second, in which a worker sends two beats
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from dp_ray.engine.world import World
 from dp_ray.monitor.messages import Message, Shapes, WorkerReady
-from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Report, ShardSpan, report_interval
-from dp_ray.results.shapes import Seen
+from dp_ray.steps.shapes import Report, Seen, ShardSpan, report_interval
 
 MANY = 4_096  # workers
 STEPS_A_SECOND = 50

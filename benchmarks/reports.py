@@ -21,11 +21,10 @@ from benchmarks.compare import Goal, at_most, compared
 from benchmarks.measure import alternate, seconds
 from benchmarks.table import Row, time_text
 from dp_ray.cluster.channel import open_channel, send
+from dp_ray.engine.world import World
 from dp_ray.monitor.messages import Shapes
 from dp_ray.plan.split import Shard
-from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Recorder
-from dp_ray.results.shapes import Probe
+from dp_ray.steps.shapes import Probe, Recorder
 from jobs.tutorial import Model
 
 STEPS = 4_000

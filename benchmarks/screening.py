@@ -16,13 +16,12 @@ import psutil
 
 from benchmarks.measure import in_processes
 from benchmarks.training import BATCH, Images, as_a_worker
-from dp_ray.job import Job
-from dp_ray.job_plan import split_of
-from dp_ray.plan.work import Work
-from dp_ray.replica.collating import Batch
-from dp_ray.replica.data import CPU
-from dp_ray.replica.quarantine import Quarantine, load_good
-from dp_ray.replica.screening import Reference, form_of
+from dp_ray.engine.bad_samples import Reference, form_of
+from dp_ray.engine.loading import CPU, Batch
+from dp_ray.engine.quarantine import Quarantine, load_good
+from dp_ray.job.job import Job
+from dp_ray.job.plan import split_of
+from dp_ray.plan.split import Work
 
 STEP_SECONDS = 0.1
 WARM, ROUNDS, ROUND = 2, 15, 20  # rounds that are not measured, and that are; batches of each side in a round

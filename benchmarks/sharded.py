@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from benchmarks.measure import grown
 from benchmarks.training import as_a_worker
 from benchmarks.turns import take_turns
-from dp_ray.job import Job
-from dp_ray.replica.world import World
-from dp_ray.rundir.sharded_checkpoint import ShardedWriter
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
+from dp_ray.rundir.start import ShardedWriter
 from dp_ray.storage import Storage
-from dp_ray.task.step_control import StepControl
-from dp_ray.task.train import train
+from dp_ray.tasks.train import train
 
 WORDS, LENGTH, WIDTH, LAYERS = 8192, 64, 512, 8
 ROWS, BATCH = 4096, 8

@@ -17,7 +17,7 @@ from benchmarks.screening import added
 from benchmarks.table import Row, rate_text, time_text
 from benchmarks.training import BATCH, ROUND, WARM, WorldLoop, allocating, blocked, ours, plain, worker
 from benchmarks.turns import Baton
-from dp_ray.replica.world import World
+from dp_ray.engine.world import World
 
 REPEATS = 7
 MEGABYTES = 500
@@ -67,7 +67,7 @@ def _on_error(what: str, keys: dict[str, Any], limit: dict[str, Any]) -> Row:
 
 
 def _allocator() -> Row:
-    """What it brings that freed memory is kept (dp_ray/system/memory.py), which the other rows have on both sides."""
+    """What it brings that freed memory is kept (dp_ray/system/process.py): the other rows have it on both sides."""
     context = multiprocessing.get_context("spawn")
     batons = Baton.of(context), Baton.of(context)
     batons[0].may_run.release()

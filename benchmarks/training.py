@@ -16,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.turns import Baton, Loop, Turns, take_turns
-from dp_ray.job import Job
-from dp_ray.replica.step_clock import SilentClock
-from dp_ray.replica.world import CPU, World
+from dp_ray.engine.clock import SilentClock
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import CPU, World
+from dp_ray.job.job import Job
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.storage import Storage
-from dp_ray.system.memory import keep_freed_memory
-from dp_ray.task.notices import Send
-from dp_ray.task.step_control import StepControl
-from dp_ray.task.train import train
+from dp_ray.system.process import keep_freed_memory
+from dp_ray.tasks.hooks import Send
+from dp_ray.tasks.train import train
 
 ROWS, BATCH = 40_960, 1024
 BLOCK = 5  # steps in a turn, of which the first is not measured
@@ -106,7 +106,7 @@ def job_of(model: str, keys: dict[str, Any], world: World) -> Job:
 
 def unsplit(model: str, keys: dict[str, Any], world: World, control: StepControl) -> None:
     """The same loop, which does not split the time of its steps; the other side has its clock already."""
-    with mock.patch("dp_ray.task.train.clock_on", return_value=SilentClock()):
+    with mock.patch("dp_ray.tasks.train.clock_on", return_value=SilentClock()):
         ours(model, keys, world, control)
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dp_ray.job import Job
-from dp_ray.job_schema import json_schema
+from dp_ray.job.files import json_schema
+from dp_ray.job.job import Job
 
 PAGE = Path(__file__).with_name("job-file.md")
-BEGIN = "<!-- The keys: `make docs` writes this table from dp_ray/job_keys.py and dp_ray/job_parts.py. -->\n"
+BEGIN = "<!-- The keys: `make docs` writes this table from dp_ray/job/keys.py and dp_ray/job/keys.py. -->\n"
 END = "<!-- The end of the keys. -->\n"
 OF_TARGETS = ("target", "args")  # the page describes them once, above the table
 

@@ -4,25 +4,25 @@ TYPE_CHECKING = False  # as mypy reads it; `typing` takes longer to import than 
 
 if TYPE_CHECKING:
     from dp_ray import errors
-    from dp_ray.driver import run
+    from dp_ray.driver.run import run
+    from dp_ray.driver.sessions import Session, session
+    from dp_ray.engine.model import devices
     from dp_ray.errors import Error
-    from dp_ray.job import Job
-    from dp_ray.replica.devices import devices
+    from dp_ray.job.job import Job
     from dp_ray.results.result import Result, load
-    from dp_ray.sessions import Session, session
 
 __all__ = ["Error", "Job", "Result", "Session", "devices", "errors", "load", "run", "session"]
 
 # Imported when first used, so that `dp-ray plan` and `import dp_ray` wait neither for torch nor for Ray.
 _HOMES = {
     "Error": "dp_ray.errors",
-    "Job": "dp_ray.job",
+    "Job": "dp_ray.job.job",
     "Result": "dp_ray.results.result",
-    "devices": "dp_ray.replica.devices",
+    "devices": "dp_ray.engine.model",
     "load": "dp_ray.results.result",
-    "Session": "dp_ray.sessions",
-    "run": "dp_ray.driver",
-    "session": "dp_ray.sessions",
+    "Session": "dp_ray.driver.sessions",
+    "run": "dp_ray.driver.run",
+    "session": "dp_ray.driver.sessions",
 }
 
 

@@ -1,9 +1,10 @@
 """The program `dp-ray`, which is `python -m dp_ray` too."""
 
-# Python holds `_signal` in itself; while it imports `signal`, Ctrl-C may come.
 import _signal  # type: ignore[import-not-found]
 import os
 import sys
+
+# Python holds `_signal` in itself; while it imports `signal`, Ctrl-C may come.
 
 
 def program() -> None:
@@ -18,12 +19,12 @@ def program() -> None:
     import atexit
     import threading
 
-    from dp_ray.system.stop_signals import INTERRUPTED, ends_at_once, interrupts
+    from dp_ray.system.threads import INTERRUPTED, ends_at_once, interrupts
 
     interrupts()
     status: object = 0
     try:
-        from dp_ray.cli import main
+        from dp_ray.cli.main import main
 
         main()
     except SystemExit as leaving:

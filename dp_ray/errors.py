@@ -9,9 +9,20 @@ Error                 the base of all errors that dp_ray raises on purpose.
 └── WorkerError       a worker was lost.
 
 RunInterrupted is a KeyboardInterrupt: the user stopped the run.
+
+Show only the user's frames of a traceback: they show where the mistake is.
 """
 
-from dp_ray.secrets import hide
+import functools
+import itertools
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from dp_ray.text import hide
 
 
 class Error(Exception):
@@ -58,3 +69,122 @@ class WorkerError(Error):
 
 class RunInterrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM stopped the run: the message says after which step, and how to resume."""
+
+
+PACKAGE = str(Path(__file__).resolve().parent)
+INSTALLED = {"site-packages", "dist-packages"}
+COMPILED = {".pyx", ".pxi"}  # Cython files, as pyarrow's: their frames have no folder
+Wanted: TypeAlias = Callable[[str], bool]
+
+
+def is_users(filename: str) -> bool:
+    """Whether a frame's file is in the user's project: not in dp_ray, Python or an installed package."""
+    return _is_outside(filename) and not INSTALLED & set(Path(filename).parts)
+
+
+def is_installed(filename: str) -> bool:
+    """Whether a frame's file is in an installed package."""
+    return bool(INSTALLED & set(Path(filename).parts))
+
+
+def is_others(filename: str) -> bool:
+    """Whether a frame's file is the user's, or in a package other than dp_ray, torch and Ray."""
+    parts = Path(filename).parts
+    package = next((after for part, after in itertools.pairwise(parts) if part in INSTALLED), "")
+    return _is_outside(filename) and package not in ("torch", "ray")
+
+
+def _is_outside(filename: str) -> bool:
+    """Whether a file is neither in dp_ray nor in Python's standard library."""
+    path = Path(filename)
+    if filename.startswith("<frozen ") or path.suffix in COMPILED or path.is_relative_to(PACKAGE):
+        return False
+    return bool(INSTALLED & set(path.parts)) or not any(path.is_relative_to(folder) for folder in _library())
+
+
+@functools.cache
+def _library() -> frozenset[str]:
+    known = sysconfig.get_paths()
+    found = {known["stdlib"], known["platstdlib"]}
+    return frozenset(found | {str(Path(folder).resolve()) for folder in found})
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """The exception of the user's code behind an Error; None if dp_ray itself raised the Error."""
+    found: BaseException | None = error
+    while isinstance(found, Error):
+        found = found.__cause__
+    return found
+
+
+def frames_of(error: BaseException) -> str:
+    """The user's frames of an Error's cause, in Python's format; "" if there are none.
+
+    The last line, with the exception's type and text, is left out: the Error's message has it. For an exception of
+    another process, the frames are the Error's notes.
+    """
+    cause = cause_of(error)
+    if (notes := notes_of(error)) or cause is None:
+        return notes
+    wanted = _frames_to_show(cause)
+    shown = traceback.TracebackException.from_exception(cause)
+    _keep(shown, wanted)
+    final = list(shown.format_exception_only())
+    lines = list(shown.format())[: -len(final)]
+    lines += final[:-1] if isinstance(cause, SyntaxError) else []  # the place of a SyntaxError is not a frame
+    return "".join(lines) if any('File "' in line for line in lines) else ""
+
+
+def notes_of(error: BaseException) -> str:
+    """The notes of an Error, which are the user's frames from another process; "" if there are none."""
+    return "\n".join(getattr(error, "__notes__", ())) if isinstance(error, Error) else ""
+
+
+def shorten(error: Error) -> None:
+    """Change an Error, in place, so that Python's traceback of it and its cause shows only the user's frames."""
+    error.__traceback__ = None
+    error.__cause__ = cause = cause_of(error)
+    if cause is None:
+        return
+    wanted = _frames_to_show(cause)
+    for one in _chain(cause):
+        one.__traceback__ = _part(one.__traceback__, wanted)
+
+
+def _frames_to_show(cause: BaseException) -> Wanted:
+    """Which frames to show: the user's; if there are none (an installed project), those of other packages."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    return is_users if any(map(is_users, files)) or isinstance(cause, SyntaxError) else is_others
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and the exceptions that caused it."""
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        seen.append(following)
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _keep(shown: traceback.TracebackException, wanted: Wanted) -> bool:
+    """Keep only the wanted frames, and drop causes without any; returns whether any frame is left."""
+    shown.stack = traceback.StackSummary.from_list([one for one in shown.stack if wanted(one.filename)])
+    if shown.__cause__ is not None and not _keep(shown.__cause__, wanted):
+        shown.__cause__ = None
+    if shown.__context__ is not None and not _keep(shown.__context__, wanted):
+        shown.__context__ = None
+    return bool(shown.stack) or shown.__cause__ is not None or shown.__context__ is not None
+
+
+def _part(trace: TracebackType | None, wanted: Wanted) -> TracebackType | None:
+    """The wanted frames of a traceback."""
+    kept: list[TracebackType] = []
+    while trace is not None:
+        if wanted(trace.tb_frame.f_code.co_filename):
+            kept.append(trace)
+        trace = trace.tb_next
+    part: TracebackType | None = None
+    for one in reversed(kept):
+        part = TracebackType(part, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return part

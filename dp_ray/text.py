@@ -1,13 +1,106 @@
-"""Format lists and counts for messages."""
+"""Format lists and counts for messages.
+
+Hide secrets in all that is shown or kept: those of URLs, like s3://KEY:SECRET@bucket, and values of keys.
+
+Every text goes through here on its way out: `text.harmless` shows it, `text.json_text` makes a file or a line of it.
+"""
 
 import difflib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dp_ray.secrets import hide, hide_in
+HIDDEN = "(hidden)"
+
+_PORT = r"\d{1,5}(?:\D|$)"
+_FOLLOWED = r"""(?=[^\s'"])"""  # else it is a URL before a colon of the sentence
+_NO_PORT = rf"""[^/\s'"@:\[]*:(?!{_PORT}){_FOLLOWED}"""
+_USER = re.compile(
+    r"""(?<=://)(?:"""
+    r"""[^/\s'"]*@|"""  # KEY:SECRET@
+    rf"""{_NO_PORT}[^\s'"]*@|"""  # a secret with a slash, which URL parsers reject
+    rf"""{_NO_PORT}[^\s'"]*)"""  # a secret truncated before its @
+)
+# A secret that begins like a port, with digits and a slash. The bucket of an object store has no port, but for a
+# server's name in its place.
+_LIKE_PORT = re.compile(
+    r"""\b((?:s3[an]?|gs|gcs|abfss?|wasbs?|az|oss)://)"""
+    rf"""(?!localhost:|[^/\s'"@:]*\.)(?:[^/\s'"@:\[]+:{_PORT}[^\s'"]*@|\w{{16,}}:{_PORT}[^\s'"]*)"""
+)
+
+_NOTHING = r"""(?!(?:true|false|none|null|yes|no|\(hidden\))?(?:[\s&,;'")\]}]|$))"""  # what is no value to hide
+_OPTION = re.compile(
+    r"""([?&#](?:amp;)?(?:[\w.-]*(?:secret|passw|token|signature|credential|access_?key|account_?key|api[_-]?key|sas|"""
+    rf"""authorization)[\w.-]*|sig|auth|pwd|pass|key(?==[\w-]{{20}}))=){_NOTHING}[^&\s'"]*""",
+    re.I,
+)
+_KEY = (
+    r"(?:password|passwd|api[_-]?key|secret|secret[_-]?key|secret[_-]?access[_-]?key|access[_-]?token|auth[_-]?token"
+    r"|account[_-]?key|private[_-]?key|client[_-]?secret|shared[_-]?access[_-]?(?:key|signature)|connection[_-]?string)"
+)
+_NAMED = re.compile(rf"(?:.*[._-])?{_KEY}", re.I)
+_VALUE = rf"""(?:(['"]){_NOTHING}[^'"\n]+\2|{_NOTHING}[^\s&,;'"()\[\]{{}}]+(?![\w(\[]))"""
+_ASSIGNED = re.compile(  # api_key=..., 'api_key': '...'
+    rf"""(?<![\w.?&-])((?:[\w.-]*[._-])?{_KEY}(?:=|['"]\s*:\s*)){_VALUE}""", re.I
+)
+_NO_PORT_BEFORE = _NO_PORT.removesuffix(_FOLLOWED)
+_USER_BEFORE = re.compile(_USER.pattern.replace(_NO_PORT, _NO_PORT_BEFORE))
+_OPTION_BEFORE = re.compile(
+    r"""([?&]\w*(?:secret|password|token|signature|credential|access_key|account_key|sas)\w*=)[^&\s'"]*""", re.I
+)
+_HEADER = re.compile(r"""(\bAuthorization['"]?\s*[:=]\s*['"]?(?:Bearer|Basic|Token)\s+)[^\s'",]+""", re.I)
+
+
+def hide(text: str) -> str:
+    """The text without the users, passwords and secret options of the URLs in it, and without values of secret keys.
+
+    >>> hide("s3://key:secret@bucket/runs?region=us-east-1 cannot be read")
+    's3://bucket/runs?region=us-east-1 cannot be read'
+    >>> hide("GET /data?X-Amz-Signature=1f2e: api_key='1f2e'")
+    "GET /data?X-Amz-Signature=(hidden) api_key='(hidden)'"
+    """
+    if "://" in text:
+        text = _USER.sub("", _LIKE_PORT.sub(r"\1", text))
+    if "=" in text or ":" in text:
+        text = _HEADER.sub(rf"\1{HIDDEN}", _OPTION.sub(rf"\1{HIDDEN}", text))
+        text = _ASSIGNED.sub(lambda found: f"{found[1]}{found[2] or ''}{HIDDEN}{found[2] or ''}", text)
+    return text
+
+
+def hide_in(value: Any) -> Any:
+    """Plain JSON values with `hide` applied to each text and each key; a secret key's value is hidden as a whole."""
+    if isinstance(value, str):
+        return hide(value)
+    if isinstance(value, Mapping):
+        found: dict[Any, Any] = {}
+        for key, inner in value.items():
+            is_secret = isinstance(key, str) and isinstance(inner, str) and inner and _NAMED.fullmatch(key)
+            found[_unused(hide(key), found) if isinstance(key, str) else key] = (
+                HIDDEN if is_secret else hide_in(inner)
+            )
+        return found
+    return [hide_in(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _unused(key: str, taken: Mapping[Any, Any]) -> str:
+    """The key, with a number if another one has become the same: keys may differ in their secrets alone."""
+    number = 2
+    shown = key
+    while shown in taken:
+        shown, number = f"{key} ({number})", number + 1
+    return shown
+
+
+def hide_in_as_before(value: Any) -> Any:
+    """`hide_in` as earlier versions had it, by which they said whether a run is of the same job."""
+    if isinstance(value, str):
+        return _OPTION_BEFORE.sub(r"\1(hidden)", _USER_BEFORE.sub("", value)) if "://" in value else value
+    if isinstance(value, Mapping):
+        return {key: hide_in_as_before(inner) for key, inner in value.items()}
+    return [hide_in_as_before(inner) for inner in value] if isinstance(value, list | tuple) else value
+
 
 SHOWN = 8
 # Control characters but newline and tab, marks that turn the direction of writing, and halves of characters.

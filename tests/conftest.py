@@ -20,8 +20,8 @@ from execnet import XSpec
 from xdist.scheduler import LoadScopeScheduling
 
 import dp_ray
-import dp_ray.driver
-from dp_ray.system.stop_signals import SIGNALS
+import dp_ray.driver.run
+from dp_ray.system.threads import SIGNALS
 from tests.support import forked_python, ray_forks
 from tests.support.cluster import OURS, ROOT, SELDOM, SYSTEM_CONFIG, Cluster, Run, end, free_port, wait_for_port
 from tests.support.forked import start_server

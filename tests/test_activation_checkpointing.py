@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray.engine.clock import Flops
+from dp_ray.engine.model import build_model
+from dp_ray.engine.recompute import recompute_blocks
+from dp_ray.engine.world import World
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.replica.activation_checkpointing import recompute_blocks
-from dp_ray.replica.flops import Flops
-from dp_ray.replica.model import build_model
-from dp_ray.replica.world import World
+from dp_ray.job.job import Job
 from dp_ray.storage import Storage
-from dp_ray.task.task import run_task
+from dp_ray.tasks.task import run_task
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
 from tests.support.training import plain_loop

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.results.arrow_numbers import array_of, array_of_some, array_of_texts, numbers, table_of_rows
+from dp_ray.tables import array_of, array_of_some, array_of_texts, numbers, table_of_rows
 from tests.support.drivers import job_file
 
 DTYPES = [bool, np.uint8, np.int8, np.int32, np.int64, np.float16, np.float32, np.float64]

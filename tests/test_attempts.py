@@ -5,20 +5,19 @@ import time
 
 import pytest
 
+from dp_ray.engine.world import World
 from dp_ray.errors import DataError
-from dp_ray.job import Job
-from dp_ray.monitor.attempts import Attempts
+from dp_ray.job.job import Job
+from dp_ray.monitor.attempts import Attempts, NodeControl
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.hangs import NodeControl
 from dp_ray.monitor.messages import Beat, Failed, Interrupted, Message, Shapes, Started, WorkerReady
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.monitor.tensorboard import TensorBoardWriter
 from dp_ray.plan.split import Split
-from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Report
-from dp_ray.results.shape_reports import ReportFile
 from dp_ray.rundir.incidents import IncidentKind
+from dp_ray.steps.reports import ReportFile
+from dp_ray.steps.shapes import Report
 from dp_ray.storage import Storage
+from dp_ray.trackers.tensorboard import TensorBoardWriter
 
 LIMIT = 100.0
 FAILED = Failed("a", World(1, 2), DataError, "sample 7", "all")

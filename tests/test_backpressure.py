@@ -14,23 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dp_ray
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
-from dp_ray.plan.file_cut import FileCut
+from dp_ray.outputs import merging
+from dp_ray.outputs.files import OUTPUTS, FileMerge, forget_lost, prove_outputs
+from dp_ray.outputs.merging import AgreedCut, Merger
+from dp_ray.outputs.parts import PartWriter
+from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Done, Work
-from dp_ray.replica.world import World
-from dp_ray.results.manifest import OUTPUTS, forget_lost
-from dp_ray.results.merged import Merged
-from dp_ray.results.output_files import FileMerge
-from dp_ray.results.outputs import PartWriter
-from dp_ray.results.proof import prove_outputs
+from dp_ray.plan.split import Done, FileCut, Split, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, Ledger
 from dp_ray.storage import Storage
-from dp_ray.task import merging
-from dp_ray.task.merging import AgreedCut, Merger
-from dp_ray.task.step_control import StepControl
 
 SPLIT, ORDER = Split(240, 4, 4), Order(240, 5, 0, True)  # 60 steps
 

@@ -10,17 +10,17 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
+from dp_ray.engine.bad_samples import BadSample, Reference, Screen, choose_reference, form_of, not_finite
+from dp_ray.engine.loading import collated
+from dp_ray.engine.quarantine import Quarantine
 from dp_ray.errors import JobError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
+from dp_ray.job.samples import ReadRequest
+from dp_ray.outputs.files import prove_outputs
+from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
 from dp_ray.plan.split import Shard
-from dp_ray.replica.collating import collated
-from dp_ray.replica.quarantine import Quarantine
-from dp_ray.replica.read_requests import ReadRequest
-from dp_ray.replica.screening import BadSample, Reference, Screen, choose_reference, form_of, not_finite
-from dp_ray.results.merged import Merged
-from dp_ray.results.proof import prove_outputs
-from dp_ray.rundir.quarantine_files import merge_quarantine, positions_set_aside
+from dp_ray.rundir.quarantine import merge_quarantine, positions_set_aside
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop, quarantined

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 import dp_ray
-from dp_ray import cli
+from dp_ray.cli import main
+from dp_ray.driver.from_run import reopened, retried
 from dp_ray.errors import DataError, JobError
-from dp_ray.job_plan import split_of
-from dp_ray.retry import reopened, retried
+from dp_ray.job.plan import split_of
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.bad_data import Broken, quarantined
@@ -104,7 +104,7 @@ def test_a_training_that_goes_on_longer_keeps_what_it_set_aside(tmp_path: Path) 
 
 def retry(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dp_ray.Result:
     monkeypatch.setattr("sys.argv", ["dp-ray", "retry", str(folder / "run"), "--quiet", *options])
-    cli.main()
+    main.main()
     return dp_ray.load(folder / "run")
 
 

@@ -12,14 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dp_ray.replica.loss import Weighted
-from dp_ray.replica.optimizer import runs_users_code
-from dp_ray.replica.optimizer_step import OptimizerStep
-from dp_ray.replica.reducer import SumReducer
-from dp_ray.replica.stats import MISSING, VOTES, Stats
-from dp_ray.replica.step import as_tensor, row_of
-from dp_ray.replica.world import CPU, World
-from dp_ray.task.step_control import StepControl
+from dp_ray.engine.optimizer import runs_users_code
+from dp_ray.engine.reduce import SumReducer
+from dp_ray.engine.step import Weighted, as_tensor, row_of
+from dp_ray.engine.update import OptimizerStep
+from dp_ray.engine.votes import MISSING, VOTES, Stats, StepControl
+from dp_ray.engine.world import CPU, World
 from tests.support import training
 from tests.support.group import history_of, run_group
 from tests.support.trainings import job_of

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dp_ray.plan.block_order import BlockOrder, blocks_held
-from dp_ray.plan.order import Order
+from dp_ray.plan.order import BlockOrder, Order, blocks_held
 from dp_ray.plan.split import chunk_bounds
 from tests.support.chance import SIGMAS, deviation, ranks, splitmix64, uniformity
 

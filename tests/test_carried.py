@@ -14,15 +14,14 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray.engine.bad_samples import BadSample
 from dp_ray.errors import DataError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
+from dp_ray.outputs import parts
+from dp_ray.outputs.columns import KINDS, CarriedColumn, Layout, carried_arrays, converted, rows_of
+from dp_ray.outputs.files import outputs_sha256
 from dp_ray.plan.split import Shard
-from dp_ray.replica.screening import BadSample
-from dp_ray.results import outputs
-from dp_ray.results.carried import KINDS, CarriedColumn, carried_arrays
-from dp_ray.results.columns import Layout, converted, rows_of
-from dp_ray.results.manifest import outputs_sha256
-from dp_ray.rundir.quarantine_files import QUARANTINE, QuarantineFiles, merge_quarantine, unmerge_quarantine
+from dp_ray.rundir.quarantine import QUARANTINE, QuarantineFiles, merge_quarantine, unmerge_quarantine
 from dp_ray.storage import Storage
 from tests.support.alone import predict_parts
 from tests.support.group import StopsBefore
@@ -122,7 +121,7 @@ def test_what_is_carried_changes_no_input_and_no_hash(tmp_path: Path) -> None:
 
 def test_a_resumed_run_carries_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(2, order="shuffled")
-    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)  # each step is a part
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)  # each step is a part
     predict_parts(job, tmp_path, StopsBefore(2))
     assert len(list((tmp_path / "parts").iterdir())) == 4
     predict_parts(job, tmp_path)

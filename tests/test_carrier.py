@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.job import Job
-from dp_ray.replica.carrier import Carrier
+from dp_ray.engine.reduce import Carrier
+from dp_ray.job.job import Job
 from tests.support.group import Stopped, StopsBefore, history_of, run_group
 
 CPU = torch.device("cpu")

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from dp_ray.cluster.channel import Channel
-from dp_ray.cluster.requests import NOTHING, STOP, Ask, Request, Terms, Why
+from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms, Why
 
 RESIZE = Request(Ask.RESTART, Why.GROWTH, "there is room for more")
 

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.rundir import checkpoint as state_module
 from dp_ray.rundir.checkpoint import CheckpointWriter, load_checkpoint, newest, pack, steps_of, unpack
-from dp_ray.rundir.weights import load_weights, read_start
+from dp_ray.rundir.start import load_weights, read_start
 from dp_ray.storage import Storage
 
 Optimizer = torch.optim.Optimizer

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import dp_ray
-from dp_ray import driver
+from dp_ray.driver import run as driver
+from dp_ray.engine.step import build_loss
 from dp_ray.errors import Error, JobError, StorageError
-from dp_ray.job import Job
-from dp_ray.job_target import Target
-from dp_ray.plan.plan import remarks
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
+from dp_ray.plan.costs import remarks
 from dp_ray.plan.split import Split
-from dp_ray.replica.loss import build_loss
 from tests.support import training
 from tests.support.cli import status_of
 from tests.support.trainings import keys_of

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job import Job
-from dp_ray.results.manifest import MERGED, OUTPUTS
-from dp_ray.rundir import contents
+from dp_ray.job.job import Job
+from dp_ray.outputs.files import MERGED, OUTPUTS
+from dp_ray.rundir import files
 from dp_ray.rundir.checkpoint import CHECKPOINTS
 from dp_ray.rundir.claim import base_storage, check_shared, claim, with_shards_of_run
-from dp_ray.rundir.history_file import HISTORY, METRICS
+from dp_ray.rundir.history import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
-from dp_ray.rundir.weights_files import INDEX, WEIGHTS, write_weights
+from dp_ray.rundir.start import INDEX, WEIGHTS, write_weights
 from dp_ray.storage import Storage
-from dp_ray.tensors.file import write_tensors
+from dp_ray.tensors.files import write_tensors
 
 
 def job_of(**keys: Any) -> Job:
@@ -126,8 +126,8 @@ def test_no_advice_names_overwrite_without_what_it_deletes(tmp_path: Path) -> No
 
 
 def test_the_files_that_overwrite_deletes_are_those_that_runs_keep() -> None:
-    assert {CHECKPOINTS, PARTS} == contents.COUNTED.keys()
-    assert {HISTORY, METRICS, WEIGHTS, INDEX, OUTPUTS, MERGED} == contents.NAMED.keys()
+    assert {CHECKPOINTS, PARTS} == files.COUNTED.keys()
+    assert {HISTORY, METRICS, WEIGHTS, INDEX, OUTPUTS, MERGED} == files.NAMED.keys()
 
 
 def resumed(tmp_path: Path, began: dict[str, Any], **here: Any) -> Job:

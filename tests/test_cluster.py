@@ -24,19 +24,18 @@ from ray.cluster_utils import Cluster as SeveralNodes
 
 import dp_ray
 from dp_ray.cluster import connect
-from dp_ray.cluster.connect import check_fits, connected, in_ray_job, worker_resources
-from dp_ray.cluster.network import interface_of
-from dp_ray.cluster.ray_internals import forked_worker
-from dp_ray.cluster.ray_internals.core import types_in, wants_token
-from dp_ray.cluster.ray_internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
-from dp_ray.cluster.resources import NodeType, addable, capacity_for, free_for, gpus_by_default
+from dp_ray.cluster.connect import check_fits, connected, in_ray_job, interface_of, worker_resources
+from dp_ray.cluster.decisions import NodeType, addable, capacity_for, free_for, gpus_by_default
+from dp_ray.cluster.internals import forked_worker
+from dp_ray.cluster.internals.core import types_in, wants_token
+from dp_ray.cluster.internals.variables import ADDRESS, JOB_CONFIG, TMPDIR
 from dp_ray.cluster.worker import named_devices
 from dp_ray.cluster.workers import backend_of
+from dp_ray.engine.model import input_device
 from dp_ray.errors import ClusterError, JobError
-from dp_ray.job import Job
-from dp_ray.job_keys import WorkerKeys
-from dp_ray.replica.devices import input_device
-from dp_ray.system.stop_signals import handlers_kept
+from dp_ray.job.job import Job
+from dp_ray.job.keys import WorkerKeys
+from dp_ray.system.threads import handlers_kept
 from tests.support import ray_forks
 from tests.support.cluster import ROOT, Cluster, Run, free_port
 
@@ -332,7 +331,7 @@ def test_env_reaches_the_workers_before_torch_is_imported_and_is_not_kept(
 @pytest.mark.slow
 def test_the_cluster_file_is_one_that_ray_takes() -> None:
     """`ray up` checks a cluster file against its own schema before it does anything."""
-    code = "import yaml; from dp_ray.cluster.ray_internals.core import check_cluster_file\n"
+    code = "import yaml; from dp_ray.cluster.internals.core import check_cluster_file\n"
     code += "check_cluster_file(yaml.safe_load(open('cluster.yaml')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

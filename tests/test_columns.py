@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.results.columns import Column, Layout, from_arrow, raw_bytes, rebuild, rows_of, to_arrow
+from dp_ray.outputs.columns import Column, Layout, from_arrow, raw_bytes, rebuild, rows_of, to_arrow
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import dp_ray
 from dp_ray.errors import Error, StorageError
 from dp_ray.results.compare import compared, compared_run, compared_values
-from dp_ray.results.sparkline import BLOCKS, sparkline
-from dp_ray.rundir.lease import held
+from dp_ray.results.text import BLOCKS, sparkline
+from dp_ray.rundir.claim import held
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.cli import status_of

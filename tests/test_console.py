@@ -15,11 +15,9 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console as RichConsole
 
-from dp_ray.monitor import status_line
-from dp_ray.monitor.console import Console, Progressed, _display
-from dp_ray.monitor.losses import Losses
-from dp_ray.monitor.status_line import StatusLine, rewritten
-from dp_ray.replica.world import World
+from dp_ray.engine.world import World
+from dp_ray.monitor import console as status_line
+from dp_ray.monitor.console import Console, Losses, Progressed, StatusLine, _display, rewritten
 from tests.support.screens import as_a_notebook_shows
 
 

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dp_ray.engine.random import seed_all
+from dp_ray.engine.sharded.build import build_sharded
+from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
-from dp_ray.replica.rng import seed_all
-from dp_ray.replica.sharding import build_sharded
-from dp_ray.replica.world import World
-from dp_ray.tensors.shards import local
+from dp_ray.tensors.files import local
 from tests.support.constructors import RECORDED, REFUSED, WHOLE, Constructed
 from tests.support.group import run_group, weights_of
 from tests.support.trainings import job_of

@@ -11,23 +11,22 @@ import numpy as np
 import pytest
 import torch
 
+from dp_ray.engine import loading, random
+from dp_ray.engine import model as model_module
+from dp_ray.engine.clock import DeviceClock
+from dp_ray.engine.loading import Batch
+from dp_ray.engine.timed_loader import StepTimes
+from dp_ray.engine.trainer import Update
+from dp_ray.engine.update import OptimizerStep
+from dp_ray.engine.world import World
 from dp_ray.errors import DataError
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Work
-from dp_ray.replica import data, rng
-from dp_ray.replica import model as model_module
-from dp_ray.replica.collating import Batch
-from dp_ray.replica.optimizer_step import OptimizerStep
-from dp_ray.replica.read_requests import ReadRequest
-from dp_ray.replica.step_clock import DeviceClock
-from dp_ray.replica.step_times import StepTimes
-from dp_ray.replica.trainer import Update
-from dp_ray.replica.world import World
-from dp_ray.results.history import History
+from dp_ray.job.samples import ReadRequest
+from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import CheckpointWriter, TrainState
+from dp_ray.steps.times import History
 from dp_ray.storage import Storage
-from dp_ray.system.waiting import waits_for
-from dp_ray.task import task
+from dp_ray.system.threads import waits_for
+from dp_ray.tasks import task
 from tests.support import training
 from tests.support.trainings import job_of
 
@@ -61,9 +60,9 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
         stream.copies.append(batch)
         return batch
 
-    monkeypatch.setattr(data, "_move", move)
+    monkeypatch.setattr(loading, "_move", move)
     batches = iter([(np.arange(1), np.arange(number)) for number in range(1, 5)])
-    given = [len(batch[1]) for batch in data.on_device(batches, GPU)]
+    given = [len(batch[1]) for batch in loading.on_device(batches, GPU)]
     assert given == [1, 2, 3, 4]
     assert len(stream.copies) == 4
     assert stream.waited == [1, 2, 3, 4], "the copy of the next batch is in the queue already"
@@ -71,7 +70,7 @@ def test_a_batch_is_computed_without_waiting_for_the_next_ones_copy(monkeypatch:
 
 def test_what_a_loaders_process_gets_holds_no_events_of_the_gpu() -> None:
     clock = DeviceClock(lambda: object())  # such as `clock_on` makes: it cannot be pickled
-    samples = data.Samples(training.Pairs(), 0, times=StepTimes(clock))
+    samples = loading.Samples(training.Pairs(), 0, times=StepTimes(clock))
     there = pickle.loads(pickle.dumps(samples))
     assert len(there.__getitems__(ReadRequest(0, 0, 0, [3, 4]))[1]) == 2
 
@@ -86,10 +85,10 @@ def test_samples_that_are_on_a_gpu_already_are_told_what_to_set(monkeypatch: pyt
     def loaded(*_: Any) -> Iterator[Any]:
         yield batches()
 
-    monkeypatch.setattr(data, "make_loader", loaded)
+    monkeypatch.setattr(loading, "make_loader", loaded)
     job = job_of("mlp")
     with pytest.raises(DataError, match=r"on a GPU already.*set loader\.pin_memory: false"):
-        next(data.load_shards(job, training.Pairs(), Work(Split(101, 7, 1), 1, 0), torch.device("cpu")))
+        next(loading.load_shards(job, training.Pairs(), Work(Split(101, 7, 1), 1, 0), torch.device("cpu")))
 
 
 @pytest.fixture
@@ -136,7 +135,7 @@ def test_the_generators_of_all_gpus_are_given_back(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.random, "fork_rng", fork)
     others = [torch.device("cpu"), torch.device("cuda", 1), GPU]
-    with rng.preserved(GPU, *others):
+    with random.preserved(GPU, *others):
         pass
     assert forked == [[GPU, torch.device("cuda", 1)]]
 

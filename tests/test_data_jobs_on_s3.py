@@ -18,9 +18,9 @@ import torch
 import dp_ray
 from dp_ray.data import Parquet, files
 from dp_ray.data.blocks import Block
-from dp_ray.driver import Options, execute
+from dp_ray.driver.from_run import reopened, retried
+from dp_ray.driver.run import Options, execute
 from dp_ray.errors import DataError
-from dp_ray.retry import reopened, retried
 from dp_ray.storage import Storage
 from tests.support.feeds import MEMORY, PREDICT, ROWS, InMemory, job_of, loader, predicted, rows, trained
 from tests.support.group import ProcessExit, run_group

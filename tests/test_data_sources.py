@@ -25,19 +25,9 @@ from PIL import Image
 from pyarrow import csv as pacsv
 from torch.utils.data import default_collate
 
-from dp_ray.data import (
-    Arrow,
-    Csv,
-    Images,
-    JsonLines,
-    Parquet,
-    WebDataset,
-    float_image,
-    images,
-    stretches,
-    text_tables,
-)
-from dp_ray.data.decode import image as decode_image
+from dp_ray.data import Arrow, Csv, Images, JsonLines, Parquet, WebDataset, files, float_image, webdataset
+from dp_ray.data import text as text_tables
+from dp_ray.data.values import image as decode_image
 from dp_ray.data.values import values_of
 from dp_ray.errors import DataError, JobError
 from tests.support.tables import ROWS, TYPES, columns, jpeg, json_lines, parquet, sample, shard
@@ -411,7 +401,7 @@ def test_columns_are_decoded_by_functions_or_their_names(tmp_path: Path) -> None
 
 
 def test_json_lines_are_what_json_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stretches, "STRETCH_BYTES", 300)
+    monkeypatch.setattr(files, "STRETCH_BYTES", 300)
     json_lines(tmp_path)
     wanted = [json.loads(line) for path in sorted(tmp_path.glob("*.jsonl")) for line in path.read_text().splitlines()]
     dataset = JsonLines(tmp_path)
@@ -436,7 +426,7 @@ def write_csv(folder: Path, newline: str = "\n") -> None:
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_csv_is_what_pythons_reader_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newline: str) -> None:
-    monkeypatch.setattr(stretches, "STRETCH_BYTES", 100)
+    monkeypatch.setattr(files, "STRETCH_BYTES", 100)
     write_csv(tmp_path, newline)
     wanted = []
     for path in sorted(tmp_path.glob("*.csv")):
@@ -484,7 +474,7 @@ def test_csv_is_cut_where_pyarrow_ends_rows(
     reads = pacsv.ReadOptions(use_threads=False, column_names=["a", "b"], block_size=1 << 20)
     whole = pacsv.read_csv(io.BytesIO(text), reads, pacsv.ParseOptions(newlines_in_values=True), kinds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stretches, "STRETCH_BYTES", piece)
+        patch.setattr(files, "STRETCH_BYTES", piece)
         found = Csv(folder, names=["a", "b"], types={"a": "string", "b": "string"})
         assert [found[at] for at in range(len(found))] == whole.to_pylist()
     assert len(found.block_rows) == len(rows) or piece > 1
@@ -493,7 +483,7 @@ def test_csv_is_cut_where_pyarrow_ends_rows(
 def test_a_stray_quote_does_not_join_the_rows_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('size,name\n5" tall,x\n' + '"6"" tall,\nand wide",y\n' * 50)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stretches, "STRETCH_BYTES", 100)
+        patch.setattr(files, "STRETCH_BYTES", 100)
         found = Csv(tmp_path)
         assert [item["size"] for item in found] == ['5" tall', *['6" tall,\nand wide'] * 50]
     assert len(found.block_rows) > 10
@@ -604,7 +594,7 @@ def test_images_are_read_anew_and_belong_to_their_reader(tmp_path: Path, monkeyp
         decoded.append(1)
         return decode_image(encoded, size)
 
-    monkeypatch.setattr(images, "image", counted)
+    monkeypatch.setattr(webdataset, "image", counted)
     dataset = Images(str(tmp_path))
     for index in (0, 1, 2, 3, 0):
         dataset[index]["image"].fill_(9)

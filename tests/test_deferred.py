@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dp_ray.replica import deferred
-from dp_ray.replica.as_if_real import CannotDefer
-from dp_ray.replica.deferred import record, replay
+from dp_ray.engine.sharded import deferred
+from dp_ray.engine.sharded.deferred import CannotDefer, record, replay
 from tests.support import training
 from tests.support.patchwork import Patchwork
 

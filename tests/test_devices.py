@@ -11,18 +11,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dp_ray
-from dp_ray.cli import cli
+from dp_ray.cli.main import cli
+from dp_ray.engine.model import blocks_of, build_model, input_device, mixed_devices, plan_blocks, spread
+from dp_ray.engine.step import beside
+from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Job
-from dp_ray.plan.plan import PlacedBlock
-from dp_ray.replica.devices import blocks_of, input_device, mixed_devices, plan_blocks, spread
-from dp_ray.replica.model import build_model
-from dp_ray.replica.step import beside
-from dp_ray.replica.world import World
+from dp_ray.job.job import Job
+from dp_ray.plan.costs import PlacedBlock
 from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
-from dp_ray.task.task import run_task
-from dp_ray.tensors.raw import moved
+from dp_ray.tasks.task import run_task
+from dp_ray.tensors.files import moved
 from jobs.model_parallel import Stack, TwoParts
 from tests.support import training
 from tests.support.group import history_of, run_group, weights_of

@@ -20,9 +20,9 @@ import pytest
 import yaml
 
 import benchmarks.__main__
-from dp_ray import cli
-from dp_ray.cli_options import load
-from dp_ray.job import Job
+from dp_ray.cli import main
+from dp_ray.cli.options import load
+from dp_ray.job.job import Job
 from tests.support.cluster import ROOT
 from tests.support.pages import PAGES, Block, anchors_of, blocks_of, inline_of, links_of, name_of, prose_of
 
@@ -174,8 +174,8 @@ def test_the_reference_has_every_key_of_a_job_once() -> None:
 def test_the_synopsis_has_every_option_of_a_command() -> None:
     (synopsis,) = [one.text for one in blocks_of(ROOT / "docs" / "commands.md") if "[the options of run]" in one.text]
     told = {line.split()[1]: line for line in re.split(r"\n(?=dp-ray)", synopsis)}
-    assert told.keys() == cli.cli.commands.keys()
-    for name, command in cli.cli.commands.items():
+    assert told.keys() == main.cli.commands.keys()
+    for name, command in main.cli.commands.items():
         if "[the options of" in told[name]:
             continue
         shown = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
@@ -198,7 +198,7 @@ def check(command: list[str]) -> Job | None:
     if command[0] != "dp-ray":
         return None
     _, name, *args = command
-    given = cli.cli.commands[name].make_context(name, args).params
+    given = main.cli.commands[name].make_context(name, args).params
     if "job_file" not in given and "job_files" not in given:
         return None
     workers, settings = given["workers"], given["settings"]
@@ -284,7 +284,7 @@ def was_run(line: str) -> bool:
             runpy.run_path(script, run_name="__main__")
             return True
         case ["dp-ray", name, *args]:
-            cli.cli([name, *args, *here(["dp-ray", name, *args])], standalone_mode=False)
+            main.cli([name, *args, *here(["dp-ray", name, *args])], standalone_mode=False)
             return True
     raise AssertionError(f"no test knows how to run {line!r}")
 

@@ -16,19 +16,17 @@ from safetensors.torch import load_file
 from tensorboardX.proto.event_pb2 import Event
 
 import dp_ray
-from dp_ray import driver
+from dp_ray.driver import run as driver
+from dp_ray.driver.in_process import run_in_process
+from dp_ray.driver.run import Prepared
 from dp_ray.errors import DataError, JobError, StorageError
-from dp_ray.in_process import run_in_process
-from dp_ray.job_file import job_from
+from dp_ray.job.files import job_from
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.preparing import Prepared
-from dp_ray.results import outputs
-from dp_ray.results.output_files import FileMerge
-from dp_ray.results.proof import prove_outputs
+from dp_ray.outputs import merging, parts
+from dp_ray.outputs.files import FileMerge, prove_outputs
+from dp_ray.outputs.merging import Merger
 from dp_ray.rundir.claim import RunDir
-from dp_ray.task import merging
-from dp_ray.task.merging import Merger
 from tests.support import models
 
 pytestmark = pytest.mark.usefixtures("in_project")
@@ -56,7 +54,7 @@ def keys(folder: Path, **others: Any) -> dict[str, Any]:
 
 
 def test_a_broken_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     (tmp_path / "broken").touch()
     with pytest.raises(DataError, match="sample 50 of the dataset raised OSError: sector 50"):
         dp_ray.run(**keys(tmp_path))
@@ -90,7 +88,7 @@ def test_a_part_that_vanished_is_found_out_and_run_again(tmp_path: Path, monkeyp
         (tmp_path / "run" / "parts").joinpath(min(os.listdir(tmp_path / "run" / "parts"))).unlink()
         return finish(merger, control)
 
-    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(merging, "LOOK_SECONDS", 100.0)  # nothing is merged before the loop has ended
         patch.setattr(Merger, "finish", lose_a_part)
@@ -282,7 +280,7 @@ def test_an_error_of_the_merging_ends_the_job_with_it(
 
     monkeypatch.setattr(FileMerge, "advance", fails)
     monkeypatch.setattr(merging, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     dataset = {"target": "tests.test_driver:Slow", "args": {"seconds": seconds}}
     with pytest.raises(StorageError, match="the disk is gone"):
         dp_ray.run(**{**keys(tmp_path), "dataset": dataset})

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dp_ray import cli
+from dp_ray.cli import main
 from dp_ray.cluster import connect
 from dp_ray.cluster.connect import connected, connected_early, is_connected
-from dp_ray.cluster.early import EarlyConnection
+from dp_ray.cluster.fast_start import EarlyConnection
 from dp_ray.errors import ClusterError, JobError
-from dp_ray.job_keys import WorkerKeys
+from dp_ray.job.keys import WorkerKeys
 from tests.support.cli import status_of
 
 KEYS = WorkerKeys(workers=2)
@@ -95,7 +95,7 @@ NO_SUCH_MODEL = "model=nowhere.at_all:Model"
 def test_a_model_that_cannot_be_imported_is_told_before_the_connection_ends(
     said: list[str], monkeypatch: pytest.MonkeyPatch, in_project: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "show_error", lambda error, is_verbose: said.append(str(error)))
+    monkeypatch.setattr(main, "show_error", lambda error, is_verbose: said.append(str(error)))
     given = ["run", TUTORIAL, "--workers", "2", "--storage", str(tmp_path), "--quiet"]
     assert status_of(monkeypatch, *given, "--set", NO_SUCH_MODEL) == JobError.exit_status
     first, told, last = said

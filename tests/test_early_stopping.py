@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 import dp_ray
 from dp_ray.errors import JobError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from dp_ray.report.run_data import read_run
-from dp_ray.results.listed import list_text
+from dp_ray.report.terminal import Watched, headline, screen
+from dp_ray.results.text import list_text
 from dp_ray.rundir.checkpoint import TrainState
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
-from dp_ray.task.early_stopping import EarlyStopping
-from dp_ray.watch.snapshot import Watched
-from dp_ray.watch.terminal import headline, screen
+from dp_ray.tasks.train import EarlyStopping
 from tests.support.cli import status_of
 from tests.support.group import history_of, run_group
 from tests.support.trainings import job_of, keys_of

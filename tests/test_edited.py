@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dp_ray.system import edited
-from dp_ray.system.edited import Sources, imported_files
+from dp_ray.system import imports
+from dp_ray.system.imports import Sources, imported_files
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_of_what_this_process_imported_only_user_code_is_told(folder: Path) -> N
     importlib.import_module("edited_two")
     told = set(imported_files())
     assert told >= {str(folder / "edited_one.py"), str(folder / "edited_two.py"), __file__}
-    assert not told & {str(folder / "edited_three.py"), os.__file__, edited.__file__, pytest.__file__}
+    assert not told & {str(folder / "edited_three.py"), os.__file__, imports.__file__, pytest.__file__}
 
 
 def test_of_files_that_were_sent_each_edit_counts_and_each_new_file(folder: Path) -> None:
@@ -98,10 +98,10 @@ def test_of_files_that_were_sent_each_edit_counts_and_each_new_file(folder: Path
 
 
 def test_modules_from_elsewhere_and_our_own_stay(folder: Path) -> None:
-    import dp_ray.job
+    import dp_ray.job.job
 
-    sources = Sources(Path(dp_ray.job.__file__).parent)
+    sources = Sources(Path(dp_ray.job.job.__file__).parent)
     sources.note()
     sources.forget()
-    assert sys.modules["dp_ray.job"] is dp_ray.job
+    assert sys.modules["dp_ray.job.job"] is dp_ray.job.job
     assert "torch" in sys.modules

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dp_ray
+from dp_ray.driver.from_run import follow_up
+from dp_ray.engine.optimizer import Average
 from dp_ray.errors import JobError, StorageError
-from dp_ray.follow_up import follow_up
-from dp_ray.replica.average import Average
 from tests.support import training
 from tests.support.group import StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.training import plain_loop

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 import dp_ray
-from dp_ray.cli import cli
-from dp_ray.system.environment import environment, is_env, without_values
+from dp_ray.cli.main import cli
 from dp_ray.system.imports import collector_paused, end_imports, prepare_imports
+from dp_ray.system.process import environment, is_env, without_values
 from tests.support import models
 
 pytestmark = pytest.mark.usefixtures("in_project")

@@ -8,8 +8,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from dp_ray.job import Job
-from dp_ray.rundir.history_file import best_of, merge_history, read_history, summary
+from dp_ray.job.job import Job
+from dp_ray.rundir.history import best_of, merge_history, read_history, summary
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, measured, run_group, weights_of

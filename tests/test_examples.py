@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dp_ray
-from dp_ray.job_file import load_job
+from dp_ray.job.files import load_job
 from jobs.characters import LETTERS, Characters, Gpt, of_run, written
 from tests.support.cluster import ROOT
 from tests.support.group import history_of, run_group, weights_of

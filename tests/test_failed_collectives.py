@@ -17,22 +17,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.cluster import process_group
-from dp_ray.cluster.requests import NOTHING
-from dp_ray.cluster.restart_decision import Do, Memory, Reason, Snapshot, WorkersFailed, decide
+from dp_ray.cluster import worker
+from dp_ray.cluster.channel import NOTHING
+from dp_ray.cluster.decisions import Memory, Restart, RestartReason, Snapshot, WorkersFailed, decide_restart
 from dp_ray.cluster.worker import _ending_of
-from dp_ray.errors import JobError, ModelError, WorkerError
-from dp_ray.monitor.messages import WorkerExit
-from dp_ray.replica.failed_collective import (
+from dp_ray.engine.model import is_out_of_memory
+from dp_ray.engine.world import (
+    TIMEOUT,
     Cause,
     FailedCollective,
+    World,
+    bound_gpu,
     error_of,
     failed_collective,
     failed_in_group,
+    form_group,
+    new_group,
     passes,
 )
-from dp_ray.replica.out_of_memory import is_out_of_memory
-from dp_ray.replica.world import TIMEOUT, World, bound_gpu, form_group, new_group
+from dp_ray.errors import JobError, ModelError, WorkerError
+from dp_ray.monitor.messages import WorkerExit
 from tests.support.forked import Ended, started
 from tests.support.group import ProcessExit, run_group
 from tests.support.training import mlp
@@ -168,16 +172,16 @@ def test_a_torch_without_nccl_ends_the_run_and_says_which_key_to_change(backend:
     gpu = World(device=GPU, all_devices=(GPU,))
     says = r"^the process group could not be formed: .*doesn't have NCCL built in; .*gpus_per_worker: 0"
     with pytest.raises(JobError, match=says):
-        process_group._checked(lambda: form_group(backend, store, gpu))
+        worker._checked(lambda: form_group(backend, store, gpu))
 
 
 ENDS = {
-    Cause.NOT_BUILT: (JobError, Do.GIVE_UP, "gpus_per_worker: 0"),
-    Cause.SHARED_GPU: (JobError, Do.GIVE_UP, "gpus_per_worker: 1"),
-    Cause.MISUSED: (JobError, Do.GIVE_UP, "NCCL_DEBUG"),
-    Cause.OUT_OF_MEMORY: (ModelError, Do.GIVE_UP, "gpus_per_worker"),
-    Cause.LOST_PEER: (WorkerError, Do.RESTART, "another worker was lost: it"),
-    Cause.UNKNOWN: (WorkerError, Do.RESTART, "perhaps because another worker was lost: it"),
+    Cause.NOT_BUILT: (JobError, Restart.GIVE_UP, "gpus_per_worker: 0"),
+    Cause.SHARED_GPU: (JobError, Restart.GIVE_UP, "gpus_per_worker: 1"),
+    Cause.MISUSED: (JobError, Restart.GIVE_UP, "NCCL_DEBUG"),
+    Cause.OUT_OF_MEMORY: (ModelError, Restart.GIVE_UP, "gpus_per_worker"),
+    Cause.LOST_PEER: (WorkerError, Restart.RESTART, "another worker was lost: it"),
+    Cause.UNKNOWN: (WorkerError, Restart.RESTART, "perhaps because another worker was lost: it"),
 }
 
 
@@ -188,9 +192,9 @@ def test_only_what_may_be_a_lost_worker_is_retried_as_one(cause: Cause) -> None:
     assert type(error) is kind and holds in str(error)
     exits = {0: WorkerExit(_ending_of(error), str(error), has_progressed=False)}
     memory = Memory(3, lost_peer_since=0.0)
-    decision = decide(Snapshot(WorkersFailed(exits, {}), NOTHING, memory), now=100.0)
+    decision = decide_restart(Snapshot(WorkersFailed(exits, {}), NOTHING, memory), now=100.0)
     assert decision.do is do
-    assert (decision.reason is Reason.LOST_PEER) == (do is Do.RESTART)
+    assert (decision.reason is RestartReason.LOST_PEER) == (do is Restart.RESTART)
 
 
 def test_memory_that_runs_out_in_nccl_is_out_of_memory() -> None:
@@ -291,7 +295,7 @@ def comes_late(rank: int, port: int) -> None:
 
 
 def test_a_worker_may_build_its_dataset_for_longer_than_it_may_take_to_come() -> None:
-    assert process_group.STORE_TIMEOUT < TIMEOUT
+    assert worker.STORE_TIMEOUT < TIMEOUT
     ended = run_in_a_group(comes_late)
     assert ended.stdout == "1\n", ended.stderr
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from dp_ray.engine.world import World
 from dp_ray.errors import JobError
 from dp_ray.monitor.faults import parse_faults
-from dp_ray.replica.world import World
 
 PLAN = "kill worker 1 at step 20; kill node 2 at step 40; pause worker 0 for 30s at step 60"
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import dp_ray
-from dp_ray.cluster.ray_internals.controller import CONTROLLER_PROCESS
-from dp_ray.cluster.ray_internals.train import WORKER_PROCESS
+from dp_ray.cluster.internals.controller import CONTROLLER_PROCESS
+from dp_ray.cluster.internals.train import WORKER_PROCESS
 from dp_ray.errors import DataError, JobError, WorkerError
 from tests.support import models
 from tests.support.cluster import OURS, Cluster, Run

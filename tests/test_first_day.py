@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dp_ray import cli
+from dp_ray.cli import main
 from tests.support import forked
 from tests.support.cluster import ROOT
 
@@ -84,7 +84,7 @@ def test_the_first_day(folder: Path) -> None:
     assert result_of(folder, "stopped")["weights_sha256"] == trained["weights_sha256"]
 
     for command in others:  # in this process, which has torch imported
-        cli.cli(shlex.split(command)[1:], standalone_mode=False)
+        main.cli(shlex.split(command)[1:], standalone_mode=False)
     assert [result_of(folder, "stopped")[key] for key in ("epochs", "total_steps")] == [11, 132]
     outputs = pq.read_table(folder / "runs" / "train-predict" / "outputs" / "00000-of-00001.parquet")
     assert outputs.column("sample_index").to_pylist() == list(range(600))

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dp_ray.cluster.ray_internals.variables import AUTH_MODE, VARIABLES
+from dp_ray.cluster.internals.variables import AUTH_MODE, VARIABLES
 from dp_ray.errors import JobError
-from dp_ray.system.folders import OWNER
+from dp_ray.system.process import OWNER
 from tests.support.cluster import ROOT
 from tests.support.within import within
 
@@ -104,8 +104,8 @@ ONE_AFTER_ANOTHER = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
 import ray
-from dp_ray.cluster.ray_internals.core import put_apart
-from dp_ray.cluster.ray_internals.variables import AUTH_MODE
+from dp_ray.cluster.internals.core import put_apart
+from dp_ray.cluster.internals.variables import AUTH_MODE
 from ray.cluster_utils import Cluster
 import dp_ray
 

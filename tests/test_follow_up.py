@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import dp_ray
-from dp_ray.follow_up import follow_up
+from dp_ray.driver.from_run import follow_up
 from dp_ray.results.compare import compared_run, differing_keys
-from dp_ray.rundir.weights import _split_location
+from dp_ray.rundir.start import _split_location
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.cli import status_of

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from torch import nn
 
 import dp_ray
-from dp_ray.cli import cli
-from dp_ray.cli_errors import show_error
+from dp_ray.cli.main import cli
+from dp_ray.cli.options import show_error
 from dp_ray.errors import DataError, Error
 from dp_ray.monitor.console import Console
 from dp_ray.report.page import page_of

@@ -12,18 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dp_ray.job import Job
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Work
-from dp_ray.replay import replay
-from dp_ray.replica.predict import predict
-from dp_ray.replica.trainer import WRITTEN
-from dp_ray.results.replayed import Replayed
+from dp_ray.driver.replay import replay
+from dp_ray.engine.prediction import predict
+from dp_ray.engine.trainer import WRITTEN
+from dp_ray.job.job import Job
+from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.checkpoint import load_checkpoint, pack
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
-from dp_ray.task.replay import Wanted
-from dp_ray.tensors.file import write_tensors
+from dp_ray.tasks.replay import Replayed, Wanted
+from dp_ray.tensors.files import write_tensors
 from tests.support import training
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
 from tests.support.trainings import ADAMW, assert_close, initial, job_of

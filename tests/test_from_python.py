@@ -14,7 +14,7 @@ from torch import nn
 
 import dp_ray
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from tests.support import training
 from tests.support.three_tasks import FILE, UNTRAINED
 from tests.support.trainings import keys_of

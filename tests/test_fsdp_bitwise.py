@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from dp_ray.engine.sharded.state import Round, TreeScatter
 from dp_ray.errors import JobError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from dp_ray.plan.order import Order
-from dp_ray.replica.scatter import Round, TreeScatter
 from tests.support.cases import USUAL, job_for
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
 from tests.support.trainings import ADAMW, job_of

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import ray
 
-from dp_ray.cluster import gauges
-from dp_ray.cluster.gauges import GAUGES, exports_metrics, values_of
+from dp_ray.cluster import workers
+from dp_ray.cluster.workers import GAUGES, exports_metrics, values_of
+from dp_ray.engine.clock import PARTS, TimedStep
+from dp_ray.engine.world import World
 from dp_ray.monitor.console import Progressed
-from dp_ray.replica.step_clock import PARTS, TimedStep
-from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Report
-from dp_ray.results.step_time_files import packed
+from dp_ray.steps.shapes import Report
+from dp_ray.steps.times import packed
 from tests.support.cluster import ROOT, Run, free_port, wait_for_port
 
 PROMETHEUS = shutil.which("prometheus")
@@ -54,8 +54,8 @@ def test_each_gauge_has_a_value_and_each_value_a_gauge() -> None:
 
 def test_without_an_agent_gauges_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "MetricsExportPort": -1}])
-    monkeypatch.setattr(gauges, "Gauge", None)
-    with gauges.gauged("run", progressed(), lambda: 0):
+    monkeypatch.setattr(workers, "Gauge", None)
+    with workers.gauged("run", progressed(), lambda: 0):
         pass
 
 

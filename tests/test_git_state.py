@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dp_ray.rundir.about import command_of, read_about, recorded_about
+from dp_ray.rundir.files import command_of, read_about, recorded_about
 from dp_ray.storage import Storage
-from dp_ray.system.git_state import git_state
+from dp_ray.system.process import git_state
 
 
 def git(*arguments: str) -> str:
@@ -53,7 +53,7 @@ def test_nothing_that_may_fork_runs_while_git_is_asked(
         time.sleep(0.2)
         asked.set()
 
-    monkeypatch.setattr("dp_ray.rundir.about.git_state", slow)
+    monkeypatch.setattr("dp_ray.rundir.files.git_state", slow)
     with recorded_about(Storage(str(tmp_path)), "plan", is_forked):
         assert asked.is_set() == is_forked
     (driver,) = read_about(Storage(str(tmp_path)))

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import dp_ray
-from dp_ray.checks import check_targets
+from dp_ray.driver.checks import check_targets
+from dp_ray.driver.from_run import follow_up
+from dp_ray.engine.trainer import Update
 from dp_ray.errors import JobError, ModelError
-from dp_ray.follow_up import follow_up
-from dp_ray.replica.trainer import Update
-from dp_ray.task.hooks import TrainingView
+from dp_ray.tasks.hooks import TrainingView
 from tests.support.group import ProcessExit, StopsBeforeItsWeights, history_of, run_group, weights_of
 from tests.support.trainings import job_of, keys_of
 

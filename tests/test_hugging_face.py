@@ -10,9 +10,9 @@ import yaml
 from PIL import Image
 
 import dp_ray
+from dp_ray.engine.items import ItemKeys
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.replica.item_keys import ItemKeys
+from dp_ray.job.job import Job
 from tests.support.group import run_group, weights_of
 
 datasets = pytest.importorskip("datasets", reason="needs the package datasets: pip install datasets")

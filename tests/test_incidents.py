@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import dp_ray
-from dp_ray.cli_runs import report
+from dp_ray.cli.runs import report
 from dp_ray.errors import DataError, RunInterrupted, StorageError
-from dp_ray.job import Job
-from dp_ray.monitor.interruptions import interruption_of
+from dp_ray.job.job import Job
+from dp_ray.monitor.attempts import interruption_of
 from dp_ray.monitor.messages import Interrupted
 from dp_ray.rundir.claim import claim
 from dp_ray.rundir.incidents import IncidentKind, Interruption
-from dp_ray.rundir.lease_file import LEASE
+from dp_ray.rundir.lease import LEASE
 from dp_ray.storage import Storage
 from tests.support import forked, models
 from tests.support.trainings import keys_of

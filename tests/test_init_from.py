@@ -10,10 +10,10 @@ import torch
 
 import dp_ray
 from dp_ray.errors import DataError, JobError
-from dp_ray.results import outputs
+from dp_ray.outputs import parts
 from dp_ray.rundir.checkpoint import CheckpointWriter
-from dp_ray.rundir.history_file import CLOCKED
-from dp_ray.rundir.weights import read_start
+from dp_ray.rundir.history import CLOCKED
+from dp_ray.rundir.start import read_start
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.cluster import Run
@@ -66,7 +66,7 @@ def break_off(folder: Path, **others: Any) -> None:
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A prediction with step-3 that broke off after a few committed steps."""
-    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     keep(tmp_path, 3, 0.25)
     break_off(tmp_path)
     return tmp_path
@@ -103,7 +103,7 @@ def test_what_cannot_be_kept_and_is_gone_is_told_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", no_links)
-    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     keep(tmp_path, 3, 0.25)
     break_off(tmp_path)
     keep(tmp_path, 6, 0.5)
@@ -126,7 +126,7 @@ def replaced(path: Path, data: bytes) -> None:
 def test_other_bytes_under_the_same_name_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, bytes], None]
 ) -> None:
-    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     if write is replaced:
         monkeypatch.setattr(os, "link", no_links)
     keep(tmp_path, 3, 0.25)

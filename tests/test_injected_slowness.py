@@ -8,12 +8,18 @@ from typing import Any
 import pyarrow.compute as pc
 import pytest
 
-from dp_ray.job import Job
-from dp_ray.results.shape_recorder import Report
-from dp_ray.results.step_time_files import TIMES, StepTimeWriter
-from dp_ray.results.step_times_table import read_step_times
-from dp_ray.results.time_split import time_split
-from dp_ray.results.verdicts import Facts, Verdict, facts_of, verdict_of
+from dp_ray.job.job import Job
+from dp_ray.steps.shapes import Report
+from dp_ray.steps.times import (
+    TIMES,
+    Facts,
+    StepTimeWriter,
+    Verdict,
+    facts_of,
+    read_step_times,
+    time_split,
+    verdict_of,
+)
 from dp_ray.storage import Storage
 from tests.support.group import run_group
 from tests.support.slowness import Slow

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dp_ray.job import Job
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
+from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.replica.world import World
-from dp_ray.results.merged import Merged
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task.notices import Note
-from dp_ray.task.task import run_task
+from dp_ray.tasks.hooks import Note
+from dp_ray.tasks.task import run_task
 from tests.support import models, training
 from tests.support.merging import merged
 

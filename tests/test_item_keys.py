@@ -10,7 +10,7 @@ import torch
 
 import dp_ray
 from dp_ray.errors import DataError, JobError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from tests.support.models import Rows
 
 ROWS = 30

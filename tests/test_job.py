@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.job_file import job_from
-from dp_ray.job_metrics import COLUMNS
-from dp_ray.results.history import history_schema
+from dp_ray.job.files import job_from
+from dp_ray.job.job import COLUMNS, Job
+from dp_ray.steps.times import history_schema
 
 GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}
 

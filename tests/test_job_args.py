@@ -23,16 +23,16 @@ import pytest
 import torch
 from torch import nn
 
+from dp_ray.driver.from_run import check_no_objects
+from dp_ray.driver.replay import replay
 from dp_ray.errors import JobError
-from dp_ray.follow_up import check_no_objects
-from dp_ray.job import Job
-from dp_ray.replay import replay
+from dp_ray.job.files import differences
+from dp_ray.job.job import Job
 from dp_ray.results.compare import differing_keys
 from dp_ray.rundir.claim import claim
-from dp_ray.rundir.differences import differences
 from dp_ray.storage import Storage
-from dp_ray.task.replay import Wanted
-from dp_ray.task.updates import check_updates, updates_of
+from dp_ray.tasks.checkpoints import check_updates, updates_of
+from dp_ray.tasks.replay import Wanted
 from tests.support.cluster import ROOT
 
 LONG = np.arange(5000.0)

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.job_file import job_from, load_job, parse_setting, parse_workers
-from dp_ray.job_target import Target
+from dp_ray.job.files import job_from, load_job, parse_setting, parse_workers
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
 
 GOOD: dict[str, Any] = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30}
 

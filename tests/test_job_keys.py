@@ -2,8 +2,7 @@
 
 import pytest
 
-from dp_ray.job_keys import JobKeys
-from dp_ray.job_target import Strict
+from dp_ray.job.keys import JobKeys, Strict
 
 
 def models(base: type[Strict] = Strict) -> list[type[Strict]]:

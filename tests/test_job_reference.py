@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import yaml
 
-from dp_ray.job import Job
-from dp_ray.job_parts import Checkpoint, Loader
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Checkpoint, Loader
 from tests.support.cluster import ROOT
 
 PAGE = (ROOT / "docs" / "job-file.md").read_text()

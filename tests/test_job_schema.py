@@ -11,8 +11,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError, best_match
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.job_schema import json_schema
+from dp_ray.job.files import json_schema
+from dp_ray.job.job import Job
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
 from tests.support.fresh import loaded_by
@@ -134,5 +134,5 @@ def test_the_command_prints_it_or_writes_a_file(
 
 
 def test_it_needs_neither_torch_nor_ray() -> None:
-    code = "from dp_ray.cli import cli\ncli(['schema'], standalone_mode=False)"
+    code = "from dp_ray.cli.main import cli\ncli(['schema'], standalone_mode=False)"
     assert not {"torch", "ray", "pyarrow"} & loaded_by(code)

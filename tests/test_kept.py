@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray.engine.prediction import chosen
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Job
-from dp_ray.job_outputs import Outputs
-from dp_ray.replica.kept import chosen
-from dp_ray.tensors.nested import flatten
-from dp_ray.tensors.subtree import ends, subtree
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Outputs
+from dp_ray.tensors.tree import ends, flatten, subtree
 from tests.support.alone import predict_parts
 from tests.support.merging import merged
 from tests.support.models import ModelOutput, Rows

@@ -7,9 +7,9 @@ import pytest
 from pydantic import BaseModel
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.job_target import Target
-from dp_ray.key_hints import NESTED, TOP
+from dp_ray.job.errors import NESTED, TOP
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
 
 GOOD: dict[str, Any] = {"model": "a:b", "dataset": "a:c", "batch_size": 30}
 

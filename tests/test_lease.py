@@ -11,12 +11,11 @@ import pytest
 
 import dp_ray
 from dp_ray.errors import JobError, StorageError
-from dp_ray.rundir import lease
-from dp_ray.rundir.lease import held, wait_until_free
-from dp_ray.rundir.lease_file import LEASE, read_lease
+from dp_ray.rundir import claim
+from dp_ray.rundir.claim import held, wait_until_free
+from dp_ray.rundir.lease import LEASE, read_lease
 from dp_ray.storage import Storage
-from dp_ray.system.folders import OWNER, own_folder, remove_orphans
-from dp_ray.system.process import Process, is_dead, this_process
+from dp_ray.system.process import OWNER, Process, is_dead, own_folder, remove_orphans, this_process
 from tests.support import forked, models
 from tests.support.run_dirs import claimed_in
 
@@ -92,7 +91,7 @@ def to_another_host(run: Path) -> None:
 
 @pytest.mark.slow
 def test_the_lease_of_another_host_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "EXPIRE_SECONDS", 1.0)
+    monkeypatch.setattr(claim, "EXPIRE_SECONDS", 1.0)
     said: list[str] = []
     with held(claimed_in(tmp_path)):
         to_another_host(tmp_path / "run")
@@ -102,8 +101,8 @@ def test_the_lease_of_another_host_is_waited_for(tmp_path: Path, monkeypatch: py
 
 
 def test_a_driver_on_another_host_that_renews_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.3)
-    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(claim, "RENEW_SECONDS", 0.3)
+    monkeypatch.setattr(claim, "LOOK_SECONDS", 0.1)
     with held(claimed_in(tmp_path)):
         to_another_host(tmp_path / "run")
         with pytest.raises(JobError, match="which is alive"):
@@ -113,7 +112,7 @@ def test_a_driver_on_another_host_that_renews_is_alive(tmp_path: Path, monkeypat
 def test_a_lease_is_gone_with_its_driver_and_never_written_over_anothers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(claim, "RENEW_SECONDS", 0.05)
     with held(claimed_in(tmp_path)):
         assert (tmp_path / "run" / LEASE).exists()
     assert not (tmp_path / "run" / LEASE).exists()

@@ -7,24 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from dp_ray.engine.votes import StepControl, StopRequested
+from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
-from dp_ray.job import Job
-from dp_ray.plan.file_cut import FileCut
+from dp_ray.job.job import Job
+from dp_ray.outputs import files, merging
+from dp_ray.outputs.files import FileMerge, prove_outputs, write_record
+from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Range
-from dp_ray.replica.world import World
-from dp_ray.results import output_files
-from dp_ray.results.manifest import write_record
-from dp_ray.results.merged import Merged
-from dp_ray.results.output_files import FileMerge
-from dp_ray.results.proof import prove_outputs
-from dp_ray.results.shape_recorder import Report
+from dp_ray.plan.split import FileCut, Range, Split
 from dp_ray.rundir import ledger
+from dp_ray.steps.shapes import Report
 from dp_ray.storage import Storage
-from dp_ray.task import merging
-from dp_ray.task.step_control import StepControl, StopRequested
-from dp_ray.task.task import run_task
+from dp_ray.tasks.task import run_task
 from tests.support import models
 
 JOB = Job.make(
@@ -115,7 +110,7 @@ def test_parts_stay_if_the_record_of_their_file_comes_too_late_to_count(
         ledger.begin(run, "b" * 32)
         write_record(run, name, record)
 
-    monkeypatch.setattr(output_files, "write_record", late)
+    monkeypatch.setattr(files, "write_record", late)
     merge = FileMerge(run, ledger.read(run), FileCut(1, 6), 0, Split(60, 10, 2), Order(60, shuffle=False))
     parts = run.child(ledger.PARTS).names()
     with pytest.raises(StorageError, match="a newer attempt of the job has begun"):

@@ -12,10 +12,9 @@ import pytest
 
 import dp_ray
 from dp_ray.errors import Error, JobError
-from dp_ray.job_keys import JobKeys
-from dp_ray.results.listed import list_text
-from dp_ray.results.short import time_span
-from dp_ray.rundir.lease import held
+from dp_ray.job.keys import JobKeys
+from dp_ray.results.text import list_text, time_span
+from dp_ray.rundir.claim import held
 from dp_ray.rundir.listing import ListedRun, listed_runs, sorted_by
 from dp_ray.storage import Storage
 from dp_ray.text import printable
@@ -187,7 +186,7 @@ def test_a_thousand_runs_are_listed_within_two_seconds(tmp_path: Path) -> None:
 
 
 def test_a_list_waits_for_neither_torch_nor_ray() -> None:
-    assert not {"torch", "ray"} & loaded_by("import dp_ray.rundir.listing, dp_ray.results.listed")
+    assert not {"torch", "ray"} & loaded_by("import dp_ray.rundir.listing, dp_ray.results.text")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59, "59 s"), (90, "2 min"), (7200, "2 h"), (2e6, "23 d")])

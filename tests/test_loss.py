@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dp_ray.engine.step import Metrics, StepOutput, Weighted, build_loss, weighted_sum
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job_target import Target
-from dp_ray.replica.loss import Weighted, build_loss, weighted_sum
-from dp_ray.replica.step import Metrics, StepOutput
+from dp_ray.job.keys import Target
 
 CPU = torch.device("cpu")
 OUTPUTS, TARGET = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 2, 1, 0, 1])

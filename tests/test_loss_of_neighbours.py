@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dp_ray.replica.loss import build_loss, of_neighbours, total_of
+from dp_ray.engine.step import build_loss, of_neighbours, total_of
 from tests.support.group import run_group, weights_of
 from tests.support.trainings import job_of
 

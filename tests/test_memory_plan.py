@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from dp_ray.driver.planning import plan_memory_of
+from dp_ray.engine.memory import _copies_of_gradient as copies_of_gradient
+from dp_ray.engine.model import free_memory
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.plan.memory import GIB, DeviceMemory, MemoryPlan, WorkerMemory, worker_counts
-from dp_ray.planning import plan_memory_of
-from dp_ray.replica.freed_memory import free_memory
-from dp_ray.replica.memory_of_job import _copies_of_gradient as copies_of_gradient
+from dp_ray.job.job import Job
+from dp_ray.plan.costs import GIB, DeviceMemory, MemoryPlan, WorkerMemory, worker_counts
 from tests.support import training
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT

@@ -17,16 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.plan.file_cut import FileCut, num_files
+from dp_ray.outputs import files as output_files
+from dp_ray.outputs import parts as outputs
+from dp_ray.outputs.files import MANIFEST, OUTPUTS, FileMerge, RowProof, forget_lost, outputs_sha256, prove_outputs
+from dp_ray.outputs.parts import PartWriter
+from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Shard, Split
-from dp_ray.plan.work import Done, Frontier, Range, Work
-from dp_ray.results import output_files, outputs
-from dp_ray.results.manifest import MANIFEST, OUTPUTS, forget_lost, outputs_sha256
-from dp_ray.results.merged import Merged
-from dp_ray.results.output_files import FileMerge
-from dp_ray.results.outputs import PartWriter
-from dp_ray.results.proof import RowProof, prove_outputs
+from dp_ray.plan.split import Done, FileCut, Frontier, Range, Shard, Split, Work, num_files
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS, Ledger
 from dp_ray.storage import Storage

@@ -12,25 +12,32 @@ import pytest
 import torch
 
 import dp_ray
-from dp_ray import errors, in_process
-from dp_ray.cluster.channel import Channel
-from dp_ray.cluster.requests import NOTHING, STOP, Ask, Request, Terms, Why
-from dp_ray.job import Job
+from dp_ray import errors
+from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms, Why
+from dp_ray.driver import in_process
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
 from dp_ray.monitor import console
 from dp_ray.monitor.console import Console, Progressed
-from dp_ray.monitor.failures import error_of
-from dp_ray.monitor.listening import listening
-from dp_ray.monitor.messages import Failed, Interrupted, Message, Printed, Shapes, Started, Starting, WorkerReady
-from dp_ray.monitor.monitor import Monitor
-from dp_ray.monitor.tensorboard import TensorBoardWriter
+from dp_ray.monitor.messages import (
+    Failed,
+    Interrupted,
+    Message,
+    Printed,
+    Shapes,
+    Started,
+    Starting,
+    WorkerReady,
+    error_of,
+)
+from dp_ray.monitor.monitor import Monitor, listening
 from dp_ray.plan.split import Shard, Split
-from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Recorder
-from dp_ray.results.shape_reports import ReportFile
-from dp_ray.results.shapes import Seen
 from dp_ray.rundir.incidents import IncidentKind
+from dp_ray.steps.reports import ReportFile
+from dp_ray.steps.shapes import Recorder, Seen
 from dp_ray.storage import Storage
-from dp_ray.task.notices import Note
+from dp_ray.tasks.hooks import Note
+from dp_ray.trackers.tensorboard import TensorBoardWriter
 
 SEEN = Seen("[5, 5]", "[5, 2]", 5)
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dp_ray.engine.loading import Batches, OneAhead
+from dp_ray.engine.votes import StepControl
 from dp_ray.plan.order import Order
-from dp_ray.replica.one_ahead import Batches, OneAhead
-from dp_ray.rundir.quarantine_files import count_quarantined
+from dp_ray.rundir.quarantine import count_quarantined
 from dp_ray.storage import Storage
-from dp_ray.task.step_control import StepControl
 from tests.support.group import ProcessExit, history_of, run_group
 from tests.support.training import Pairs, mlp
 from tests.support.trainings import job_of

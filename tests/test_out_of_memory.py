@@ -8,17 +8,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from dp_ray.engine import loading
+from dp_ray.engine.memory import plan_memory, shards_that_fit
+from dp_ray.engine.model import build_model
+from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job_plan import split_of
-from dp_ray.monitor.failures import error_of
-from dp_ray.monitor.messages import Failed
-from dp_ray.plan.memory import USABLE
-from dp_ray.replica import data
-from dp_ray.replica.memory_of_job import plan_memory, shards_that_fit
-from dp_ray.replica.model import build_model
-from dp_ray.replica.world import World
+from dp_ray.job.plan import split_of
+from dp_ray.monitor.messages import Failed, error_of
+from dp_ray.plan.costs import USABLE
 from dp_ray.storage import Storage
-from dp_ray.task.task import run_task
+from dp_ray.tasks.task import run_task
 from tests.support import training
 from tests.support.group import run_group
 from tests.support.training import plain_loop
@@ -166,7 +165,7 @@ def test_a_batch_that_does_not_fit_is_told_too(tmp_path: Path, monkeypatch: pyte
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError(FULL)
 
-    monkeypatch.setattr(data, "on_device", lambda batches, *_: map(full, batches))
+    monkeypatch.setattr(loading, "on_device", lambda batches, *_: map(full, batches))
     optimizer = {} if task == "train" else {"optimizer": None}
     says = error_of_run(tmp_path, model=small(most=9), task=task, **optimizer)
     assert "step 0" in says.partition(": ")[0]

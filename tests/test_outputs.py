@@ -22,24 +22,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_ray.errors import ModelError, StorageError
-from dp_ray.plan.file_cut import FileCut
-from dp_ray.plan.order import Order
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Done, Work
-from dp_ray.results import merged, output_files, outputs
-from dp_ray.results.manifest import (
+from dp_ray.outputs import files as output_files
+from dp_ray.outputs import parts
+from dp_ray.outputs import read as merged
+from dp_ray.outputs.files import (
     MANIFEST,
     OUTPUTS,
+    OpenFile,
     file_names,
     forget_lost,
     names_so_far,
     outputs_path,
     outputs_sha256,
+    prove_outputs,
 )
-from dp_ray.results.merged import Merged
-from dp_ray.results.output_files import OpenFile
-from dp_ray.results.outputs import PartWriter
-from dp_ray.results.proof import prove_outputs
+from dp_ray.outputs.parts import PartWriter
+from dp_ray.outputs.read import Merged
+from dp_ray.plan.order import Order
+from dp_ray.plan.split import Done, FileCut, Split, Work
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import PARTS, done_ranges
 from dp_ray.storage import Storage
@@ -106,9 +106,9 @@ def positions(folder: Storage) -> list[int]:
 @contextmanager
 def small_files(group: int, part: int, block: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outputs, "GROUP_BYTES", group)
-        patch.setattr(outputs, "PART_BYTES", part)
-        patch.setattr(outputs, "MERGE_BYTES", block)
+        patch.setattr(parts, "GROUP_BYTES", group)
+        patch.setattr(parts, "PART_BYTES", part)
+        patch.setattr(parts, "MERGE_BYTES", block)
         patch.setattr(output_files, "GROUP_BYTES", group)
         yield
 
@@ -213,7 +213,7 @@ def test_a_part_says_which_steps_and_shards_it_holds(tmp_path: Path) -> None:
 
 
 def test_parts_are_committed_when_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "PART_SECONDS", -1.0)
+    monkeypatch.setattr(parts, "PART_SECONDS", -1.0)
     folder = run_workers(Storage(str(tmp_path)), Split(30, 10, 1), Order(30))
     assert len(folder.names()) == 3
 

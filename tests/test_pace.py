@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.job_parts import Checkpoint
-from dp_ray.task.pace import Pace
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Checkpoint
+from dp_ray.tasks.checkpoints import Pace
 from tests.support.group import StopsBefore, run_group, weights_of
 from tests.support.trainings import job_of
 

@@ -15,13 +15,10 @@ import pytest
 import dp_ray
 from dp_ray.errors import DataError, StorageError
 from dp_ray.report import page
-from dp_ray.report.comparison import comparison_of, differing
-from dp_ray.report.facts import duration, facts_of
-from dp_ray.report.page import REPORT, page_of
-from dp_ray.report.run_data import read_run
-from dp_ray.report.save import save_page
-from dp_ray.report.worker_grid import worker_grid
-from dp_ray.rundir.history_file import METRICS
+from dp_ray.report.comparison import comparison_of, differing, save_page
+from dp_ray.report.page import REPORT, duration, facts_of, page_of
+from dp_ray.report.run_data import read_run, worker_grid
+from dp_ray.rundir.history import METRICS
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
@@ -245,7 +242,7 @@ def test_what_a_run_was_made_with_is_written_after_the_clearing_of_unfinished_fi
         clear(storage, recursive)
 
     monkeypatch.setattr(Storage, "remove_unfinished", cleared)
-    monkeypatch.setattr("dp_ray.rundir.about.git_state", lambda: order.append("kept"))
+    monkeypatch.setattr("dp_ray.rundir.files.git_state", lambda: order.append("kept"))
     train(tmp_path)
     assert order == ["cleared", "kept", "cleared"]
 

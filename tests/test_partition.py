@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.plan.partition import balance
+from dp_ray.plan.split import balance
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())

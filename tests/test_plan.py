@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray import cli
-from dp_ray.plan.plan import Plan
+from dp_ray.cli import main
+from dp_ray.plan.costs import Plan, table
 from dp_ray.plan.split import Split
-from dp_ray.plan.table import table
 
 
 def walked(rows: int, batch_size: int, epochs: int, max_steps: int | None, drop_last: bool) -> list[list[int]]:
@@ -49,6 +48,6 @@ def test_the_steps_in_all_are_told() -> None:
 def test_the_program_plans_a_training_up_to_max_steps(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", "jobs/tutorial.yaml", "--set", "task=train", "--set", "max_steps=3", "--json"]
     train = ["--set", "loss=torch.nn:MSELoss", "--set", "optimizer.target=torch.optim:SGD"]
-    cli.cli([*args, *train], standalone_mode=False)
+    main.cli([*args, *train], standalone_mode=False)
     planned: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (planned["epochs"], planned["steps"], len(planned["batches"])) == (1, 3, 1)

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import dp_ray
+from dp_ray.driver.planning import plan_job
+from dp_ray.driver.run import prepare
 from dp_ray.errors import DataError, JobError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
-from dp_ray.plan.table import table
-from dp_ray.planning import plan_job
-from dp_ray.preparing import prepare
+from dp_ray.plan.costs import table
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
 from tests.support.cli import status_of

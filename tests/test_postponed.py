@@ -64,7 +64,7 @@ def test_what_is_imported_already_or_is_not_there_is_left_alone(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_workers_process_imports_no_library_that_only_ray_data_uses() -> None:
-    code = "import dp_ray.cluster.ray_internals.train_worker, dp_ray.cluster.worker, sys\n"
+    code = "import dp_ray.cluster.internals.train_worker, dp_ray.cluster.worker, sys\n"
     loaded = loaded_by(code + "assert 'ray.data' not in sys.modules")
     assert "torch" in loaded
     assert "pandas" not in loaded
@@ -72,7 +72,7 @@ def test_a_workers_process_imports_no_library_that_only_ray_data_uses() -> None:
 
 @pytest.mark.slow
 def test_code_of_the_user_in_a_worker_finds_the_libraries_themselves() -> None:
-    code = "import dp_ray.cluster.ray_internals.train_worker\nimport pandas, ray.data, ray.air.result\n"
+    code = "import dp_ray.cluster.internals.train_worker\nimport pandas, ray.data, ray.air.result\n"
     code += "assert pandas.DataFrame is ray.air.result.pd.DataFrame\n"
     code += "assert ray.data.Dataset is ray.data.dataset.Dataset"
     assert "pandas" in loaded_by(code)
@@ -80,4 +80,4 @@ def test_code_of_the_user_in_a_worker_finds_the_libraries_themselves() -> None:
 
 @pytest.mark.slow
 def test_a_driver_imports_tensorboard_only_for_a_training() -> None:
-    assert "tensorboardX" not in loaded_by("import dp_ray.driver")
+    assert "tensorboardX" not in loaded_by("import dp_ray.driver.run")

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 import dp_ray
+from dp_ray.outputs.read import Previews, png, read_previews, thumbnail
 from dp_ray.plan.split import Shard
-from dp_ray.results.preview import Previews, png, read_previews, thumbnail
 from dp_ray.storage import Storage
 
 

@@ -10,9 +10,9 @@ import torch
 
 import dp_ray
 from dp_ray.errors import DataError, JobError
-from dp_ray.job import Job
-from dp_ray.plan.profiled import Profiled, profiled_of
-from dp_ray.results.step_times_table import read_step_times
+from dp_ray.job.job import Job
+from dp_ray.plan.costs import Profiled, profiled_of
+from dp_ray.steps.times import read_step_times
 from dp_ray.storage import Storage
 from tests.support.group import run_group
 from tests.support.slowness import Slow

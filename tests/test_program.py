@@ -73,12 +73,12 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "module", "number"),
     [
-        (["list"], "dp_ray.cli", signal.SIGINT),
+        (["list"], "dp_ray.cli.main", signal.SIGINT),
         (["list"], "pydantic", signal.SIGTERM),
         (["list", "{folder}"], "dp_ray.rundir.listing", signal.SIGINT),
         (["compare", "a", "b"], "pyarrow", signal.SIGTERM),
         (["plan", TUTORIAL], "torch", signal.SIGINT),
-        (["run", TUTORIAL, "--workers", "0", "--storage", "{folder}"], "dp_ray.driver", signal.SIGTERM),
+        (["run", TUTORIAL, "--workers", "0", "--storage", "{folder}"], "dp_ray.driver.run", signal.SIGTERM),
     ],
 )
 def test_a_signal_within_its_first_imports_ends_it(
@@ -116,7 +116,7 @@ def test_a_signal_in_its_first_half_second_shows_no_traceback(
 # What an import does that is interrupted while there is something to undo.
 HOLDING = """
 import os, sys, time
-from dp_ray.system.stop_signals import has_begun, interrupts
+from dp_ray.system.threads import has_begun, interrupts
 
 interrupts()
 has_begun()

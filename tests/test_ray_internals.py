@@ -25,8 +25,8 @@ import ray
 import dp_ray
 from dp_ray.cluster import connect
 from dp_ray.cluster.connect import check_fits, connected, without_gpus, worker_resources
-from dp_ray.cluster.ray_internals.agents import OPTION
-from dp_ray.cluster.ray_internals.core import (
+from dp_ray.cluster.internals.agents import OPTION
+from dp_ray.cluster.internals.core import (
     AGENTS,
     CONNECTS_SOON,
     DEFAULT_WORKER,
@@ -35,19 +35,19 @@ from dp_ray.cluster.ray_internals.core import (
     find_users_token,
     forget_variables,
 )
-from dp_ray.cluster.ray_internals.variables import AUTH_MODE, AUTH_TOKEN
+from dp_ray.cluster.internals.variables import AUTH_MODE, AUTH_TOKEN
+from dp_ray.driver.sessions import worker_keys
 from dp_ray.errors import ClusterError
-from dp_ray.sessions import worker_keys
-from dp_ray.system.folders import own_folder, short_folder
+from dp_ray.system.process import own_folder, short_folder
 from tests.support.cluster import ROOT, end, free_port, wait_for_port
 from tests.support.sources import nodes_of
 from tests.support.within import within
 
 RAY = Path(ray.__file__).parent
-WALL = Path(dp_ray.__file__).parent / "cluster" / "ray_internals"
+WALL = Path(dp_ray.__file__).parent / "cluster" / "internals"
 FOLDERS = ("dp_ray", "tests", "benchmarks", "jobs")
 ALLOWED = {
-    ("dp_ray/cli_options.py", "RAY_ADDRESS"),  # documented; it stands in the command line's help, which loads no Ray
+    ("dp_ray/cli/options.py", "RAY_ADDRESS"),  # documented; it stands in the command line's help, which loads no Ray
     ("tests/conftest.py", "RAY_CLIENT_MODE"),  # Ray leaves it behind
     (
         "tests/support/host_forks.py",
@@ -559,7 +559,7 @@ def answer_at(port: int) -> bytes:
 def test_a_ray_that_dp_ray_starts_still_runs_a_task_in_an_environment_of_its_own() -> None:
     code = """
 import os, sys, psutil, ray
-from dp_ray.cluster.ray_internals.core import start_local
+from dp_ray.cluster.internals.core import start_local
 start_local(1, sys.argv[1], False, None)
 
 def agents():

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dp_ray.job.samples import PIECES_AT_ONCE, POSITIONS_AT_ONCE, IndexLists
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Work
-from dp_ray.replica.read_requests import PIECES_AT_ONCE, POSITIONS_AT_ONCE, IndexLists
+from dp_ray.plan.split import Split, Work
 
 
 @given(

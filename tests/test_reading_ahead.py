@@ -19,19 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_ray.data import Parquet
-from dp_ray.data.blocks import Block
-from dp_ray.data.cache import Cache
+from dp_ray.data.blocks import Block, Cache
+from dp_ray.engine.loading import load_shards
+from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.errors import DataError
-from dp_ray.job import Job
-from dp_ray.job_plan import split_of
-from dp_ray.plan.block_order import BlockOrder
-from dp_ray.plan.order import Order
-from dp_ray.plan.split import Shard, Split
-from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards
-from dp_ray.replica.look_ahead import LEAST_AHEAD, look_ahead
-from dp_ray.replica.read_requests import IndexLists
-from dp_ray.replica.step_times import StepTimes
+from dp_ray.job.job import Job
+from dp_ray.job.plan import split_of
+from dp_ray.job.samples import LEAST_AHEAD, IndexLists, look_ahead
+from dp_ray.plan.order import BlockOrder, Order
+from dp_ray.plan.split import Shard, Split, Work
 
 CPU = torch.device("cpu")
 GROUP, GROUPS = 20, 16

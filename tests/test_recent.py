@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dp_ray.monitor.recent import RecentHistory
-from dp_ray.rundir.history_file import HISTORY, history_so_far, write_piece
+from dp_ray.rundir.history import HISTORY, RecentHistory, history_so_far, write_piece
 from dp_ray.storage import Storage
 from tests.support.reported import history
 

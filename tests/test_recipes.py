@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, run_group
 

@@ -6,9 +6,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.plan.reduction_tree import Node, climb, fold, halves, leaf_pairs, nodes, parents
-from dp_ray.plan.seeds import derive_seed
+from dp_ray.plan.order import derive_seed
 from dp_ray.plan.split import chunk_sizes, num_filled, worker_shards
+from dp_ray.plan.tree import Node, climb, fold, halves, leaf_pairs, nodes, parents
 
 FLOATS = st.floats(-1e30, 1e30, allow_subnormal=True) | st.sampled_from([0.0, -0.0, 1e16, 1.0, -1e16, 1e-30])
 

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 import dp_ray
+from dp_ray.driver.replay import replay
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Job
-from dp_ray.replay import replay
-from dp_ray.results.replayed import Replayed, compared
+from dp_ray.job.job import Job
 from dp_ray.rundir.claim import claim
 from dp_ray.storage import Storage
-from dp_ray.task.replay import Wanted
+from dp_ray.tasks.replay import Replayed, Wanted, compared
 from tests.support import forked, training
 from tests.support.bad_data import Broken
 from tests.support.cli import status_of

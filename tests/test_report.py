@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from dp_ray.results.compare import compared, compared_run
-from dp_ray.results.report import lines
-from dp_ray.results.short import relative
+from dp_ray.results.result import lines
+from dp_ray.results.text import relative
 from tests.support.cli import status_of
 from tests.support.trainings import short_training as train
 
@@ -58,7 +58,7 @@ def test_several_runs_have_no_shapes_to_print(monkeypatch: pytest.MonkeyPatch, h
 
 
 def test_what_verify_measures_for_itself_is_not_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = {"right": "tests.support.training:right", "outputs_digest": "dp_ray.tensors.digest:outputs_digest"}
+    metrics = {"right": "tests.support.training:right", "outputs_digest": "dp_ray.tensors.files:outputs_digest"}
     result = train(here, "one", metrics=metrics, eval={"dataset": "tests.support.training:Pairs"}, quiet=False)
     told = capsys.readouterr()
     assert "eval_right" in told.err and "digest" not in told.err + told.out

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.cluster.requests import NOTHING, STOP, Ask, Request, Why
-from dp_ray.cluster.restart_decision import (
+from dp_ray.cluster.channel import NOTHING, STOP, Ask, Request, Why
+from dp_ray.cluster.decisions import (
     DEATH_SECONDS,
-    Decision,
-    Do,
     Memory,
-    Reason,
+    Restart,
+    RestartDecision,
+    RestartReason,
     Snapshot,
     StartFailed,
     StartTrouble,
     WorkersFailed,
-    decide,
+    decide_restart,
 )
 from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
@@ -38,8 +38,8 @@ def failed(died: dict[int, str] | None = None, **kinds: int) -> WorkersFailed:
 
 def decision_of(
     failure: Any, request: Request = NOTHING, retries: int = 2, now: float = NOW, **memory: Any
-) -> Decision:
-    return decide(Snapshot(failure, request, Memory(retries, **memory)), now)
+) -> RestartDecision:
+    return decide_restart(Snapshot(failure, request, Memory(retries, **memory)), now)
 
 
 SEEN = frozenset({"raised oh"})
@@ -52,59 +52,87 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
     ("failure", "keys", "do", "reason", "told", "left"),
     [
         # A death explains all that the other workers say.
-        (failed({1: "killed"}, lost_peer=0), {}, Do.RESTART, Reason.DIED, (IncidentKind.WORKER, "killed", (1,)), 1),
-        (failed({1: "killed"}, raised=0), {}, Do.RESTART, Reason.DIED, (IncidentKind.WORKER, "killed", (1,)), 1),
-        (failed({0: "b", 2: "a"}), {}, Do.RESTART, Reason.DIED, (IncidentKind.WORKER, "a; b", (0, 2)), 1),
-        (failed({0: "a", 2: "a"}), {}, Do.RESTART, Reason.DIED, (IncidentKind.WORKER, "a", (0, 2)), 1),
-        (failed({1: "killed"}), {"retries": 0}, Do.GIVE_UP, Reason.NO_RETRIES, None, 0),
+        (
+            failed({1: "killed"}, lost_peer=0),
+            {},
+            Restart.RESTART,
+            RestartReason.DIED,
+            (IncidentKind.WORKER, "killed", (1,)),
+            1,
+        ),
+        (
+            failed({1: "killed"}, raised=0),
+            {},
+            Restart.RESTART,
+            RestartReason.DIED,
+            (IncidentKind.WORKER, "killed", (1,)),
+            1,
+        ),
+        (failed({0: "b", 2: "a"}), {}, Restart.RESTART, RestartReason.DIED, (IncidentKind.WORKER, "a; b", (0, 2)), 1),
+        (failed({0: "a", 2: "a"}), {}, Restart.RESTART, RestartReason.DIED, (IncidentKind.WORKER, "a", (0, 2)), 1),
+        (failed({1: "killed"}), {"retries": 0}, Restart.GIVE_UP, RestartReason.NO_RETRIES, None, 0),
         # A lost peer may be a death that Ray does not see yet; where none comes, it was the network.
-        (failed(lost_peer=0), {}, Do.WAIT, Reason.DEATH_TO_COME, None, 2),
-        (failed(lost_peer=0), {"lost_peer_since": NOW - 2.9}, Do.WAIT, Reason.DEATH_TO_COME, None, 2),
+        (failed(lost_peer=0), {}, Restart.WAIT, RestartReason.DEATH_TO_COME, None, 2),
+        (failed(lost_peer=0), {"lost_peer_since": NOW - 2.9}, Restart.WAIT, RestartReason.DEATH_TO_COME, None, 2),
         (
             failed(lost_peer=0),
             {"lost_peer_since": NOW - DEATH_SECONDS},
-            Do.RESTART,
-            Reason.LOST_PEER,
+            Restart.RESTART,
+            RestartReason.LOST_PEER,
             (IncidentKind.NETWORK, "oh", (0,)),
             1,
         ),
         # An error of user code: once, if the worker had come some way.
-        (failed(raised=1), {}, Do.RESTART, Reason.ERROR, (IncidentKind.ERROR, "oh", (1,)), 1),
-        (failed(raised=1, lost_peer=0), {}, Do.RESTART, Reason.ERROR, (IncidentKind.ERROR, "oh", (1,)), 1),
-        (failed(raised=1), {"seen": SEEN}, Do.GIVE_UP, Reason.CAME_BACK, None, 2),
-        (failed(raised=1), {"retries": 0}, Do.GIVE_UP, Reason.NO_RETRIES, None, 0),
-        (failed(mistaken=1, raised=0), {}, Do.GIVE_UP, Reason.MISTAKE, None, 2),
-        (WorkersFailed({0: ended(Ending.RAISED, "oh", False)}, {}), {}, Do.GIVE_UP, Reason.NO_PROGRESS, None, 2),
+        (failed(raised=1), {}, Restart.RESTART, RestartReason.ERROR, (IncidentKind.ERROR, "oh", (1,)), 1),
+        (
+            failed(raised=1, lost_peer=0),
+            {},
+            Restart.RESTART,
+            RestartReason.ERROR,
+            (IncidentKind.ERROR, "oh", (1,)),
+            1,
+        ),
+        (failed(raised=1), {"seen": SEEN}, Restart.GIVE_UP, RestartReason.CAME_BACK, None, 2),
+        (failed(raised=1), {"retries": 0}, Restart.GIVE_UP, RestartReason.NO_RETRIES, None, 0),
+        (failed(mistaken=1, raised=0), {}, Restart.GIVE_UP, RestartReason.MISTAKE, None, 2),
+        (
+            WorkersFailed({0: ended(Ending.RAISED, "oh", False)}, {}),
+            {},
+            Restart.GIVE_UP,
+            RestartReason.NO_PROGRESS,
+            None,
+            2,
+        ),
         # Workers that stopped as they were asked cost no retry.
         (
             failed(stopped=0),
             {"request": GROWTH, "retries": 0},
-            Do.RESTART,
-            Reason.RESIZED,
+            Restart.RESTART,
+            RestartReason.RESIZED,
             (IncidentKind.RESIZE, "there is room for 3 workers", ()),
             0,
         ),
         (
             failed(stopped=0),
             {"request": DRAIN, "retries": 0},
-            Do.RESTART,
-            Reason.DRAINED,
+            Restart.RESTART,
+            RestartReason.DRAINED,
             (IncidentKind.PREEMPTION, "Ray drains 10.0.0.2", ()),
             0,
         ),
         (
             failed(stopped=0, lost_peer=1),
             {"request": DRAIN},
-            Do.RESTART,
-            Reason.DRAINED,
+            Restart.RESTART,
+            RestartReason.DRAINED,
             (IncidentKind.PREEMPTION, DRAIN.text, ()),
             2,
         ),
         (
             failed(stopped=0, raised=1),
             {"request": DRAIN},
-            Do.RESTART,
-            Reason.ERROR,
+            Restart.RESTART,
+            RestartReason.ERROR,
             (IncidentKind.ERROR, "oh", (1,)),
             1,
         ),
@@ -112,21 +140,21 @@ ERROR = StartFailed(StartTrouble.ERROR, "no such package")
         (
             LOST,
             {},
-            Do.RESTART,
-            Reason.START_LOST,
+            Restart.RESTART,
+            RestartReason.START_LOST,
             (IncidentKind.WORKER, f"the workers could not be started: {LOST.cause}", ()),
             1,
         ),
-        (LOST, {"retries": 0}, Do.GIVE_UP, Reason.NO_RETRIES, None, 0),
-        (ERROR, {}, Do.GIVE_UP, Reason.START_ERROR, None, 2),
+        (LOST, {"retries": 0}, Restart.GIVE_UP, RestartReason.NO_RETRIES, None, 0),
+        (ERROR, {}, Restart.GIVE_UP, RestartReason.START_ERROR, None, 2),
         # The user stops the run.
-        (failed(stopped=0), {"request": STOP}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
-        (failed({0: "killed"}), {"request": STOP}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
-        (NO_CAPACITY, {"request": STOP}, Do.GIVE_UP, Reason.USER_STOPS, None, 2),
+        (failed(stopped=0), {"request": STOP}, Restart.GIVE_UP, RestartReason.USER_STOPS, None, 2),
+        (failed({0: "killed"}), {"request": STOP}, Restart.GIVE_UP, RestartReason.USER_STOPS, None, 2),
+        (NO_CAPACITY, {"request": STOP}, Restart.GIVE_UP, RestartReason.USER_STOPS, None, 2),
     ],
 )
 def test_what_becomes_of_a_failure(
-    failure: Any, keys: dict[str, Any], do: Do, reason: Reason, told: tuple[Any, ...] | None, left: int
+    failure: Any, keys: dict[str, Any], do: Restart, reason: RestartReason, told: tuple[Any, ...] | None, left: int
 ) -> None:
     decision = decision_of(failure, **keys)
     assert (decision.do, decision.reason) == (do, reason)
@@ -136,37 +164,39 @@ def test_what_becomes_of_a_failure(
 
 def test_capacity_that_was_taken_is_waited_for_without_a_retry() -> None:
     decision = decision_of(NO_CAPACITY, retries=0)
-    assert (decision.do, decision.reason) == (Do.RESTART, Reason.NO_CAPACITY)
+    assert (decision.do, decision.reason) == (Restart.RESTART, RestartReason.NO_CAPACITY)
     assert isinstance(decision.message, Waits)
 
 
 def test_a_word_in_an_order_decides_nothing() -> None:
     """The reason is the enum, whatever the text says."""
     request = Request(Ask.RESTART, Why.GROWTH, "there is room, for nobody drains anything")
-    assert decision_of(failed(stopped=0), request).reason is Reason.RESIZED
+    assert decision_of(failed(stopped=0), request).reason is RestartReason.RESIZED
 
 
 def test_the_same_error_with_another_id_is_the_same_error() -> None:
     first = decision_of(WorkersFailed({0: ended(Ending.RAISED, f"object {'a1' * 16} is gone")}, {}))
-    again = decide(
+    again = decide_restart(
         Snapshot(WorkersFailed({1: ended(Ending.RAISED, f"object {'b2' * 16} is gone")}, {}), NOTHING, first.memory),
         NOW,
     )
-    other = decide(Snapshot(WorkersFailed({1: ended(Ending.RAISED, "another")}, {}), NOTHING, first.memory), NOW)
-    assert (again.reason, other.reason) == (Reason.CAME_BACK, Reason.ERROR)
+    other = decide_restart(
+        Snapshot(WorkersFailed({1: ended(Ending.RAISED, "another")}, {}), NOTHING, first.memory), NOW
+    )
+    assert (again.reason, other.reason) == (RestartReason.CAME_BACK, RestartReason.ERROR)
 
 
 def test_a_death_that_comes_late_ends_the_wait() -> None:
     waiting = decision_of(failed(lost_peer=0))
     assert waiting.memory.lost_peer_since == NOW
-    later = decide(Snapshot(failed({1: "killed"}, lost_peer=0), NOTHING, waiting.memory), NOW + 1)
-    assert later.reason is Reason.DIED
+    later = decide_restart(Snapshot(failed({1: "killed"}, lost_peer=0), NOTHING, waiting.memory), NOW + 1)
+    assert later.reason is RestartReason.DIED
     assert later.memory.lost_peer_since is None, "the next loss waits anew"
 
 
 def test_every_reason_is_a_sentence_of_its_own() -> None:
-    assert len({reason.value for reason in Reason}) == len(list(Reason))
-    assert all(" " in reason.value for reason in Reason)
+    assert len({reason.value for reason in RestartReason}) == len(list(RestartReason))
+    assert all(" " in reason.value for reason in RestartReason)
 
 
 EXITS = st.builds(WorkerExit, st.sampled_from(Ending), st.sampled_from(["a", "b\nc", ""]), st.booleans())
@@ -183,13 +213,13 @@ ORDERS = st.sampled_from([NOTHING, GROWTH, DRAIN, STOP])
 @pytest.mark.slow
 @given(WORKERS | STARTS, ORDERS, st.integers(0, 3), st.floats(0, 100))
 def test_a_loss_costs_a_retry_and_a_plan_none(failure: Any, request: Request, retries: int, now: float) -> None:
-    decision = decide(Snapshot(failure, request, Memory(retries)), now)
+    decision = decide_restart(Snapshot(failure, request, Memory(retries)), now)
     spent = retries - decision.memory.retries
-    planned = decision.reason in (Reason.DRAINED, Reason.RESIZED, Reason.NO_CAPACITY)
-    assert spent == (1 if decision.do is Do.RESTART and not planned else 0)
-    assert (decision.message is None) == (decision.do is not Do.RESTART), "what is started anew is told"
+    planned = decision.reason in (RestartReason.DRAINED, RestartReason.RESIZED, RestartReason.NO_CAPACITY)
+    assert spent == (1 if decision.do is Restart.RESTART and not planned else 0)
+    assert (decision.message is None) == (decision.do is not Restart.RESTART), "what is started anew is told"
     if request.ask is Ask.STOP:
-        assert decision.reason is Reason.USER_STOPS
+        assert decision.reason is RestartReason.USER_STOPS
 
 
 @pytest.mark.slow
@@ -198,10 +228,15 @@ def test_a_job_ends_after_so_many_losses(history: list[tuple[Any, Request]], ret
     """However failures come, one in ten seconds: more than `retries` losses are never survived."""
     memory, losses = Memory(retries), 0
     for number, (failure, request) in enumerate(history):
-        decision = decide(Snapshot(failure, request, memory), 10.0 * number)
+        decision = decide_restart(Snapshot(failure, request, memory), 10.0 * number)
         memory = decision.memory
         assert memory.retries >= 0
-        if decision.do is Do.GIVE_UP:
+        if decision.do is Restart.GIVE_UP:
             return
-        losses += decision.reason in (Reason.DIED, Reason.LOST_PEER, Reason.ERROR, Reason.START_LOST)
+        losses += decision.reason in (
+            RestartReason.DIED,
+            RestartReason.LOST_PEER,
+            RestartReason.ERROR,
+            RestartReason.START_LOST,
+        )
     assert losses <= retries

@@ -14,21 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
-from dp_ray.plan.file_cut import FileCut
+from dp_ray.outputs.files import MANIFEST
+from dp_ray.outputs.parts import PartWriter
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Work
-from dp_ray.replica.world import World
-from dp_ray.results.manifest import MANIFEST
-from dp_ray.results.outputs import PartWriter
+from dp_ray.plan.split import FileCut, Split, Work
 from dp_ray.results.result import Result, load
-from dp_ray.results.shape_recorder import Recorder
-from dp_ray.results.shape_reports import Collector, ReportFile
-from dp_ray.results.shapes import Seen, ShardReport
-from dp_ray.results.table import Table
+from dp_ray.results.text import Table
 from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.rundir.ledger import PARTS
+from dp_ray.steps.reports import Collector, ReportFile
+from dp_ray.steps.shapes import Recorder, Seen, ShardReport
 from dp_ray.storage import Storage
 from tests.support.merging import begin, merge
 

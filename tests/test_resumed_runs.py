@@ -10,12 +10,12 @@ from torch import nn
 
 import dp_ray
 from dp_ray.errors import DataError, JobError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from dp_ray.rundir.checkpoint import load_checkpoint
 from dp_ray.rundir.claim import claim
-from dp_ray.rundir.history_file import CLOCKED
+from dp_ray.rundir.history import CLOCKED
 from dp_ray.storage import Storage
-from dp_ray.task.hooks import TrainingView
+from dp_ray.tasks.hooks import TrainingView
 from tests.support import training
 from tests.support.cli import status_of
 from tests.support.group import StopsBefore, run_group, weights_of

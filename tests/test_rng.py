@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from dp_ray.job import Job
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Work
-from dp_ray.replica.data import load_shards
-from dp_ray.replica.world import World
+from dp_ray.engine.loading import load_shards
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
+from dp_ray.plan.split import Split, Work
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task.task import run_task
+from dp_ray.tasks.task import run_task
 from tests.support.merging import merged
 
 CPU = torch.device("cpu")

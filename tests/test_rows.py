@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import dp_ray
 from dp_ray.errors import DataError, JobError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.group import ProcessExit, run_group

@@ -24,16 +24,11 @@ import torch
 from torch.utils.data import default_collate
 
 import dp_ray
-from dp_ray.cluster.ray_internals.core import find_users_token, read_variables_anew, wants_token
-from dp_ray.cluster.ray_internals.variables import (
-    ADDRESS,
-    API_SERVER_ADDRESS,
-    AUTH_MODE,
-    VARIABLES,
-)
+from dp_ray.cluster.internals.core import find_users_token, read_variables_anew, wants_token
+from dp_ray.cluster.internals.variables import ADDRESS, API_SERVER_ADDRESS, AUTH_MODE, VARIABLES
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
-from dp_ray.system.folders import OWNER, PREFIX
-from dp_ray.system.stop_signals import handlers_kept
+from dp_ray.system.process import OWNER, PREFIX
+from dp_ray.system.threads import handlers_kept
 from jobs.tutorial import Model, RandomDataset
 from tests.support import models
 from tests.support.cluster import ROOT, Cluster, Run

@@ -13,10 +13,10 @@ import torch
 
 import dp_ray
 from dp_ray.errors import StorageError
-from dp_ray.job import Job
-from dp_ray.results import outputs
+from dp_ray.job.job import Job
+from dp_ray.outputs import parts
 from dp_ray.storage import Storage
-from dp_ray.tensors.file import read_tensors
+from dp_ray.tensors.files import read_tensors
 from tests.support import forked, models
 from tests.support.cluster import Cluster
 from tests.support.group import StopsBefore, run_group, weights_of
@@ -123,7 +123,7 @@ def assert_ended(server: Server, run: str) -> None:
 
 
 def test_a_predict_run(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     result = dp_ray.run(**predicting(server, "predict"))
     local = dp_ray.run(**predicting(server, "predict", storage=str(tmp_path)))
     assert result.outputs_sha256 == local.outputs_sha256

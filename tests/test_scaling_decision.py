@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.cluster.requests import Ask, Why
-from dp_ray.cluster.scaling_decision import (
+from dp_ray.cluster.channel import Ask, Why
+from dp_ray.cluster.decisions import (
     GROW_AFTER_SECONDS,
     SAY_SECONDS,
     SETTLE_SECONDS,
-    Do,
     Idle,
     LastCount,
-    Reason,
+    Resize,
     Running,
+    ScalingReason,
     Wanted,
-    decide,
+    decide_scaling,
     is_worth_a_look,
 )
 
@@ -37,46 +37,51 @@ def idle(capacity: int, idle_capacity: int, waited: float = 0.0, **keys: Any) ->
     ("snapshot", "do", "reason", "workers"),
     [
         # As many as there is room for, at once where that is all, else when it has settled.
-        (idle(4, 4), Do.START, Reason.ALL_CAPACITY, 4),
-        (idle(2, 2), Do.START, Reason.ALL_CAPACITY, 2),
-        (idle(3, 4), Do.WAIT, Reason.SETTLING, 0),
-        (idle(3, 4, SETTLE_SECONDS), Do.WAIT, Reason.SETTLING, 0),
-        (idle(3, 4, SETTLE_SECONDS + 0.1), Do.START, Reason.SETTLED, 3),
-        (idle(2, 1), Do.START, Reason.ALL_CAPACITY, 2),  # capacity that is held by ours counts, idle or not
+        (idle(4, 4), Resize.START, ScalingReason.ALL_CAPACITY, 4),
+        (idle(2, 2), Resize.START, ScalingReason.ALL_CAPACITY, 2),
+        (idle(3, 4), Resize.WAIT, ScalingReason.SETTLING, 0),
+        (idle(3, 4, SETTLE_SECONDS), Resize.WAIT, ScalingReason.SETTLING, 0),
+        (idle(3, 4, SETTLE_SECONDS + 0.1), Resize.START, ScalingReason.SETTLED, 3),
+        (
+            idle(2, 1),
+            Resize.START,
+            ScalingReason.ALL_CAPACITY,
+            2,
+        ),  # capacity that is held by ours counts, idle or not
         # Our own last workers may hold capacity until they are told to make way.
-        (idle(1, 4, 2 * SETTLE_SECONDS, may_hold=True), Do.WAIT, Reason.OTHERS_HOLD, 0),
-        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Do.START, Reason.OWN_HOLD, 2),
-        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=False), Do.WAIT, Reason.OTHERS_HOLD, 0),
-        (idle(1, 1, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Do.WAIT, Reason.TOO_FEW_NODES, 0),
+        (idle(1, 4, 2 * SETTLE_SECONDS, may_hold=True), Resize.WAIT, ScalingReason.OTHERS_HOLD, 0),
+        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Resize.START, ScalingReason.OWN_HOLD, 2),
+        (idle(1, 4, 2 * SETTLE_SECONDS + 0.1, may_hold=False), Resize.WAIT, ScalingReason.OTHERS_HOLD, 0),
+        (idle(1, 1, 2 * SETTLE_SECONDS + 0.1, may_hold=True), Resize.WAIT, ScalingReason.TOO_FEW_NODES, 0),
         # Given up only where workers ran before, nobody adds nodes, and the job has a limit.
-        (idle(1, 1, 60.0, has_started=True), Do.WAIT, Reason.TOO_FEW_NODES, 0),
-        (idle(1, 1, 60.1, has_started=True), Do.GIVE_UP, Reason.TIMED_OUT, 0),
-        (idle(1, 1, 60.1, has_started=False), Do.WAIT, Reason.TOO_FEW_NODES, 0),
-        (idle(1, 1, 60.1, has_started=True, autoscales=True), Do.WAIT, Reason.TOO_FEW_NODES, 0),
-        (idle(1, 2, 60.1, has_started=True), Do.WAIT, Reason.OTHERS_HOLD, 0),
+        (idle(1, 1, 60.0, has_started=True), Resize.WAIT, ScalingReason.TOO_FEW_NODES, 0),
+        (idle(1, 1, 60.1, has_started=True), Resize.GIVE_UP, ScalingReason.TIMED_OUT, 0),
+        (idle(1, 1, 60.1, has_started=False), Resize.WAIT, ScalingReason.TOO_FEW_NODES, 0),
+        (idle(1, 1, 60.1, has_started=True, autoscales=True), Resize.WAIT, ScalingReason.TOO_FEW_NODES, 0),
+        (idle(1, 2, 60.1, has_started=True), Resize.WAIT, ScalingReason.OTHERS_HOLD, 0),
         (
             idle(1, 1, 9e9, has_started=True, wanted=replace(WANTED, capacity_seconds=None)),
-            Do.WAIT,
-            Reason.TOO_FEW_NODES,
+            Resize.WAIT,
+            ScalingReason.TOO_FEW_NODES,
             0,
         ),
     ],
 )
-def test_while_no_workers_run(snapshot: Idle, do: Do, reason: Reason, workers: int) -> None:
-    decision = decide(snapshot, NOW)
+def test_while_no_workers_run(snapshot: Idle, do: Resize, reason: ScalingReason, workers: int) -> None:
+    decision = decide_scaling(snapshot, NOW)
     assert (decision.do, decision.reason, decision.num_workers) == (do, reason, workers)
 
 
 def test_what_is_waited_for_is_said_now_and_then() -> None:
-    assert decide(idle(1, 1, said=NOW - SAY_SECONDS), NOW).text == ""
-    few = decide(idle(1, 1, said=NOW - SAY_SECONDS - 1), NOW)
+    assert decide_scaling(idle(1, 1, said=NOW - SAY_SECONDS), NOW).text == ""
+    few = decide_scaling(idle(1, 1, said=NOW - SAY_SECONDS - 1), NOW)
     assert few.text == "2 workers need 2 CPU; 3 nodes have room for 1: waiting"
-    held = decide(idle(1, 3, said=float("-inf")), NOW)
+    held = decide_scaling(idle(1, 3, said=float("-inf")), NOW)
     assert held.text == "2 workers need 2 CPU; other jobs hold them: waiting"
 
 
 def test_giving_up_says_what_is_missing_and_what_to_do() -> None:
-    assert decide(idle(1, 1, 61.0, has_started=True), NOW).text == (
+    assert decide_scaling(idle(1, 1, 61.0, has_started=True), NOW).text == (
         "2 workers need 2 CPU (1 CPU each); 3 nodes have room for 1, and no more came in 60 s (timeouts.capacity); "
         "run the job again when there are more nodes, or with fewer workers: it resumes"
     )
@@ -95,42 +100,47 @@ LONG = SETTLE_SECONDS + 0.1
     ("snapshot", "do", "reason", "ask"),
     [
         # Growth: there must be room for more, for a while, and the workers must have run for a while.
-        (running(3, 4, (4, LONG)), Do.ASK, Reason.GROWTH, Ask.RESTART),
-        (running(3, 4, (4, SETTLE_SECONDS)), Do.GO_ON, Reason.SETTLING, None),
-        (running(2, 4, (3, LONG)), Do.GO_ON, Reason.SETTLING, None),
-        (running(3, 3, (3, LONG)), Do.GO_ON, Reason.NO_MORE_CAPACITY, None),
-        (running(3, 2, (3, LONG)), Do.GO_ON, Reason.NO_MORE_CAPACITY, None),
-        (running(4, None, (4, LONG)), Do.GO_ON, Reason.AS_WANTED, None),
-        (running(3, None, (4, LONG), ran=GROW_AFTER_SECONDS - 0.1), Do.GO_ON, Reason.TOO_YOUNG, None),
-        (running(3, 4, (4, LONG), wanted=replace(WANTED, can_stop=False)), Do.GO_ON, Reason.MUST_NOT_STOP, None),
+        (running(3, 4, (4, LONG)), Resize.ASK, ScalingReason.GROWTH, Ask.RESTART),
+        (running(3, 4, (4, SETTLE_SECONDS)), Resize.GO_ON, ScalingReason.SETTLING, None),
+        (running(2, 4, (3, LONG)), Resize.GO_ON, ScalingReason.SETTLING, None),
+        (running(3, 3, (3, LONG)), Resize.GO_ON, ScalingReason.NO_MORE_CAPACITY, None),
+        (running(3, 2, (3, LONG)), Resize.GO_ON, ScalingReason.NO_MORE_CAPACITY, None),
+        (running(4, None, (4, LONG)), Resize.GO_ON, ScalingReason.AS_WANTED, None),
+        (running(3, None, (4, LONG), ran=GROW_AFTER_SECONDS - 0.1), Resize.GO_ON, ScalingReason.TOO_YOUNG, None),
+        (
+            running(3, 4, (4, LONG), wanted=replace(WANTED, can_stop=False)),
+            Resize.GO_ON,
+            ScalingReason.MUST_NOT_STOP,
+            None,
+        ),
         # Drain: stop where enough capacity is left, else keep what is done; at once, however young the workers are.
-        (running(4, 3, draining=("10.0.0.2",), ran=0.0), Do.ASK, Reason.DRAIN, Ask.RESTART),
-        (running(4, 2, draining=("10.0.0.2",)), Do.ASK, Reason.DRAIN, Ask.RESTART),
-        (running(4, 1, draining=("10.0.0.2",)), Do.ASK, Reason.DRAIN, Ask.SAVE),
+        (running(4, 3, draining=("10.0.0.2",), ran=0.0), Resize.ASK, ScalingReason.DRAIN, Ask.RESTART),
+        (running(4, 2, draining=("10.0.0.2",)), Resize.ASK, ScalingReason.DRAIN, Ask.RESTART),
+        (running(4, 1, draining=("10.0.0.2",)), Resize.ASK, ScalingReason.DRAIN, Ask.SAVE),
         (
             running(4, 3, draining=("10.0.0.2",), wanted=replace(WANTED, can_stop=False)),
-            Do.ASK,
-            Reason.DRAIN,
+            Resize.ASK,
+            ScalingReason.DRAIN,
             Ask.SAVE,
         ),
     ],
 )
-def test_while_workers_run(snapshot: Running, do: Do, reason: Reason, ask: Ask | None) -> None:
-    decision = decide(snapshot, NOW)
+def test_while_workers_run(snapshot: Running, do: Resize, reason: ScalingReason, ask: Ask | None) -> None:
+    decision = decide_scaling(snapshot, NOW)
     assert (decision.do, decision.reason) == (do, reason)
     assert (decision.request.ask if decision.request else None) is ask
 
 
 def test_the_order_says_why() -> None:
-    grown = decide(running(3, 4, (4, LONG)), NOW).request
-    drained = decide(running(4, 3, draining=("10.0.0.2", "10.0.0.3")), NOW).request
+    grown = decide_scaling(running(3, 4, (4, LONG)), NOW).request
+    drained = decide_scaling(running(4, 3, draining=("10.0.0.2", "10.0.0.3")), NOW).request
     assert grown is not None and (grown.why, grown.text) == (Why.GROWTH, "there is room for 4 workers")
     assert drained is not None and (drained.why, drained.text) == (Why.DRAIN, "Ray drains 10.0.0.2, 10.0.0.3")
 
 
 def test_every_reason_is_a_sentence_of_its_own() -> None:
-    assert len({reason.value for reason in Reason}) == len(list(Reason))
-    assert all(" " in reason.value for reason in Reason)
+    assert len({reason.value for reason in ScalingReason}) == len(list(ScalingReason))
+    assert all(" " in reason.value for reason in ScalingReason)
 
 
 MOMENTS = st.floats(0, 200)
@@ -157,28 +167,28 @@ def idles(draw: st.DrawFn) -> Idle:
 
 @given(idles(), st.floats(0, 400))
 def test_a_start_is_never_of_fewer_or_more_than_wanted_nor_without_capacity(snapshot: Idle, waited: float) -> None:
-    decision = decide(snapshot, snapshot.waiting_since + waited)
+    decision = decide_scaling(snapshot, snapshot.waiting_since + waited)
     wanted = snapshot.wanted
-    if decision.do is Do.START:
+    if decision.do is Resize.START:
         assert wanted.min_workers <= decision.num_workers <= wanted.max_workers
         assert decision.num_workers <= max(snapshot.capacity, snapshot.idle_capacity)
-        assert decision.num_workers == snapshot.capacity or decision.reason is Reason.OWN_HOLD
+        assert decision.num_workers == snapshot.capacity or decision.reason is ScalingReason.OWN_HOLD
     else:
         assert decision.num_workers == 0
-        assert decision.do in (Do.WAIT, Do.GIVE_UP)
+        assert decision.do in (Resize.WAIT, Resize.GIVE_UP)
         assert snapshot.capacity < wanted.min_workers or waited <= SETTLE_SECONDS
 
 
 @given(idles(), st.floats(0, 400))
 def test_a_job_is_given_up_only_where_waiting_is_hopeless(snapshot: Idle, waited: float) -> None:
-    decision = decide(snapshot, snapshot.waiting_since + waited)
+    decision = decide_scaling(snapshot, snapshot.waiting_since + waited)
     hopeless = (
         snapshot.has_started and not snapshot.autoscales and snapshot.idle_capacity < snapshot.wanted.min_workers
     )
     limit = snapshot.wanted.capacity_seconds
     lacks = snapshot.capacity < snapshot.wanted.min_workers
     # The moment itself may fall either way: `waited` is a difference of two sums.
-    if decision.do is Do.GIVE_UP:
+    if decision.do is Resize.GIVE_UP:
         assert hopeless and lacks and limit is not None and waited >= limit - 1e-6
     elif hopeless and lacks and limit is not None:
         assert waited <= limit + 1e-6
@@ -198,9 +208,9 @@ def runnings(draw: st.DrawFn) -> Running:
 
 @given(runnings(), st.floats(0, 400))
 def test_workers_stop_only_for_something_better(snapshot: Running, now: float) -> None:
-    decision = decide(snapshot, now)
+    decision = decide_scaling(snapshot, now)
     request, wanted = decision.request, snapshot.wanted
-    assert (request is None) == (decision.do is Do.GO_ON)
+    assert (request is None) == (decision.do is Resize.GO_ON)
     if request is not None and request.ask is Ask.RESTART:
         assert wanted.can_stop
         assert snapshot.capacity is not None and snapshot.capacity >= wanted.min_workers, "what stops can start again"
@@ -211,8 +221,8 @@ def test_workers_stop_only_for_something_better(snapshot: Running, now: float) -
 @given(runnings(), st.floats(0, 400))
 def test_where_a_look_is_not_worth_it_the_capacity_does_not_matter(snapshot: Running, now: float) -> None:
     if not is_worth_a_look(snapshot, now):
-        assert decide(snapshot, now) == decide(replace(snapshot, capacity=None), now)
-        assert decide(snapshot, now).do is Do.GO_ON
+        assert decide_scaling(snapshot, now) == decide_scaling(replace(snapshot, capacity=None), now)
+        assert decide_scaling(snapshot, now).do is Resize.GO_ON
 
 
 @given(runnings(), st.lists(st.integers(0, 10), min_size=1, max_size=30))
@@ -223,7 +233,7 @@ def test_growth_waits_until_the_capacity_has_stayed_the_same(start: Running, cap
         now = 300.0 + second
         same = same + 1 if second and capacity == capacities[second - 1] else 0
         snapshot = replace(start, draining=(), capacity=capacity, last_count=seen if second else LastCount(-1, now))
-        decision = decide(snapshot, now)
+        decision = decide_scaling(snapshot, now)
         seen = decision.last_count or seen
-        if decision.reason is Reason.GROWTH:
+        if decision.reason is ScalingReason.GROWTH:
             assert same > SETTLE_SECONDS

@@ -14,10 +14,10 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 import dp_ray
+from dp_ray.engine.optimizer import Schedule
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.job_plan import plan_of, split_of, with_schedule
-from dp_ray.replica.optimizer import Schedule
+from dp_ray.job.job import Job
+from dp_ray.job.plan import plan_of, split_of, with_schedule
 from tests.support.group import ProcessExit, history_of, run_group
 
 ONE_CYCLE = "torch.optim.lr_scheduler:OneCycleLR"

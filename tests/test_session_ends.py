@@ -12,8 +12,8 @@ import pytest
 
 import dp_ray
 from dp_ray.cluster.workers import Workers
+from dp_ray.driver.sessions import Session
 from dp_ray.errors import ClusterError
-from dp_ray.sessions import Session
 from tests.support import models
 
 Open = Callable[..., Session]

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from dp_ray.driver.sessions import check_covered, keys_for, worker_keys
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.sessions import check_covered, keys_for, worker_keys
+from dp_ray.job.job import Job
 
 EACH = {"CPU": 1.0, "GPU": 1.0, "slot": 2.0}
 

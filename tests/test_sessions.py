@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 import dp_ray
-from dp_ray import cli
-from dp_ray.cluster.ray_internals.variables import ADDRESS, AUTH_MODE
+from dp_ray.cli import main
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE
+from dp_ray.driver.sessions import Session
 from dp_ray.errors import ClusterError, JobError, ModelError, RunInterrupted, WorkerError
-from dp_ray.sessions import Session
 from tests.support import models
 from tests.support.cluster import ROOT, Cluster
 from tests.support.pages import blocks_of
@@ -282,7 +282,7 @@ def test_the_page_on_sessions_works(
     assert (names["trained"].world_sizes, names["scored"].world_sizes) == ([2], [3])
     share(session, monkeypatch)
     line = [*blocks["sh"].split()[1:], "--set", "batch_size=64", "--json", "--overwrite"]
-    cli.cli(line, standalone_mode=False)
+    main.cli(line, standalone_mode=False)
     printed = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [one["name"] for one in printed] == ["digits", "digits_predict"]
     assert {one["status"] for one in printed} == {"done"}
@@ -302,11 +302,11 @@ def test_of_several_jobs_the_first_failure_ends_them_or_not(
     line = ["run", str(tmp_path / "bad.yaml"), str(tmp_path / "good.yaml"), "--json"]
     line += ["--address", cluster.address, "--storage", str(tmp_path)]
     with pytest.raises(ModelError, match="no rows today"):
-        cli.cli(line, standalone_mode=False)
+        main.cli(line, standalone_mode=False)
     assert not (tmp_path / "good").exists()
     share(session, monkeypatch)
     with pytest.raises(SystemExit) as left:
-        cli.cli([*line, "--keep-going", "--overwrite"], standalone_mode=False)
+        main.cli([*line, "--keep-going", "--overwrite"], standalone_mode=False)
     assert left.value.code == 1
     shown = capfd.readouterr()
     assert [json.loads(one)["status"] for one in shown.out.splitlines()] == ["done"]

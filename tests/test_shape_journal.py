@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 
 import dp_ray
-from dp_ray.plan.split import Shard
-from dp_ray.plan.work import Done, Range
-from dp_ray.replica.world import World
-from dp_ray.results.shape_journal import Journal, read_journal
-from dp_ray.results.shape_recorder import Recorder
-from dp_ray.results.shape_reports import Collector, ReportColumns, table_of
-from dp_ray.results.shapes import Seen
+from dp_ray.engine.world import World
+from dp_ray.plan.split import Done, Range, Shard
+from dp_ray.steps.reports import Collector, Journal, ReportColumns, read_journal, table_of
+from dp_ray.steps.shapes import Recorder, Seen
 from dp_ray.storage import Storage
 from tests.support import forked
 

@@ -18,13 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dp_ray.plan.split import Shard
-from dp_ray.plan.work import Done, Range
-from dp_ray.replica.world import World
-from dp_ray.results import shape_reports
-from dp_ray.results.shape_recorder import Recorder, Report, ShardSpan, report_interval
-from dp_ray.results.shape_reports import Collector, ReportColumns, ReportFile, read_reports, read_spans
-from dp_ray.results.shapes import Seen, ShardReport, decode_sizes
+from dp_ray.engine.world import World
+from dp_ray.plan.split import Done, Range, Shard
+from dp_ray.steps import reports
+from dp_ray.steps.reports import Collector, ReportColumns, ReportFile, read_reports, read_spans
+from dp_ray.steps.shapes import Recorder, Report, Seen, ShardReport, ShardSpan, decode_sizes, report_interval
 
 SEEN = [Seen(f"[{rows}, 5]", f"[{rows}, 2]", rows) for rows in range(1, 5)]
 NEVER = 3600.0  # seconds between two reports that nobody asked for
@@ -440,7 +438,7 @@ def test_a_worker_far_ahead_keeps_sizes_and_the_sum_of_times(
     """
     kept: list[Emitted] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shape_reports, "PENDING_SPANS", 2)
+        patch.setattr(reports, "PENDING_SPANS", 2)
         collector, (ahead, late) = two_workers(keep(kept))
         recorded: list[Row] = []
         with Recorder(ahead, collector.take, NEVER) as recorder:
@@ -508,7 +506,7 @@ def test_memory_does_not_grow_with_the_steps() -> None:
 @pytest.mark.slow
 def test_memory_does_not_grow_with_a_worker_that_is_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reports 100,000 steps, ten at a time, before the other one is through with the first."""
-    monkeypatch.setattr(shape_reports, "PENDING_SPANS", 64)
+    monkeypatch.setattr(reports, "PENDING_SPANS", 64)
     count = 0
 
     def on_rows(collector: Collector, rows: ReportColumns) -> None:
@@ -579,7 +577,7 @@ def test_no_reports_come_back_from_their_file(tmp_path: Path) -> None:
 
 
 def test_reports_are_written_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape_reports, "ROWS_IN_A_GROUP", 8)
+    monkeypatch.setattr(reports, "ROWS_IN_A_GROUP", 8)
     told = some_reports(26)
     write(tmp_path / "x", [told[:3], told[3:8], told[8:17], told[17:]])
     footer = pq.read_metadata(tmp_path / "x")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dp_ray.errors import ModelError
-from dp_ray.results.shapes import Probe, Seen, decode_sizes, encode_sizes, shape_lines
+from dp_ray.steps.shapes import Probe, Seen, decode_sizes, encode_sizes, shape_lines
 
 Size = torch.Size
 

@@ -17,16 +17,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dp_ray
+from dp_ray.driver.planning import plan_job
+from dp_ray.driver.verify import verify
 from dp_ray.errors import JobError, ModelError, RunInterrupted
-from dp_ray.job import Job
-from dp_ray.plan.plan import Plan
-from dp_ray.plan.shard_counts import shard_counts
-from dp_ray.planning import plan_job
-from dp_ray.rundir.claim import claim
-from dp_ray.rundir.unfinished import unfinished
+from dp_ray.job.job import Job
+from dp_ray.plan.costs import Plan, shard_counts
+from dp_ray.rundir.claim import claim, unfinished
 from dp_ray.storage import Storage
-from dp_ray.task.notices import ShardsFound
-from dp_ray.verify import verify
+from dp_ray.tasks.hooks import ShardsFound
 from tests.support import training
 from tests.support.bad_data import Broken
 from tests.support.cards import ROWS, Card, card
@@ -179,8 +177,8 @@ def test_it_counts_from_the_most_workers_there_may_be(tmp_path: Path) -> None:
     """An elastic job that begins on one worker finds a number that four can share."""
     job = job_of(card(most=7), shards="auto", workers={"min": 1, "max": 4}, batch_size=28)
     assert job.num_shards == 4
-    from dp_ray.replica.world import World
-    from dp_ray.task.task import run_task
+    from dp_ray.engine.world import World
+    from dp_ray.tasks.task import run_task
 
     told: list[Any] = []
     (tmp_path / "parts").mkdir()
@@ -268,7 +266,7 @@ def test_what_auto_cannot_be_with_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"shards: must be .*'automatic'|shards: .*automatic"):
         job_of("mlp", shards="automatic")
     with pytest.raises(JobError, match="verify compares runs with one number of shards"):
-        verify(job_of("mlp", shards="auto"), [1, 2], dp_ray.driver.Options())
+        verify(job_of("mlp", shards="auto"), [1, 2], dp_ray.driver.run.Options())
 
 
 def test_a_given_number_has_the_fingerprint_that_it_had() -> None:

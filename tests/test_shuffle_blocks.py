@@ -13,11 +13,11 @@ import torch
 
 from dp_ray.data import Parquet
 from dp_ray.data.blocks import Block
+from dp_ray.driver.planning import plan_job
 from dp_ray.errors import DataError, JobError
-from dp_ray.job import Job
-from dp_ray.plan.block_order import BlockOrder
-from dp_ray.planning import plan_job
-from dp_ray.task import pins
+from dp_ray.job.job import Job
+from dp_ray.plan.order import BlockOrder
+from dp_ray.tasks import setup
 from tests.support.group import StopsBefore, history_of, run_group, weights_of
 from tests.support.training import Pairs, mlp, plain_loop
 from tests.support.trainings import assert_close, initial, job_of, mean_loss
@@ -159,9 +159,9 @@ def test_blocks_that_are_not_known_or_do_not_add_up_are_told_before_workers_star
 
 
 def test_workers_with_blocks_of_other_sizes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "gathered", lambda found: [found, "3 blocks"])
+    monkeypatch.setattr(setup, "gathered", lambda found: [found, "3 blocks"])
     with pytest.raises(DataError, match=r"blocks are not the same on all workers: 11 blocks .*hash .*; 3 blocks"):
-        pins.check_blocks(job_of("mlp", shuffle=BLOCKS), Pairs())
+        setup.check_blocks(job_of("mlp", shuffle=BLOCKS), Pairs())
 
 
 def test_the_keys_say_what_is_wrong_and_old_fingerprints_stay() -> None:

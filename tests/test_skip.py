@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import dp_ray
+from dp_ray.engine.loading import Skipping
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.job_plan import plan_of
+from dp_ray.job.job import Job
+from dp_ray.job.plan import plan_of
 from dp_ray.plan.order import Order
-from dp_ray.replica.skipping import Skipping
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop
 from tests.support.group import history_of, run_group, weights_of

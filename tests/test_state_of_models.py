@@ -9,17 +9,16 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 import dp_ray
-from dp_ray.checks import check_targets
+from dp_ray.driver.checks import check_targets
+from dp_ray.engine.model import build_model, evaluating
+from dp_ray.engine.prediction import predict
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError
-from dp_ray.job import Job
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Work
-from dp_ray.replica.model import build_model, evaluating
-from dp_ray.replica.predict import predict
-from dp_ray.replica.world import World
+from dp_ray.job.job import Job
+from dp_ray.plan.split import Split, Work
 from dp_ray.storage import Storage
-from dp_ray.task.step_control import StepControl
-from dp_ray.task.task import compiling, run_task
+from dp_ray.tasks.task import compiling, run_task
 from tests.support.group import ProcessExit, measured, run_group
 from tests.support.odd import Counted, Observed
 from tests.support.training import Pairs, mlp
@@ -173,7 +172,7 @@ def test_a_bitwise_job_compiles_for_every_shape_or_fails(monkeypatch: pytest.Mon
     torch.compiler.reset()
     assert len(compiled_shapes) == 20
     assert torch._dynamo.config.optimize_ddp == cuts
-    monkeypatch.setattr("dp_ray.task.task.KERNELS", 3)
+    monkeypatch.setattr("dp_ray.tasks.task.KERNELS", 3)
     other = torch.compile(mlp(), dynamic=False, backend=backend)
     with compiling(job):
         for rows in (1, 2, 3):

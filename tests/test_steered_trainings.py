@@ -14,8 +14,7 @@ import dp_ray
 from dp_ray.errors import JobError, ModelError
 from dp_ray.rundir.checkpoint import load_checkpoint
 from dp_ray.storage import Storage
-from dp_ray.task.hooks import TrainingView
-from dp_ray.task.notices import StoppedEarly
+from dp_ray.tasks.hooks import StoppedEarly, TrainingView
 from tests.support import training
 from tests.support.cluster import Run
 from tests.support.group import StopsBefore, StopsBeforeItsWeights, history_of, run_group, weights_of

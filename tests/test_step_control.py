@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
+from dp_ray.engine.votes import StepControl, StopRequested
+from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
-from dp_ray.job import Job
-from dp_ray.replica.world import World
+from dp_ray.job.job import Job
+from dp_ray.outputs import merging
 from dp_ray.rundir import ledger
 from dp_ray.storage import Storage
-from dp_ray.task import merging
-from dp_ray.task.step_control import StepControl, StopRequested
-from dp_ray.task.task import run_task
+from dp_ray.tasks.task import run_task
 from tests.support.group import run_group, weights_of
 from tests.support.trainings import job_of
 

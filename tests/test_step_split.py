@@ -12,20 +12,18 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray import driver
-from dp_ray.driver import Options
+from dp_ray.driver import run as driver
+from dp_ray.driver.in_process import run_in_process
+from dp_ray.driver.run import Options, Prepared
+from dp_ray.engine.clock import PARTS, DeviceClock, Part, SilentClock, StepClock
+from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
-from dp_ray.in_process import run_in_process
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.monitor import Monitor
-from dp_ray.preparing import Prepared
-from dp_ray.replica.step_clock import PARTS, DeviceClock, Part, SilentClock, StepClock
-from dp_ray.replica.world import World
-from dp_ray.results import step_time_files
-from dp_ray.results.step_time_files import SCHEMA, TIMES, StepTimeWriter, TimedSteps, packed
-from dp_ray.results.step_times_table import STEP_PARTS, read_step_times
 from dp_ray.rundir.claim import RunDir
+from dp_ray.steps import times as step_time_files
+from dp_ray.steps.times import SCHEMA, STEP_PARTS, TIMES, StepTimeWriter, TimedSteps, packed, read_step_times
 from dp_ray.storage import Storage
 from tests.support.training import Pairs, mlp
 

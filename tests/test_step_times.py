@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.replica.loader_processes import started
-from dp_ray.replica.step_times import StepTimes, TimedCollate, TimedLoader, TimedReads, share_of_wait
+from dp_ray.engine.timed_loader import StepTimes, TimedCollate, TimedLoader, TimedReads, share_of_wait, started
 from tests.support.training import Pairs, mlp
 
 STEPS, SECONDS = 8, 0.02
@@ -65,10 +64,10 @@ def test_a_result_tells_how_long_a_worker_waited_for_data(tmp_path: Path, task: 
 def test_a_long_wait_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dp_ray.results.verdicts.DATA", 0.2)
+    monkeypatch.setattr("dp_ray.steps.times.DATA", 0.2)
     ran(tmp_path / "short", "predict", quiet=False)
     assert "the limit" not in capsys.readouterr().err, "a short run has nothing to gain"
-    monkeypatch.setattr("dp_ray.outcome.TELLS_FROM", 0.0)
+    monkeypatch.setattr("dp_ray.driver.finish.TELLS_FROM", 0.0)
     result = ran(tmp_path, "predict", quiet=False)
     assert result.verdict is not None
     assert result.verdict.startswith("loaders are the limit: ")

@@ -9,13 +9,12 @@ import torch
 
 import dp_ray
 from dp_ray.cluster.worker import _ending_of
+from dp_ray.engine.votes import LossWatch, NotFinite
 from dp_ray.errors import ModelError
-from dp_ray.job import Job
-from dp_ray.monitor.console import Console
-from dp_ray.monitor.losses import Losses
+from dp_ray.job.job import Job
+from dp_ray.monitor.console import Console, Losses
 from dp_ray.monitor.messages import Ending
 from dp_ray.plan.order import Order
-from dp_ray.replica.loss_watch import LossWatch, NotFinite
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.group import ProcessExit, history_of, run_group

@@ -16,7 +16,7 @@ from torch import nn
 import dp_ray
 import tests.support.training
 from dp_ray.errors import RunInterrupted
-from dp_ray.system.stop_signals import planned_stops
+from dp_ray.system.threads import planned_stops
 from tests.support import forked, models
 
 pytestmark = pytest.mark.usefixtures("in_project", "foreground")

@@ -16,9 +16,7 @@ import torch
 import dp_ray
 from dp_ray.errors import Error, JobError, RunInterrupted
 from dp_ray.rundir.claim import read_claim
-from dp_ray.rundir.lease_file import read_lease
-from dp_ray.rundir.stop_request import REQUEST, leave_request, take_request
-from dp_ray.stopping import stop_run
+from dp_ray.rundir.lease import REQUEST, leave_request, read_lease, stop_run, take_request
 from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT
@@ -201,7 +199,7 @@ class AsksAtItsEnd(SlowPairs):
 
 
 def test_a_request_that_comes_too_late_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dp_ray.driver.TELL_SECONDS", 60.0)
+    monkeypatch.setattr("dp_ray.driver.run.TELL_SECONDS", 60.0)
     dataset = {"target": AsksAtItsEnd, "args": {"run_dir": str(tmp_path / "run")}}
     result = dp_ray.run(**{**KEYS, "dataset": dataset, "epochs": 1, "shuffle": False}, storage=str(tmp_path))
     assert result.status == "done"
@@ -225,7 +223,7 @@ def test_a_request_for_an_earlier_driver_stops_nobody(tmp_path: Path, undisturbe
 def test_a_run_on_an_object_store_is_stopped_too(
     server: "Server", monkeypatch: pytest.MonkeyPatch, undisturbed: dp_ray.Result
 ) -> None:
-    monkeypatch.setattr("dp_ray.driver.RENEW_SECONDS", 0.1)
+    monkeypatch.setattr("dp_ray.driver.run.RENEW_SECONDS", 0.1)
     url = server.url("stopped")
     run = Storage(url).child("run")
 

@@ -20,10 +20,9 @@ import pytest
 
 import dp_ray
 from dp_ray.cluster import submit
-from dp_ray.cluster.ray_internals.core import read_variables_anew
-from dp_ray.cluster.ray_internals.variables import AUTH_TOKEN, VARIABLES
-from dp_ray.cluster.submit import Dashboard, Follower
-from dp_ray.cluster.uploads import told_uploads
+from dp_ray.cluster.internals.core import read_variables_anew
+from dp_ray.cluster.internals.variables import AUTH_TOKEN, VARIABLES
+from dp_ray.cluster.submit import Dashboard, Follower, told_uploads
 from dp_ray.errors import ClusterError
 from tests.support.cluster import ROOT, Cluster
 from tests.support.drivers import SLOW, told

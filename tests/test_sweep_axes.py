@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.job_file import job_maker
-from dp_ray.sweeps.axes import Choices, Range, parse_axis
-from dp_ray.sweeps.definition import Definition, chosen_metric, combinations
+from dp_ray.job.files import job_maker
+from dp_ray.job.job import Job
+from dp_ray.sweeps.define import Choices, Definition, Range, chosen_metric, combinations, parse_axis
 from tests.support.cli import status_of
 from tests.support.sweeps import evaluation_job, training_job
 

@@ -18,17 +18,15 @@ import torch
 
 import dp_ray
 from dp_ray.errors import RunInterrupted
-from dp_ray.job_file import job_maker
-from dp_ray.rundir.lease import kept as lease_kept
-from dp_ray.rundir.lease_file import LEASE
+from dp_ray.job.files import job_maker
+from dp_ray.rundir.claim import kept as lease_kept
+from dp_ray.rundir.lease import LEASE
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
-from dp_ray.sweeps.axes import parse_axis
-from dp_ray.sweeps.definition import Definition
-from dp_ray.sweeps.lanes import Lane, Stop, run_side_by_side
+from dp_ray.sweeps.define import Definition, parse_axis
 from dp_ray.sweeps.record import Record, Trial, open_record
-from dp_ray.sweeps.search import suggested
-from dp_ray.system.stop_signals import planned_stops
+from dp_ray.sweeps.run import Lane, Stop, run_side_by_side, suggested
+from dp_ray.system.threads import planned_stops
 from tests.support import sweeps
 from tests.support.cli import status_of
 from tests.support.cluster import Cluster

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
+from dp_ray.engine.timed_loader import end, started
 from dp_ray.errors import DataError, JobError
-from dp_ray.job import Job
-from dp_ray.job_target import Target
-from dp_ray.replica.loader_processes import end, started
-from dp_ray.replica.targets import bind, bound, build, build_dataset, resolve
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
+from dp_ray.job.targets import bind, bound, build, build_dataset, resolve
 
 USER_CODE = """
 import collections

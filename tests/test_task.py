@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from dp_ray.engine.loading import next_batch
+from dp_ray.engine.world import World
 from dp_ray.errors import DataError, Error, ModelError
-from dp_ray.job import Job
+from dp_ray.job.job import Job
+from dp_ray.outputs.files import prove_outputs
+from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.replica.data import next_batch
-from dp_ray.replica.world import World
-from dp_ray.results.merged import Merged
-from dp_ray.results.proof import prove_outputs
-from dp_ray.results.shape_recorder import Report
 from dp_ray.rundir.ledger import PARTS
+from dp_ray.steps.shapes import Report
 from dp_ray.storage import Storage
-from dp_ray.task.notices import Note
-from dp_ray.task.task import run_task
+from dp_ray.tasks.hooks import Note
+from dp_ray.tasks.task import run_task
 from tests.support import models
 from tests.support.cluster import free_port
 from tests.support.group import run_group

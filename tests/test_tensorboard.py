@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from dp_ray.monitor import tensorboard
-from dp_ray.monitor.tensorboard import TENSORBOARD, TensorBoardWriter
 from dp_ray.storage import Storage
+from dp_ray.trackers import tensorboard
+from dp_ray.trackers.tensorboard import TENSORBOARD, TensorBoardWriter
 
 
 def row(step: int, **values: Any) -> dict[str, Any]:

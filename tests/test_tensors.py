@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch.nn.parallel import scatter_gather
 
 from dp_ray.errors import DataError, Error, ModelError
-from dp_ray.tensors import nested
 from dp_ray.tensors import scatter as scattering
-from dp_ray.tensors.nested import TreeSpec, flatten, map_leaves, sizes, unflatten
+from dp_ray.tensors import tree
 from dp_ray.tensors.scatter import gather, num_rows, rows_dim, scatter
+from dp_ray.tensors.tree import TreeSpec, flatten, map_leaves, sizes, unflatten
 from tests.support import models
 
 
@@ -352,7 +352,7 @@ def test_json_takes_no_class_of_other_fields_but_makes_named_tuples() -> None:
 
 
 def test_docstrings() -> None:
-    assert doctest.testmod(nested) == (0, 3)
+    assert doctest.testmod(tree) == (0, 4)
     assert doctest.testmod(scattering) == (0, 3)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dp_ray.data import Csv, JsonLines, stretches
+from dp_ray.data import Csv, JsonLines, files
 from dp_ray.errors import DataError
 
 LARGE = 2**64 - 1
@@ -18,7 +18,7 @@ LARGE = 2**64 - 1
 @pytest.fixture(params=[1, 9, 1 << 20])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many bytes are read at once, as if files were large."""
-    monkeypatch.setattr(stretches, "STRETCH_BYTES", request.param)
+    monkeypatch.setattr(files, "STRETCH_BYTES", request.param)
     return int(request.param)
 
 

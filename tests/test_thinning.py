@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.report.thinning import Array, thinned
+from dp_ray.report.charts import Array, thinned
 
 NUMBERS = st.floats(-1e6, 1e6)
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_ray.task.isolation import isolated
-from dp_ray.task.torch_settings import settings_of_torch, torch_settings
+from dp_ray.tasks.isolation import isolated, settings_of_torch, torch_settings
 
 C: Any = torch._C
 OVERRIDES: Any = torch.overrides

@@ -14,15 +14,13 @@ from torch import nn
 
 import dp_ray
 from dp_ray.cluster import worker
-from dp_ray.cluster.requests import WorkerConfig
-from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError, WorkerError
-from dp_ray.job import Job
+from dp_ray.cluster.channel import WorkerConfig
+from dp_ray.engine.step import build_step
+from dp_ray.engine.world import World
+from dp_ray.errors import DataError, Error, JobError, ModelError, StorageError, WorkerError, frames_of
+from dp_ray.job.job import Job
 from dp_ray.monitor import messages
-from dp_ray.monitor.failures import error_of
-from dp_ray.monitor.messages import Failed
-from dp_ray.replica.step import build_step
-from dp_ray.replica.world import World
-from dp_ray.tracebacks import frames_of
+from dp_ray.monitor.messages import Failed, error_of
 from tests.support import training
 from tests.support.cli import status_of
 from tests.support.group import ProcessExit, run_group
@@ -81,7 +79,7 @@ def test_a_mistake_shows_the_users_frames_once_then_one_sentence(
     assert (told.count('File "'), told.count("ValueError")) == (2, 2), "once in the code, once in the sentence"
     assert status_of(monkeypatch, *args, "--overwrite", "--verbose") == 1
     told = capsys.readouterr().err
-    assert {"mine_of_traces.py", "step.py", "batch_gradient.py"} <= files_in(told)
+    assert {"mine_of_traces.py", "step.py", "trainer.py"} <= files_in(told)
 
 
 def test_a_loss_that_raises_says_what_it_got(

@@ -10,14 +10,13 @@ import pytest
 
 import dp_ray
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.rundir.history_file import HISTORY, METRICS, write_piece
+from dp_ray.job.job import Job
+from dp_ray.rundir.history import HISTORY, METRICS, write_piece
 from dp_ray.storage import Storage
 from dp_ray.trackers import feed as feeds
-from dp_ray.trackers import process, run_trackers
-from dp_ray.trackers.feed import Ending, Feed
-from dp_ray.trackers.memory import Memory, read_memory, write_memory
-from dp_ray.trackers.run_trackers import about_run
+from dp_ray.trackers import feed as run_trackers
+from dp_ray.trackers import process
+from dp_ray.trackers.feed import Ending, Feed, Memory, about_run, read_memory, write_memory
 from tests.support.trackers import FakeTracker, wait_until
 from tests.support.trainings import keys_of
 

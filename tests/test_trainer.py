@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dp_ray.engine.optimizer import total_norm
 from dp_ray.errors import JobError
-from dp_ray.job import Job
-from dp_ray.replica.optimizer import total_norm
+from dp_ray.job.job import Job
 from tests.support import training
 from tests.support.group import ProcessExit, history_of, run_group, weights_of
 from tests.support.training import plain_loop

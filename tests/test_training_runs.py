@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 import dp_ray
-from dp_ray.driver import Options
+from dp_ray.driver.run import Options
+from dp_ray.driver.verify import verify
 from dp_ray.errors import JobError, ModelError
-from dp_ray.job import Job
-from dp_ray.verify import verify
+from dp_ray.job.job import Job
 from tests.support import models
 from tests.support.cli import status_of
 from tests.support.cluster import ROOT, Cluster, Run
@@ -76,7 +76,7 @@ def test_a_worker_imports_nothing_of_ray_that_it_does_not_use(run: Run, tmp_path
     run(job_file(tmp_path, hooks={"on_end": "tests.support.models:note_modules"}), workers=2)
     modules = set(json.loads((tmp_path / "run" / "modules.json").read_text()))
     assert "ray.train" in modules
-    unused = {"ray.data", "ray.tune", "dp_ray.cluster.ray_internals.train"}
+    unused = {"ray.data", "ray.tune", "dp_ray.cluster.internals.train"}
     assert modules & unused == set()
 
 

@@ -6,9 +6,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from dp_ray.results.step_times_table import STEP_PARTS
-from dp_ray.results.time_split import WorkerSplit, shares_of, steady
-from dp_ray.results.verdicts import Facts, Outside, decide, facts_of, verdict_of
+from dp_ray.steps.times import (
+    STEP_PARTS,
+    Facts,
+    Outside,
+    WorkerSplit,
+    decide,
+    facts_of,
+    shares_of,
+    steady,
+    verdict_of,
+)
 from tests.support.cluster import ROOT
 
 

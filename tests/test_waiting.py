@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from dp_ray.cluster.heartbeat import is_in_collective
-from dp_ray.job import Job
-from dp_ray.system.waiting import waiting, waits_for
+from dp_ray.cluster.worker import is_in_collective
+from dp_ray.job.job import Job
+from dp_ray.system.threads import waiting, waits_for
 from tests.support import models
 from tests.support.group import run_group
 

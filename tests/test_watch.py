@@ -19,16 +19,14 @@ import pytest
 
 import dp_ray
 from dp_ray.errors import JobError
-from dp_ray.rundir.claim import RunDir
-from dp_ray.rundir.history_file import HISTORY, write_piece
+from dp_ray.report import server as servers
+from dp_ray.report.server import LivePage, WatchServer
+from dp_ray.report.terminal import Snapshot, Watched, headline, screen, watch_plain
+from dp_ray.rundir.claim import RunDir, held
+from dp_ray.rundir.history import HISTORY, write_piece
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
-from dp_ray.rundir.lease import held
 from dp_ray.rundir.listing import ListedRun
 from dp_ray.storage import Storage
-from dp_ray.watch import server as servers
-from dp_ray.watch.server import LivePage, WatchServer
-from dp_ray.watch.snapshot import Snapshot, Watched
-from dp_ray.watch.terminal import headline, screen, watch_plain
 from tests.support.cluster import ROOT
 from tests.support.fresh import loaded_by
 from tests.support.run_dirs import claimed_in
@@ -270,7 +268,7 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_the_terminals_view_waits_for_neither_torch_nor_ray() -> None:
-    assert not {"torch", "ray"} & loaded_by("import dp_ray.watch.terminal, dp_ray.watch.snapshot")
+    assert not {"torch", "ray"} & loaded_by("import dp_ray.report.terminal, dp_ray.report.terminal")
 
 
 def test_a_run_notes_its_progress(tmp_path: Path) -> None:

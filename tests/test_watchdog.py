@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from dp_ray.engine.world import World
 from dp_ray.monitor.messages import Beat, WorkerReady
 from dp_ray.monitor.watchdog import SILENT_BEATS, Watchdog
-from dp_ray.replica.world import World
 
 READS = '  File "data.py", line 3, in __getitem__\n    time.sleep(1e9)\n'
 WAITS = '  File "train.py", line 9, in _backward\n  File "torch/autograd/graph.py", line 8, in _engine_run\n'

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dp_ray.cluster.ray_internals.variables import ADDRESS
+from dp_ray.cluster.internals.variables import ADDRESS
 from tests.support.cluster import ROOT, Cluster
 from tests.support.pages import blocks_of
 

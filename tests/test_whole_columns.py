@@ -14,11 +14,9 @@ from torch.utils.data import default_collate
 
 import dp_ray
 from dp_ray.data import Arrow, JsonLines, Parquet
+from dp_ray.engine.items import Cut, ItemKeys, WholeColumns, carried_of, whole_columns
 from dp_ray.errors import DataError
-from dp_ray.job import Job
-from dp_ray.replica.carry import carried_of
-from dp_ray.replica.item_keys import ItemKeys
-from dp_ray.replica.whole_columns import Cut, WholeColumns, whole_columns
+from dp_ray.job.job import Job
 from tests.support.tables import ROWS, json_lines, parquet
 
 NUMBERS = ["int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64", "bool"]

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.plan.split import Shard, Split
-from dp_ray.plan.work import Done, Range, Work
+from dp_ray.plan.split import Done, Range, Shard, Split, Work
 
 spans = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted)
 ranges = st.tuples(spans, spans).map(lambda pair: Range(*pair[0], *pair[1]))

@@ -1,7 +1,7 @@
 """Runs as a process of its own that imports what workers import, and forks each worker from itself.
 
-The program of `dp_ray.cluster.forking`. It imports all but Ray itself, which starts threads and reads its environment
-when it is imported: each worker does that for itself, in a tenth of a second.
+The program of `dp_ray.cluster.fast_start`. It imports all but Ray itself, which starts threads and reads its
+environment when it is imported: each worker does that for itself, in a tenth of a second.
 """
 
 import contextlib

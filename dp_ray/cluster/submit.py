@@ -1,4 +1,7 @@
-"""Submits a command as a Ray job, and finds, follows and stops what was submitted."""
+"""Submits a command as a Ray job, and finds, follows and stops what was submitted.
+
+What is sent to a cluster before a job runs there: which files, and how large they are.
+"""
 
 import asyncio
 import json
@@ -9,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,13 +21,48 @@ from ray.exceptions import AuthenticationError, RayError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from dp_ray.cluster.connect import address_of, authenticate, code_to_ship
-from dp_ray.cluster.ray_internals.core import find_users_token, leave_on_head, take_from_head
-from dp_ray.cluster.ray_internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
-from dp_ray.cluster.uploads import told_uploads
+from dp_ray.cluster.internals.core import find_users_token, leave_on_head, packed_files, take_from_head
+from dp_ray.cluster.internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.errors import ClusterError, JobError
-from dp_ray.secrets import hide
-from dp_ray.system.stop_signals import INTERRUPTED, Terminated
-from dp_ray.text import harmless, listed
+from dp_ray.system.threads import INTERRUPTED, Terminated
+from dp_ray.text import counted, harmless, hide, listed
+
+LARGE = 100e6  # bytes
+LARGEST = 5
+
+
+def told_uploads(code: dict[str, Any]) -> Iterator[str]:
+    """Lines on what the runtime_env `code` sends: files, bytes, and of a large one the largest files."""
+    folder = Path(code["working_dir"])
+    sizes = sizes_of(packed_files(str(folder), code["excludes"]))
+    modules = [size for module in code["py_modules"] for size in sizes_of(packed_files(module, ())).values()]
+    whole = sum(sizes.values()) + sum(modules)
+    yield (
+        f"sends {counted(len(sizes), 'file')} of {folder} ({text_of_bytes(sum(sizes.values()))}) and dp_ray "
+        f"({text_of_bytes(sum(modules))}), unless the cluster has them"
+    )
+    if whole > LARGE:
+        largest = sorted(sizes, key=lambda path: (-sizes[path], path))[:LARGEST]
+        named = ", ".join(f"{path.relative_to(folder)} {text_of_bytes(sizes[path])}" for path in largest)
+        yield (
+            f"warning: that is {text_of_bytes(whole)}; the largest: {named}; what a .gitignore or .rayignore names "
+            "is not sent"
+        )
+
+
+def sizes_of(paths: list[Path]) -> dict[Path, int]:
+    """The bytes of each file."""
+    return {path: path.stat().st_size for path in paths}
+
+
+def text_of_bytes(size: float) -> str:
+    """`812 B`, `3.2 MB`."""
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
 
 NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
 # How long Ray waits for a job that it has asked to stop before it kills it: as long as a step and a checkpoint last.

@@ -1,43 +1,408 @@
-"""The function that Ray Train runs on every worker: it runs one job of the session after another."""
+"""The function that Ray Train runs on every worker: it runs one job of the session after another.
 
+Forms the process group of a job's workers, anew for each job.
+
+Fault injection: real signals to real processes at given steps, for tests and for users.
+
+A worker's heartbeat: it reports that the worker is alive, whatever its loop does, and receives requests.
+
+Sends the lines that user code prints on a worker to the driver.
+"""
+
+import io
 import os
 import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from datetime import timedelta
+from types import FrameType
+from typing import Any, TextIO, TypeVar
 
+import psutil
 import ray
 import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
-from dp_ray.cluster.channel import send
-from dp_ray.cluster.heartbeat import Heartbeat
-from dp_ray.cluster.prints import forwarded_prints
-from dp_ray.cluster.process_group import process_group
-from dp_ray.cluster.ray_internals.context import place_of_this_worker
-from dp_ray.cluster.ray_internals.devices import assigned_devices
-from dp_ray.cluster.requests import GROUP, Ask, Terms, WorkerConfig
-from dp_ray.errors import JobError, WorkerError
-from dp_ray.job import Job
-from dp_ray.job_keys import gpu_number
-from dp_ray.monitor.failures import kind_of
+from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
+from dp_ray.cluster.internals.context import place_of_this_worker
+from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
+from dp_ray.cluster.internals.devices import assigned_devices
+from dp_ray.engine.model import free_memory
+from dp_ray.engine.votes import NotFinite, StepControl, StopRequested
+from dp_ray.engine.world import CPU, Cause, World, error_of, failed_collective, form_group
+from dp_ray.errors import ClusterError, JobError, WorkerError, frames_of
+from dp_ray.job.job import Job
+from dp_ray.job.keys import gpu_number
 from dp_ray.monitor.faults import Fault
-from dp_ray.monitor.message_of import message_of
-from dp_ray.monitor.messages import Ending, Failed, Finished, WorkerExit, WorkerReady
-from dp_ray.replica.loss_watch import NotFinite
-from dp_ray.replica.world import CPU, World
+from dp_ray.monitor.messages import (
+    Beat,
+    Ending,
+    Failed,
+    FaultInjected,
+    Finished,
+    Printed,
+    Started,
+    WorkerExit,
+    WorkerReady,
+    beat_interval,
+    kind_of,
+)
+from dp_ray.monitor.monitor import message_of
 from dp_ray.rundir.claim import check_shared
-from dp_ray.rundir.quarantine_files import QuarantineFull
+from dp_ray.rundir.quarantine import QuarantineFull
 from dp_ray.storage import Storage
-from dp_ray.system.edited import imported_files
-from dp_ray.system.environment import environment
-from dp_ray.system.imports import end_imports
-from dp_ray.system.memory import keep_freed_memory
-from dp_ray.task.isolation import isolated
-from dp_ray.task.step_control import StopRequested
-from dp_ray.task.task import run_task
-from dp_ray.tracebacks import frames_of
+from dp_ray.system.imports import end_imports, imported_files
+from dp_ray.system.process import environment, keep_freed_memory
+from dp_ray.system.threads import waits_for
+from dp_ray.tasks.isolation import isolated
+from dp_ray.tasks.task import run_task
+
+STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
+
+T = TypeVar("T")
+
+_stores: list[TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
+
+
+@contextmanager
+def process_group(channel: Any, attempt: str, world: World, backend: str, local_world_size: int) -> Iterator[None]:
+    """The default process group of the job's workers while the block runs.
+
+    Rank 0 holds the store. If the block raises, but for StopRequested, the group stays: peers may wait in it, and the
+    process is about to end. Raises WorkerError if the group cannot be formed, and JobError if a mistake in
+    the job is why.
+    """
+    store = _checked(lambda: _open_store(channel, attempt, world))
+    places = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.world_size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "NODE_RANK": world.node_rank,
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": store.port,
+        "ACCELERATE_TORCH_DEVICE": world.device,
+    }
+    with environment({name: str(value) for name, value in places.items()}):
+        _checked(lambda: form_group(backend, store, world))
+        try:
+            yield
+        except StopRequested:
+            _leave(channel, attempt, world)
+            raise
+        # DDP's part in C++ must not be the last to hold the group: if the collector frees that, it waits for the
+        # group's threads, and they may wait for the interpreter, which the collector holds.
+        free_memory()
+        _leave(channel, attempt, world)
+
+
+def _leave(channel: Any, attempt: str, world: World) -> None:
+    """Destroy the process group once no peer reads from it any more: that would end the process."""
+    ray.get(channel.end.remote(f"{attempt} group", world.rank, world.world_size, True))
+    dist.destroy_process_group()
+
+
+def _checked(form: Callable[[], T]) -> T:
+    try:
+        return form()
+    except ValueError as error:  # of `device_id`
+        raise JobError(f"devices: {error}") from error
+    except RuntimeError as error:
+        failed = failed_collective(error)
+        if failed is None:  # of CUDA, as where the GPU is in use
+            raise
+        may_be_lost = failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
+        told = WorkerError(failed.line) if may_be_lost else error_of(failed)
+        raise type(told)(f"the process group could not be formed: {told}") from error
+
+
+def _open_store(channel: Any, attempt: str, world: World) -> TCPStore:
+    if world.rank == 0:
+        store = TCPStore(world.node, 0, world.world_size, True, STORE_TIMEOUT, wait_for_workers=False)
+        ray.get(channel.set_store.remote(attempt, world.node, store.port))
+        _stores[:] = [store]
+        return store
+    host, port = ray.get(channel.store.remote(attempt))
+    return TCPStore(host, port, world.world_size, False, STORE_TIMEOUT, wait_for_workers=False)
+
+
+def bring_about(fault: Fault, driver_node: str) -> None:
+    """Inject a fault into this worker or its node; a fault of the driver does nothing here, the driver ends itself.
+
+    Raises JobError if the driver runs on the node, and ClusterError if Ray refuses to drain it.
+    """
+    if fault.what == "worker" and fault.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.what == "worker":
+        _pause(fault.seconds)
+    elif fault.what == "node":
+        if ray.get_runtime_context().get_node_id() == driver_node:
+            raise JobError(f"--inject '{fault}': the driver runs on that node; name another node")
+        _kill_node() if fault.action == "kill" else _drain_node(fault.seconds)
+
+
+def _pause(seconds: float | None) -> None:
+    pid = os.getpid()
+    if seconds is not None:
+        line = ["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"]
+        subprocess.Popen(line, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    os.kill(pid, signal.SIGSTOP)
+
+
+def _kill_node() -> None:
+    """Kill every process of the node's Ray at once, this one last."""
+    raylet, here = raylet_of_this_worker(), psutil.Process()
+    family = [*raylet.children(recursive=True), raylet]
+    for process in sorted(family, key=lambda one: one == here):
+        process.kill()
+
+
+def _drain_node(seconds: float | None) -> None:
+    """Tell Ray that the node will be taken away, as a cloud's notice does."""
+    if refusal := drain_this_node(seconds):
+        raise ClusterError(f"--inject: Ray does not drain the node: {refusal}")
+
+
+SHOWN_FRAMES = 12
+
+
+class Heartbeat(StepControl):
+    """Step control of a worker on Ray: a thread sends beats, and the answers carry the driver's requests.
+
+    Once the loop has been in one step for `limit` seconds, each beat carries its stack.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        number: int,
+        attempt: str,
+        world: World,
+        limit: float | None,
+        faults: Sequence[Fault] = (),
+        driver_node: str = "",
+    ) -> None:
+        self._channel = channel
+        self._number = number
+        self._attempt = attempt
+        self._world = world
+        self._limit = limit
+        self._faults = list(faults)
+        self.slows = any(fault.action == "slow" for fault in faults)
+        self._delay = self._due_delay = 0.0
+        self._driver_node = driver_node
+        self._loop = threading.get_ident()
+        self._step: int | None = None
+        self._first: int | None = None
+        self._since = time.monotonic()
+        self._save = False
+        self._has_saved = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the worker has finished a step since it began."""
+        return self._step != self._first
+
+    def before(self, step: int) -> None:
+        """Note the step that begins, report the first one, and inject the faults that are due."""
+        self._step, self._since = step, time.monotonic()
+        if self._first is None:
+            self._first = step
+            send(self._channel, Started(self._attempt, self._world.rank, step), self._number)
+        for fault in [one for one in self._faults if one.is_due(self._world, step)]:
+            self._faults.remove(fault)
+            self._inject(fault)
+        self._due_delay = self._delay
+
+    def _inject(self, fault: Fault) -> None:
+        """Inject a fault, unless an earlier attempt did; a worker is slow in each attempt."""
+        if fault.action != "slow" and not ray.get(self._channel.fire.remote(fault.number)):
+            return
+        injected = FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver")
+        send(self._channel, injected, self._number)
+        if fault.action == "slow":
+            self._delay += fault.seconds or 0.0
+        else:
+            bring_about(fault, self._driver_node)
+
+    def take_delay(self, rank: int) -> float:
+        """The seconds by which faults make the current step slower, once a step."""
+        delay, self._due_delay = self._due_delay, 0.0
+        return delay
+
+    def touch(self) -> None:
+        """Restart the time in the current step, for instance during an evaluation."""
+        self._since = time.monotonic()
+
+    def through(self) -> None:
+        """Note that the last step is done, so that no time limit applies any more."""
+        self._step = None
+
+    def take_save(self) -> bool:
+        """Whether the driver has asked to keep the work so far; true once."""
+        taken, self._save = self._save, False
+        return taken
+
+    def leave(self) -> None:
+        """Wait until the attempt's other workers have kept their work, then raise StopRequested."""
+        self._end(wait=True)
+        super().leave()
+
+    def end(self) -> None:
+        """Report that this worker has nothing left to run."""
+        self._end(wait=False)
+
+    def _end(self, wait: bool) -> None:
+        self.through()
+        ray.get(self._channel.end.remote(self._attempt, self._world.rank, self._world.world_size, wait))
+
+    def __enter__(self) -> "Heartbeat":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        interval = beat_interval(self._world.world_size)
+        while not self._stopped.wait(interval):
+            seconds = time.monotonic() - self._since
+            is_late = self._limit is not None and seconds > self._limit
+            stack, waits = self._stack() if is_late else ("", "")
+            beat = Beat(self._attempt, self._world.rank, self._step, seconds, stack, waits)
+            try:
+                request: Ask = ray.get(self._channel.put.remote(encoded(beat), self._number))
+            except ray.exceptions.RayError:
+                return  # the driver is gone, and Ray will end this worker soon
+            self.wants_stop = request in (Ask.RESTART, Ask.STOP)
+            if request is Ask.SAVE and not self._has_saved:
+                self._save = self._has_saved = True
+
+    def _stack(self) -> tuple[str, str]:
+        """The stack of the worker's loop, innermost frame last; and the collective in which it waits, if any."""
+        frame = sys._current_frames().get(self._loop)
+        if frame is None:
+            return "", ""
+        waits = waits_for() or "a collective of the user's code" * is_in_collective(frame)
+        return "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:]), waits
+
+
+def is_in_collective(frame: FrameType | None) -> bool:
+    """Whether a function of torch.distributed is on the stack, for instance called by user code."""
+    while frame is not None and frame.f_globals is not vars(distributed_c10d):
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def forwarded_prints(channel: Any, number: int, keep_prints: bool, world: World) -> Iterator[None]:
+    """Send the lines that user code prints to the driver while the block runs."""
+    before = sys.stdout, sys.stderr
+    lines: Any = Lines(channel, number, keep_prints, world, before[0])
+    sys.stdout = sys.stderr = lines
+    try:
+        yield
+    finally:
+        lines.close()
+        sys.stdout, sys.stderr = before
+
+
+class Lines(io.TextIOBase):
+    """A text stream whose lines go to the driver and, with `keep_prints`, to the worker's own log too.
+
+    The lines pass through a pipe, so that the forked processes of a data loader reach the driver too.
+    """
+
+    _END = "\0"
+
+    def __init__(self, channel: Any, number: int, keep_prints: bool, world: World, log: TextIO) -> None:
+        self._channel = channel
+        self._number = number
+        self._keep_prints = keep_prints
+        self._world = world
+        self._log = log
+        self._pid = os.getpid()
+        self._rest = ""
+        self.buffer = Bytes(self)
+        reading, self._pipe = os.pipe()
+        self._thread = threading.Thread(target=self._forward, args=(reading,), name="prints", daemon=True)
+        self._thread.start()
+
+    def write(self, text: str) -> int:
+        """Send the complete lines of the text; hold the rest until its line ends.
+
+        After the job, which a handler of a library's log may outlive, the text goes to the next job or to the log.
+        """
+        if self.closed:
+            return (sys.stderr if sys.stderr is not self else self._log).write(text)
+        if self._keep_prints:
+            self._log.write(text)
+        if self._pid != os.getpid():
+            self._pid, self._rest = os.getpid(), ""
+        *lines, rest = (self._rest + text).replace("\r\n", "\n").split("\n")
+        self._rest = rest[rest.rfind("\r", 0, -1) + 1 :]  # keep only the last update of a progress bar
+        for line in lines:
+            os.write(self._pipe, f"{line[line.rfind(chr(13)) + 1 :]}\n".encode(errors="replace"))
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._log.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Send the rest and end the thread; an end mark is sent because a forked process may hold the pipe open."""
+        if self.closed:
+            return
+        self.write("\n" * bool(self._rest) + f"{self._END}\n")
+        self._thread.join()
+        os.close(self._pipe)
+        super().close()
+
+    def _forward(self, reading: int) -> None:
+        """Send the lines to the driver, all that have arrived since the last message in one."""
+        rest = b""
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            while True:
+                *lines, rest = (rest + pipe.read(1 << 16)).split(b"\n")
+                ended = self._END.encode() in lines
+                said = tuple(line.decode(errors="replace") for line in lines if line != self._END.encode())
+                if said:
+                    send(self._channel, Printed(self._world, said), self._number, wait=ended)
+                if ended:
+                    return
+
+
+class Bytes(io.RawIOBase):
+    """The `buffer` of Lines, for code that writes bytes."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._lines.write(bytes(data).decode(errors="replace"))
+        return len(data)
 
 
 @dataclass(frozen=True)

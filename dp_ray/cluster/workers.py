@@ -1,45 +1,198 @@
-"""A group of workers on Ray, which runs one job after another."""
+"""A group of workers on Ray, which runs one job after another.
 
+Launches the workers of a session: a TorchTrainer with dp_ray's policies.
+
+What the driver does to workers and nodes elsewhere, by way of Ray.
+
+A run's progress as gauges of `ray.util.metrics`, which a Ray with dashboard agents exports to Prometheus.
+"""
+
+import contextlib
+import math
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
 import ray
+from ray.train import LoggingConfig, RunConfig, ScalingConfig
+from ray.util.metrics import Gauge
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dp_ray.cluster.channel import open_channel, receive
+from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, open_channel, receive
 from dp_ray.cluster.connect import (
+    WorkerBackendConfig,
     check_fits,
     connected,
     is_connected,
+    train_environment,
     what_begins,
     without_gpus,
     worker_resources,
 )
-from dp_ray.cluster.early import EarlyConnection
-from dp_ray.cluster.gauges import gauged
-from dp_ray.cluster.requests import Terms, WorkerConfig
-from dp_ray.cluster.resources import Resources
+from dp_ray.cluster.decisions import Resources, Wanted
+from dp_ray.cluster.fast_start import EarlyConnection
+from dp_ray.cluster.internals.trainer import ControlledTrainer
+from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartCallback, answers_at
+from dp_ray.cluster.worker import train_loop_per_worker
+from dp_ray.engine.clock import PARTS
+from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import Error, JobError, WorkerError
-from dp_ray.job import Job
-from dp_ray.job_keys import WorkerKeys
-from dp_ray.monitor.console import Console
-from dp_ray.monitor.failures import error_of
+from dp_ray.job.job import Job
+from dp_ray.job.keys import WorkerKeys
+from dp_ray.monitor.attempts import NodeControl
+from dp_ray.monitor.console import Console, Progressed
 from dp_ray.monitor.faults import Fault
-from dp_ray.monitor.listening import listening
-from dp_ray.monitor.monitor import Monitor
+from dp_ray.monitor.messages import WorkerReady, error_of
+from dp_ray.monitor.monitor import NO_METRIC, Monitor, listening
 from dp_ray.rundir.claim import RunDir
-from dp_ray.system.folders import own_folder
 from dp_ray.system.imports import postponed
-from dp_ray.task.step_control import StopRequested
+from dp_ray.system.process import own_folder
+from dp_ray.system.threads import repeated
+
+
+def launch(
+    keys: WorkerKeys, each: Resources, config: WorkerConfig, folder: str, is_own: bool, verbose: bool
+) -> ControlledTrainer:
+    """Start the workers with the resources `each`, and return the trainer that keeps them; it does not wait.
+
+    Ray Train's own files go to `folder`, a temporary one of the driver.
+    """
+    channel = config.channel
+    trainer = ControlledTrainer(
+        train_loop_per_worker,
+        train_loop_config={"worker": config},
+        torch_config=WorkerBackendConfig(),
+        scaling_config=_scaling(keys, each),
+        run_config=RunConfig(
+            name="dp_ray",
+            storage_path=folder,
+            logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
+        ),
+        scaling=lambda given: ElasticScalingPolicy(given, _wanted_workers(keys, each), channel),
+        restarts=lambda given: RestartPolicy(given, channel),
+        start=StartCallback(dict(keys.env), channel),
+        is_own=is_own,
+    )
+    with train_environment():
+        trainer.start()
+    return trainer
+
+
+def _scaling(keys: WorkerKeys, each: Resources) -> ScalingConfig:
+    elastic = keys.min_workers != keys.max_workers
+    return ScalingConfig(
+        num_workers=(keys.min_workers, keys.max_workers) if elastic else keys.max_workers,
+        use_gpu=each.get("GPU", 0) > 0,
+        resources_per_worker=dict(each),
+        placement_strategy=keys.placement,
+        accelerator_type=keys.accelerator_type,
+    )
+
+
+def _wanted_workers(keys: WorkerKeys, each: Resources) -> Wanted:
+    return Wanted(
+        min_workers=keys.min_workers,
+        max_workers=keys.max_workers,
+        each=each,
+        placement=keys.placement,
+        accelerator_type=keys.accelerator_type,
+        capacity_seconds=keys.timeouts.capacity,
+    )
+
+
+class RayNodeControl(NodeControl):
+    """Node control by way of Ray."""
+
+    def __init__(self, channel: Any, number: int) -> None:
+        self._channel = channel
+        self._number = number  # of the job
+
+    def stop(self) -> None:
+        """Ask all workers to stop for good, by way of the channel."""
+        with contextlib.suppress(ray.exceptions.RayError):  # the run has ended already
+            ray.get(self._channel.request.remote(STOP, self._number))
+
+    def kill(self, worker: WorkerReady) -> None:
+        """Kill a worker's process, by a Ray task on its node; this does not wait for it."""
+        there = NodeAffinitySchedulingStrategy(worker.node_id, soft=False)
+        ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(worker.pid)
+
+    def is_gone(self, node_id: str) -> bool:
+        """Whether a node is not alive by Ray's list, or does not take a connection."""
+        return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
+
+
+def end_process(pid: int) -> None:
+    """Kill a worker's process on this node."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+SECONDS = 2.0  # Ray itself reports every 10 s
+# Ray puts `ray_` before each name. Every gauge has the tag `run`, and those that stand here.
+GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "dp_ray_running": ("1 while the run goes on, then 0", ()),
+    "dp_ray_step": ("steps that all workers have finished", ()),
+    "dp_ray_steps": ("steps of the whole run", ()),
+    "dp_ray_progress": ("share of the steps that are finished", ()),
+    "dp_ray_rows_per_second": ("rows that all workers finish in a second", ()),
+    "dp_ray_workers": ("workers of the current attempt", ()),
+    "dp_ray_interruptions": ("interruptions so far", ()),
+    "dp_ray_metric": ("last value of the loss, a metric or an evaluation", ("metric",)),
+    "dp_ray_step_part_seconds": ("seconds of a part of the newest steps, mean of the workers", ("part",)),
+}
+
+
+@contextmanager
+def gauged(run: str, progress: Progressed, interruptions: Callable[[], int]) -> Iterator[None]:
+    """Keep the gauges of a run up to date while the block runs; without an agent that exports them, do nothing."""
+    if not exports_metrics():
+        yield
+        return
+    gauges = {name: Gauge(name, text, tag_keys=("run", *tags)) for name, (text, tags) in GAUGES.items()}
+
+    def update(is_running: bool) -> None:
+        for name, tags, value in values_of(progress, interruptions(), is_running):
+            gauges[name].set(value, {"run": run, **tags})
+
+    try:
+        with repeated("gauges", SECONDS, lambda: update(True)):
+            yield
+    finally:
+        update(False)
+
+
+def exports_metrics() -> bool:
+    """Whether any node has an agent that exports metrics; the nodes of an embedded Ray have none."""
+    return any(node["Alive"] and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
+
+
+def values_of(
+    progress: Progressed, interruptions: int, is_running: bool
+) -> Iterator[tuple[str, dict[str, Any], float]]:
+    """The name, the tags besides `run`, and the value of each gauge that has one."""
+    yield "dp_ray_running", {}, float(is_running)
+    yield "dp_ray_step", {}, progress.step
+    yield "dp_ray_steps", {}, progress.steps
+    yield "dp_ray_progress", {}, progress.step / max(1, progress.steps)
+    yield "dp_ray_rows_per_second", {}, progress.rows_per_second if is_running else 0.0
+    yield "dp_ray_workers", {}, len(progress.workers) if is_running else 0
+    yield "dp_ray_interruptions", {}, interruptions
+    for name, value in progress.last.items():
+        if name not in NO_METRIC and value is not None and math.isfinite(value):
+            yield "dp_ray_metric", {"metric": name}, value
+    each = list(progress.seconds.values())
+    for part, seconds in zip(PARTS, zip(*each, strict=True), strict=False):
+        yield "dp_ray_step_part_seconds", {"part": part}, math.fsum(seconds) / len(each)
+
 
 with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
-    from dp_ray.cluster.launch import launch
-    from dp_ray.cluster.node_control import RayNodeControl
-    from dp_ray.cluster.ray_internals.core import put_apart
-    from dp_ray.cluster.ray_internals.failures import why_failed
-    from dp_ray.cluster.ray_internals.trainer import ControlledTrainer
+    from dp_ray.cluster.internals.core import put_apart
+    from dp_ray.cluster.internals.train import why_failed
+    from dp_ray.cluster.internals.trainer import ControlledTrainer
     from dp_ray.cluster.worker import Assignment
 
 CLOSE_SECONDS = 5.0

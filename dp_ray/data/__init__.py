@@ -4,11 +4,10 @@
 >>> Parquet("s3://bucket/train/*.parquet", columns=["image", "label"])  # doctest: +SKIP
 """
 
-from dp_ray.data.decode import float_image, image
-from dp_ray.data.images import Images
 from dp_ray.data.stream import Stream
 from dp_ray.data.tables import Arrow, Parquet
-from dp_ray.data.text_tables import Csv, JsonLines
-from dp_ray.data.webdataset import WebDataset
+from dp_ray.data.text import Csv, JsonLines
+from dp_ray.data.values import float_image, image
+from dp_ray.data.webdataset import Images, WebDataset
 
 __all__ = ["Arrow", "Csv", "Images", "JsonLines", "Parquet", "Stream", "WebDataset", "float_image", "image"]

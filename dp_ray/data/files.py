@@ -1,25 +1,30 @@
-"""The files of a data source: found in a folder, by a glob, in a list or at a URL, and pinned by size and version."""
+"""The files of a data source: found in a folder, by a glob, in a list or at a URL, and pinned by size and version.
 
+Files that must be read once to know where their samples lie; what was found is kept beside the file.
+"""
+
+import base64
 import errno
 import fnmatch
 import glob
+import json
 import os
 import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
 import pyarrow as pa
 from pyarrow import fs as pafs
 
 from dp_ray.errors import DataError, StorageError
-from dp_ray.secrets import hide
 from dp_ray.storage import Storage, is_text
-from dp_ray.text import listed
+from dp_ray.text import hide, listed
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 T = TypeVar("T")
@@ -278,3 +283,80 @@ def retried(read: Callable[[], T], what: str, is_local: bool = False) -> T:
                 raise DataError(f"{what}: cannot be read, after {ATTEMPTS} attempts: {error}") from error
             time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
     raise AssertionError
+
+
+STRETCH_BYTES = 4 << 20
+VERSION = 2  # of the index's form, and of how it is found
+
+
+class Stretch(NamedTuple):
+    """The bytes `start` .. `stop` - 1 of a file, which hold whole samples: `rows` of them."""
+
+    start: int
+    stop: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"bytes {self.start} to {self.stop}"
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where the samples of a file lie, and the types of its columns, as a serialized Arrow schema in base64."""
+
+    size: int
+    version: str
+    stretches: list[Stretch] = field(default_factory=list)
+    schema: str = ""
+    form: int = VERSION
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """The types of the columns."""
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
+
+
+def serialized(schema: pa.Schema) -> str:
+    """An Arrow schema as text."""
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def index_of(file: File, kind: str, build: Callable[[], tuple[list[Stretch], str]]) -> Index:
+    """The file's index: the one that is kept beside it, if the file has not changed since, else what `build` gives.
+
+    A new index is kept if the folder may be written. `kind` is part of its name: what builds it, and how.
+    """
+    folder, _, base = file.name.rpartition("/")
+    name = f"{folder}/.{base}.{kind}.json".lstrip("/")
+    kept = _kept(file, name)
+    if kept is not None:
+        return kept
+    built = Index(file.size, file.version, *retried(build, str(file), file.is_local))
+    with suppress(StorageError, OSError):
+        file.folder.write_text(name, json.dumps(asdict(built)))
+    return built
+
+
+def _kept(file: File, name: str) -> Index | None:
+    with suppress(StorageError, OSError, ValueError, TypeError):
+        found = json.loads(file.folder.read_text(name))
+        index = Index(**{**found, "stretches": [Stretch(*one) for one in found["stretches"]]})
+        if (index.size, index.version, index.form) == (file.size, file.version, VERSION):
+            return index
+    return None
+
+
+def read_stretch(file: File, stretch: Stretch) -> bytes:
+    """The bytes of a stretch. Raises what the storage raises, and OSError if the file has become shorter."""
+    with file.open() as stream:
+        found: bytes = stream.read_at(stretch.stop - stretch.start, stretch.start)
+    if len(found) != stretch.stop - stretch.start:
+        raise OSError(f"got {len(found)} bytes at {stretch.start}, wanted {stretch.stop - stretch.start}")
+    return found
+
+
+def read_in_pieces(file: File) -> Iterator[bytes]:
+    """The file's bytes in order, about STRETCH_BYTES at a time."""
+    with file.open() as stream:
+        while piece := stream.read(STRETCH_BYTES):
+            yield piece

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, _utils
 
-from dp_ray.data.decode import Decoder, named
+from dp_ray.data.values import Decoder, named
 from dp_ray.errors import DataError, JobError
 from dp_ray.plan.split import chunk_sizes
 

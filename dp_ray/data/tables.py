@@ -1,24 +1,62 @@
-"""Parquet and Arrow files as map-style datasets: an item is a dict of the row's columns."""
+"""Parquet and Arrow files as map-style datasets: an item is a dict of the row's columns.
+
+The rows of a block of a table: one by one as items, or many at once as columns.
+"""
 
 import struct
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Item, Rows, Source
-from dp_ray.data.cache import Cache
-from dp_ray.data.decode import Decode, Decoder, decode_of, decoded
+from dp_ray.data.blocks import CACHE_BYTES, Block, Blocks, Cache, Item, Source
 from dp_ray.data.files import File, Paths, find_files, in_threads, retried
-from dp_ray.data.table_block import Column, TableBlock
+from dp_ray.data.values import Decode, Decoder, Rows, decode_of, decoded, dicts, stacked, values_of
 from dp_ray.errors import DataError
 from dp_ray.text import did_you_mean, listed
+
+Column = np.ndarray[Any, Any]
+
+
+class TableBlock:
+    """A block that was read. Raises DataError for a value that is missing, when it is asked for."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.size: int = table.nbytes
+        self._table = table
+        self._values = {name: values_of(name, table.column(name)) for name in table.column_names}
+        self._columns: dict[str, Column | None] = {}
+        self._has_all = all(column.null_count == 0 for column in table.columns)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its columns."""
+        return list(self._values)
+
+    def items(self, rows: Rows) -> list[dict[str, Any]]:
+        """The values of some rows, by column."""
+        return dicts({name: give(rows) for name, give in self._values.items()}, len(rows))
+
+    def some(self, rows: Rows, names: Sequence[str]) -> list[dict[str, Any]] | None:
+        """The values of some rows, of some columns alone; None if one of these is not there."""
+        if not self._values.keys() >= set(names):
+            return None
+        return dicts({name: self._values[name](rows) for name in names}, len(rows))
+
+    def column(self, name: str) -> Column | None:
+        """The values of a column, of all rows; None if a batch cannot be cut from them, or a value is missing."""
+        if name not in self._values or not self._has_all:
+            return None
+        if name not in self._columns:
+            self._columns[name] = stacked(self._table.column(name))
+        return self._columns[name]
+
 
 FOOTER_BYTES = 64 << 20  # of footers kept in each process
 FIRST_MESSAGE = 8  # where it lies in an Arrow file

@@ -1,13 +1,19 @@
 """What the user sees while a job runs: a live display on a terminal, one line in a notebook, else a line every 5 s.
 
 All of it goes to stderr; stdout is for the output that the user asks for (`--shapes`, `--json`).
+
+The last line of a notebook's output, rewritten in place; all other output goes above it.
+
+Prints a training's losses and metrics on the console.
 """
 
+import math
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -17,11 +23,83 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dp_ray.monitor.status_line import honours_carriage_returns, rewritten
-from dp_ray.replica.world import World
-from dp_ray.results.shape_recorder import Report
-from dp_ray.secrets import hide
-from dp_ray.text import harmless
+from dp_ray.engine.world import World
+from dp_ray.results.text import measured
+from dp_ray.steps.shapes import Report
+from dp_ray.system.threads import repeated
+from dp_ray.text import harmless, hide, replay_command
+
+REFRESH_SECONDS = 0.5
+
+
+def honours_carriage_returns(stream: Any) -> bool:
+    """Whether a stream writes to the output of a notebook's cell; it does not import IPython."""
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
+
+
+class StatusLine:
+    """A stream whose last line is a status that `show` rewrites; `write` writes above it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._status = ""
+        self._is_at_start = True  # of a line
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text above the status."""
+        if self._pid != os.getpid():  # in a forked process the lock may be held for ever
+            return int(self._stream.write(text))
+        with self._lock:
+            self._erase()
+            self._is_at_start = text.endswith("\n") if text else self._is_at_start
+            return int(self._stream.write(text))
+
+    def show(self, status: str) -> None:
+        """Replace the status, unless other output has left a line unfinished."""
+        with self._lock:
+            if self._is_at_start and status != self._status:
+                self._erase()
+                self._stream.write(status)
+                self._status = status
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Keep the last status as an ordinary line."""
+        with self._lock:
+            if self._status:
+                self._stream.write("\n")
+                self._status = ""
+        self._stream.flush()
+
+    def _erase(self) -> None:
+        """Overwrite the status with spaces: notebooks offer no other way."""
+        if self._status:
+            self._stream.write(f"\r{' ' * len(self._status)}\r")
+            self._status = ""
+
+
+@contextmanager
+def rewritten(status: Callable[[], str]) -> Iterator[None]:
+    """Show the status as stderr's last line while the block runs, updated twice a second; the last one stays."""
+    line = StatusLine(sys.stderr)
+
+    def refresh() -> None:
+        line.show(status())
+
+    with redirect_stderr(line):
+        refresh()
+        try:
+            with repeated("status line", REFRESH_SECONDS, refresh):
+                yield
+        finally:
+            refresh()
+            line.end()
+
 
 LINE_SECONDS = 5.0
 SHOWN_WORKERS = 16
@@ -212,3 +290,53 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+ALL_UP_TO = 20  # lines; after them, one every LINE_SECONDS at most, and the last one
+
+
+class Losses:
+    """Prints an epoch's loss, an evaluation's metrics, and the first loss that is NaN or infinite.
+
+    Of many short epochs not each has a line. A loss that is not finite is told with the command that shows its
+    rows, when it is seen and at the end; `run_dir` is for that command.
+    """
+
+    def __init__(self, console: Console, run_dir: str) -> None:
+        self._console = console
+        self._run_dir = run_dir
+        self._not_finite: tuple[int, float] | None = None
+        self._last = -1
+        self._lines = 0
+        self._told = 0.0
+        self._untold = ""  # the newest line, if it was not printed
+
+    def say(self, row: dict[str, Any]) -> None:
+        """Print the values of interest in a row of the history, if there are any."""
+        told = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
+        if told:
+            values = ", ".join(f"{name} {value}" for name, value in told.items())
+            self._tell(f"epoch {row['epoch']}, step {row['step']}: {values}")
+        self._last = row["step"]
+        if not math.isfinite(row["loss"]) and row["rows"] and self._not_finite is None:
+            self._not_finite = row["step"], row["loss"]
+            self._warn()
+
+    def end(self) -> None:
+        """At the run's end, print its last line, and repeat what was said of a loss, unless nothing came after it."""
+        if self._untold:
+            self._console.say(self._untold)
+        if self._not_finite is not None and self._last > self._not_finite[0]:
+            self._warn()
+
+    def _tell(self, line: str) -> None:
+        if self._lines >= ALL_UP_TO and time.monotonic() - self._told < LINE_SECONDS:
+            self._untold = line
+            return
+        self._console.say(line)
+        self._lines, self._told, self._untold = self._lines + 1, time.monotonic(), ""
+
+    def _warn(self) -> None:
+        assert self._not_finite is not None
+        step, loss = self._not_finite
+        self._console.say(f"warning: the loss of step {step} is {loss}: {replay_command(self._run_dir, step)}")

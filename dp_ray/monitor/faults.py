@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from dp_ray.engine.world import World
 from dp_ray.errors import JobError
-from dp_ray.replica.world import World
 
 _FAULT = re.compile(
     r"(?P<action>kill|pause|drain) (?P<what>worker|node|driver)(?: (?P<which>[\w.:]+?))?"

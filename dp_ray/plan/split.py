@@ -1,11 +1,22 @@
 """Cut an epoch into global batches, a global batch into shards, and assign the shards to workers.
 
 Pure arithmetic, without tensors: every answer is O(1) in the number of rows.
+
+One worker's remaining work: its shards of every step, without those that earlier attempts finished.
+
+Cut the steps of a job into files of about the same size, at the borders of steps.
+
+Cut a sequence of blocks into consecutive parts of about the same size.
+
+How many steps a run has, from its `run.json`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 
 def chunk_sizes(rows: int, shards: int) -> list[int]:
@@ -153,3 +164,178 @@ class Split:
             yield full, self.batch_size
         if rest and not self.drop_last:
             yield 1, rest
+
+
+class Range(NamedTuple):
+    """Steps `first_step .. end_step - 1` of shards `first_shard .. end_shard - 1`."""
+
+    first_step: int
+    end_step: int
+    first_shard: int
+    end_shard: int
+
+
+class Done:
+    """The finished ranges; `shard in done` asks for one shard."""
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self._steps: dict[int, list[tuple[int, int]]] = {}
+        for done in sorted(ranges):
+            for shard in range(done.first_shard, done.end_shard):
+                _append_span(self._steps.setdefault(shard, []), done.first_step, done.end_step)
+
+    def __contains__(self, piece: Shard) -> bool:
+        spans = self._steps.get(piece.shard)
+        if not spans:
+            return False
+        before = bisect_right(spans, (piece.step, float("inf"))) - 1
+        return before >= 0 and piece.step < spans[before][1]
+
+    def through(self, shards: Iterable[int]) -> int:
+        """How many steps, from step 0 on without a gap, are done in all of these shards."""
+        firsts = [self._steps.get(shard, [(0, 0)])[0] for shard in shards]
+        return min((end if first == 0 else 0 for first, end in firsts), default=0)
+
+
+def _append_span(spans: list[tuple[int, int]], first: int, end: int) -> None:
+    """Append a span to ordered ones, or extend the last: a later attempt's part may cover steps of earlier ones."""
+    if spans and first <= spans[-1][1]:
+        first, end = spans[-1][0], max(end, spans.pop()[1])
+    spans.append((first, end))
+
+
+class Frontier:
+    """How far each shard is done from step `start` on, without a gap; ranges may be added in any order."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._reached: dict[int, int] = {}  # the first step that is not done, by shard
+        self._later: dict[int, list[tuple[int, int]]] = {}  # heaps of spans behind a gap, by shard
+
+    def add(self, done: Range) -> None:
+        """Take in what is done."""
+        for shard in range(done.first_shard, done.end_shard):
+            heappush(self._later.setdefault(shard, []), (done.first_step, done.end_step))
+            self._reach(shard, self._start)
+
+    def skip(self, piece: Shard) -> None:
+        """Take a shard as done up to its step, of which nothing will come."""
+        self._reach(piece.shard, piece.step + 1)
+
+    def __contains__(self, piece: Shard) -> bool:
+        return self._reached.get(piece.shard, self._start) > piece.step
+
+    def _reach(self, shard: int, step: int) -> None:
+        reached, later = max(step, self._reached.get(shard, self._start)), self._later.get(shard, [])
+        while later and later[0][0] <= reached:
+            reached = max(reached, heappop(later)[1])
+        self._reached[shard] = reached
+
+
+@dataclass(frozen=True)
+class Work:
+    """The steps of one worker from `start` on, each with its non-empty shards that are not done.
+
+    It can be iterated more than once.
+    """
+
+    split: Split
+    world_size: int = 1
+    rank: int = 0
+    done: Done = field(default_factory=Done)
+    start: int = 0
+
+    @property
+    def shards(self) -> range:
+        """The worker's shards of every step, EMPTY and finished ones included."""
+        return worker_shards(self.split.shards, self.world_size, self.rank)
+
+    def __iter__(self) -> Iterator[tuple[int, list[Shard]]]:
+        for step in range(self.start, self.split.total_steps):
+            shards = self.split.worker(self.world_size, self.rank, step)
+            yield step, [shard for shard in shards if shard not in self.done]
+
+
+def num_files(total_bytes: int, file_bytes: int, steps: int) -> int:
+    """How many files hold so many bytes, about `file_bytes` each; none has less than a step."""
+    return max(1, min(steps, -(-total_bytes // file_bytes)))
+
+
+@dataclass(frozen=True)
+class FileCut:
+    """The steps `0 .. steps - 1` in `files` files: consecutive, and as evenly as possible.
+
+    >>> [FileCut(3, 8).steps_of(number) for number in range(3)]
+    [range(0, 2), range(2, 5), range(5, 8)]
+    """
+
+    files: int
+    steps: int
+
+    def steps_of(self, number: int) -> range:
+        """The steps of a file."""
+        return range(self.steps * number // self.files, self.steps * (number + 1) // self.files)
+
+    def number_of(self, step: int) -> int:
+        """The file that holds a step."""
+        return ((step + 1) * self.files - 1) // self.steps
+
+    def name(self, number: int) -> str:
+        """The name of a file; the names sort as the files do."""
+        width = max(5, len(str(self.files)))
+        return f"{number:0{width}}-of-{self.files:0{width}}.parquet"
+
+    def most_ahead(self, num_mergers: int) -> int:
+        """By how many steps a worker's loop may be ahead of what its worker has merged, of the files that it merges.
+
+        They are those of one file for each merging worker: fewer would leave some without anything to merge.
+        """
+        return max(1, num_mergers * self.steps // self.files)
+
+    def enough_room(self, num_mergers: int) -> int:
+        """How far the merging comes near before a loop that has waited goes on: half a file more."""
+        return self.most_ahead(num_mergers) - self.steps // self.files // 2
+
+
+def balance(sizes: Sequence[int], parts: int) -> list[range]:
+    """The blocks of each part: consecutive, none empty, the largest part as small as possible.
+
+    >>> balance([4, 1, 1, 4, 2], 2)
+    [range(0, 3), range(3, 5)]
+
+    Raises ValueError if there are fewer blocks than parts.
+    """
+    if not 1 <= parts <= len(sizes):
+        raise ValueError(f"{len(sizes)} blocks cannot be cut into {parts} parts of at least one each")
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _parts_needed(sizes, middle) <= parts else (middle + 1, high)
+    return _cut(sizes, parts, low)
+
+
+def _parts_needed(sizes: Sequence[int], limit: int) -> int:
+    needed, held = 1, 0
+    for size in sizes:
+        needed, held = (needed + 1, size) if held + size > limit else (needed, held + size)
+    return needed
+
+
+def _cut(sizes: Sequence[int], parts: int, limit: int) -> list[range]:
+    """Fill each part up to the limit, but leave at least one block for each later part."""
+    cuts, held = [0], 0
+    for at, size in enumerate(sizes):
+        still = parts - len(cuts)
+        is_full = held + size > limit
+        if at > cuts[-1] and still and (is_full or len(sizes) - at == still):
+            cuts.append(at)
+            held = 0
+        held += size
+    return [range(first, end) for first, end in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
+
+
+def split_of(job: dict[str, Any], rows: int) -> Split:
+    """How a run cuts the rows of its dataset, from the job in its run.json."""
+    lengths = (job["epochs"], job["max_steps"]) if job["task"] == "train" else (1, None)
+    shards = 1 if job["shards"] == "auto" else job["shards"]  # still to be found: no step is done
+    return Split(rows, job["batch_size"], shards, job["drop_last"], *lengths)

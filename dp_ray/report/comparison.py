@@ -1,15 +1,30 @@
-"""Makes the page that compares runs: what differs, their curves laid over each other, their figures side by side."""
+"""Makes the page that compares runs: what differs, their curves laid over each other, their figures side by side.
+
+Writes the page of a run, or of several, where the user wants it.
+"""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from dp_ray.report.curves import Chart, charts_of
-from dp_ray.report.facts import duration, metrics_of, rows_per_second, speed_text, spoken, time_split
-from dp_ray.report.page import rendered
+from dp_ray.errors import StorageError
+from dp_ray.job.files import dotted
+from dp_ray.report.charts import WHOLE, Chart, charts_of
+from dp_ray.report.page import (
+    REPORT,
+    duration,
+    metrics_of,
+    page_of,
+    rendered,
+    rows_per_second,
+    speed_text,
+    spoken,
+    time_split,
+    write_page,
+)
 from dp_ray.report.run_data import RunData, as_text, read_run
-from dp_ray.report.thinning import WHOLE
 from dp_ray.results.compare import NO_DIFFERENCE
-from dp_ray.rundir.differences import dotted
+from dp_ray.rundir.files import RESULT, RUN, damage_told
 from dp_ray.storage import Storage
 
 ENVIRONMENT = ("command", "folder", "python", "packages", "host", "platform", "cpus", "gpus")
@@ -111,3 +126,31 @@ def environment_of(run: RunData) -> dict[str, Any]:
 def _side_by_side(found: Sequence[Mapping[str, Any]]) -> Rows:
     keys = dict.fromkeys(key for one in found for key in one)
     return {key: [one.get(key) for one in found] for key in keys}
+
+
+def save_page(run_dirs: Sequence[str], file: str | None = None) -> str:
+    """Write the page of a run, or the one that compares several; return where it is.
+
+    Without `file`, it is `report.html` in the directory of the first run. Raises StorageError if one holds no run, or
+    if the files of one are so damaged that no page can be made.
+    """
+    runs = [Storage(run_dir) for run_dir in run_dirs]
+    for run in runs:
+        if not (run.exists(RUN) or run.exists(RESULT)):
+            raise StorageError(f"{run}: is not a run directory")
+    with damage_told(" or ".join(run_dirs)):
+        if file is None:
+            write_page(runs[0])
+            return runs[0].shown(REPORT)
+        place = Path(file).absolute()
+        page = page_of(runs[0]) if len(runs) == 1 else comparison_of(runs)
+    Storage(str(place.parent)).write_text(place.name, page)
+    return str(place)
+
+
+def save_comparison(runs: Sequence[Storage], folder: Storage) -> str:
+    """Write the page that compares runs into a folder; return where it is. Raises what `save_page` raises."""
+    with damage_told(" or ".join(map(str, runs))):
+        page = comparison_of(runs)
+    folder.write_text(REPORT, page)
+    return folder.shown(REPORT)

@@ -1,30 +1,242 @@
-"""Reads what a run directory holds, finished or not, as one value; no code of the run is imported or run."""
+"""Reads what a run directory holds, finished or not, as one value; no code of the run is imported or run.
 
+A sample of a prediction's outputs, as rows for a table: its first rows and its last, with thumbnails if kept.
+
+What each worker did over the steps, in buckets of steps: rows, milliseconds, and the parts of a step.
+
+The times of the workers' steps tell it; of a run of an earlier version, which has none, its shape reports do.
+"""
+
+import itertools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
-from dp_ray.key_hints import renamed
-from dp_ray.report.samples import output_samples
-from dp_ray.report.worker_grid import WorkerGrid, worker_grid
-from dp_ray.results.short import relative
-from dp_ray.results.step_times_table import read_step_times
-from dp_ray.results.time_split import time_split
-from dp_ray.results.verdicts import facts_of, verdict_of
-from dp_ray.rundir.about import read_about
-from dp_ray.rundir.claim import read_claim
-from dp_ray.rundir.files import RESULT, is_finished, read_json
-from dp_ray.rundir.history_file import history_of
+from dp_ray.engine.clock import PARTS
+from dp_ray.job.errors import renamed
+from dp_ray.outputs.columns import SAMPLE_INDEX, Column, Layout, from_arrow
+from dp_ray.outputs.files import names_so_far
+from dp_ray.outputs.parts import reading
+from dp_ray.outputs.read import read_previews
+from dp_ray.results.text import relative
+from dp_ray.rundir.claim import UnfinishedRun, read_claim, unfinished
+from dp_ray.rundir.files import RESULT, SHAPES, is_finished, read_about, read_json
+from dp_ray.rundir.history import history_of
 from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, read_incidents
-from dp_ray.rundir.quarantine_files import QUARANTINE, QUARANTINED, Record, read_records, record_files
-from dp_ray.rundir.unfinished import UnfinishedRun, unfinished
-from dp_ray.secrets import hide_in
+from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, Record, read_records, record_files
+from dp_ray.steps.reports import PENDING, PIECE, REPORTS
+from dp_ray.steps.times import TIMES, facts_of, part_numbers, read_step_times, time_split, verdict_of
 from dp_ray.storage import Storage
+from dp_ray.tables import numbers
+from dp_ray.text import hide_in
+
+ROWS = 8  # from the start, and as many from the end
+NUMBERS = 4  # of a row's numbers that are shown
+PROBABLE_CLASSES = range(2, 10_001)
+
+
+def output_samples(run: Storage) -> list[dict[str, Any]]:
+    """The first rows of the outputs so far and the last: sample index, what was carried, outputs, preview."""
+    names = names_so_far(run)
+    previews = {one.sample_index: one for one in read_previews(run)}
+    rows = [*_first_rows(run, names[0]), *_last_rows(run, names[-1])] if names else []
+    found = {row["sample_index"]: {**row, "preview": previews.get(row["sample_index"])} for row in rows}
+    return list(found.values())
+
+
+def _first_rows(run: Storage, name: str) -> Iterator[dict[str, Any]]:
+    with reading(run, name) as file:
+        layout = Layout.from_metadata(file.schema_arrow.metadata)
+        for batch in itertools.islice(file.iter_batches(batch_size=ROWS), 1):
+            yield from _as_rows(pa.Table.from_batches([batch]), layout)
+
+
+def _last_rows(run: Storage, name: str) -> Iterator[dict[str, Any]]:
+    with reading(run, name) as file:
+        layout = Layout.from_metadata(file.schema_arrow.metadata)
+        if file.num_row_groups:
+            table = file.read_row_group(file.num_row_groups - 1)
+            yield from _as_rows(table.slice(max(0, len(table) - ROWS)), layout)
+
+
+def _as_rows(table: pa.Table, layout: Layout) -> Iterator[dict[str, Any]]:
+    carried = {one.key: table.column(one.name).to_pylist() for one in layout.carried}
+    leaves = {one.name: _leaf(table, one) for one in layout.columns}
+    for at, sample in enumerate(table.column(SAMPLE_INDEX).to_pylist()):
+        yield {
+            "sample_index": sample,
+            "carried": {key: str(values[at]) for key, values in carried.items()},
+            "outputs": {name: value_text(rows[at]) for name, rows in leaves.items()},
+        }
+
+
+def _leaf(table: pa.Table, column: Column) -> Any:
+    return from_arrow(column, table.column(column.name).combine_chunks())
+
+
+def value_text(value: torch.Tensor) -> str:
+    """A row of an output in a few words: its numbers if they are few; of a vector, where its largest is."""
+    numbers = value.flatten()
+    if not len(numbers):
+        return "empty"
+    if value.is_complex() or len(numbers) <= NUMBERS:
+        shown = ", ".join(map(_number, numbers[:NUMBERS].tolist()))
+        return shown if value.ndim == 0 or len(numbers) == 1 else f"[{shown}]"
+    numbers = numbers.float()
+    if value.ndim == 1 and len(numbers) in PROBABLE_CLASSES:
+        at = int(numbers.argmax())
+        return f"largest at {at}: {_number(float(numbers[at]))} (of {len(numbers)})"
+    least, mean, most = (_number(float(one)) for one in (numbers.min(), numbers.mean(), numbers.max()))
+    return f"{'x'.join(map(str, value.shape))}: {least} to {most}, mean {mean}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+CELLS = 24_000  # of a heat map: more are slow to draw
+MOST_COLUMNS = 240
+BATCH = 1 << 20  # rows that are read at once
+EXCHANGE = "exchange"  # in the files, it includes the waiting for others: no work of the worker's own
+
+Grid = np.ndarray[Any, np.dtype[np.float64]]
+File = tuple[Storage, str]
+
+
+@dataclass(frozen=True)
+class WorkerGrid:
+    """Means over steps `edges[i] .. edges[i + 1] - 1`: arrays of [ranks, columns], NaN where a worker did nothing.
+
+    `milliseconds` are the worker's own, without the exchange of gradients; `slowest` is its slowest step of a cell.
+    `nodes` are those of the ranks. `parts` are the milliseconds of each part of a step, means over all workers; empty
+    if only the shape reports are there, whose `milliseconds` are those of the model.
+    """
+
+    edges: list[int]
+    nodes: list[str]
+    rows: Grid
+    milliseconds: Grid
+    slowest: Grid
+    parts: dict[str, Grid]
+
+
+class Reports(NamedTuple):
+    """What workers told of some steps: arrays of one entry a report; `seconds` are those of PARTS, or none."""
+
+    step: Any
+    rank: Any
+    rows: Any
+    milliseconds: Any
+    seconds: tuple[Any, ...] = ()
+
+
+def worker_grid(run: Storage, steps: int) -> WorkerGrid | None:
+    """The grid of a run with this many steps, from what there is by now; None without a report."""
+    times = run.child(TIMES)
+    files = [(times, f"part-{number}.parquet") for number in part_numbers(times)]
+    is_timed = bool(files)
+    files = files or _shape_files(run)
+    nodes = {rank: node for file in files for rank, node in _nodes_of(file)}
+    if not nodes or steps <= 0:
+        return None
+    steps = min(steps, 1 + max(map(_last_step, files)))
+    num_ranks = max(nodes) + 1
+    columns = max(1, min(steps, MOST_COLUMNS, CELLS // num_ranks))
+    sums = _Sums(num_ranks, np.arange(columns + 1) * steps // columns)
+    for file in files:
+        for reports in _timed(file) if is_timed else _shaped(file):
+            sums.add(reports)
+    return sums.grid([nodes.get(rank, "") for rank in range(num_ranks)])
+
+
+class _Sums:
+    """Adds up reports in the cells of a grid."""
+
+    def __init__(self, num_ranks: int, edges: Any) -> None:
+        self._edges = edges
+        self._shape = num_ranks, len(edges) - 1
+        self._rows, self._milliseconds, self._slowest, self._steps = (np.zeros(self._shape) for _ in range(4))
+        self._parts = np.zeros((len(PARTS), len(edges) - 1))
+
+    def add(self, reports: Reports) -> None:
+        """Add reports."""
+        step, rank = reports.step, reports.rank.astype(np.int64)
+        column = np.clip(np.searchsorted(self._edges, step, side="right") - 1, 0, self._shape[1] - 1)
+        cell = rank * self._shape[1] + column
+        self._rows += self._total(cell, reports.rows)
+        self._milliseconds += self._total(cell, reports.milliseconds)
+        np.maximum.at(self._slowest.reshape(-1), cell, reports.milliseconds)
+        for number, seconds in enumerate(reports.seconds):
+            self._parts[number] += 1000 * np.bincount(column, seconds, self._shape[1])
+        # A worker may have several shards of a step, each with a report of its shapes.
+        worked = cell if reports.seconds else np.unique(np.stack([step, cell]), axis=1)[1]
+        self._steps += self._total(worked, None)
+
+    def _total(self, cell: Any, weights: Any) -> Any:
+        return np.bincount(cell, weights, self._rows.size).reshape(self._shape)
+
+    def grid(self, nodes: list[str]) -> WorkerGrid:
+        """The means over the steps of each cell."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            rows, milliseconds = self._rows / self._steps, self._milliseconds / self._steps
+            parts = self._parts / self._steps.sum(0)
+        slowest = np.where(self._steps > 0, self._slowest, np.nan)
+        told = {name: part for name, part in zip(PARTS, parts, strict=True) if np.nansum(part) > 0}
+        return WorkerGrid(self._edges.tolist(), nodes, rows, milliseconds, slowest, told)
+
+
+def _timed(file: File) -> Iterator[Reports]:
+    """The reports in a file of the steps' times."""
+    with reading(*file) as parquet:
+        for batch in parquet.iter_batches(batch_size=BATCH):
+            seconds = tuple(numbers(batch.column(name)) for name in PARTS)
+            own = sum(one for name, one in zip(PARTS, seconds, strict=True) if name != EXCHANGE)
+            step, rank, rows = (numbers(batch.column(name)) for name in ("step", "rank", "rows"))
+            yield Reports(step, rank, rows, 1000 * own, seconds)
+
+
+def _shaped(file: File) -> Iterator[Reports]:
+    """The reports in a file of shape reports."""
+    names = ["step", "rank", "rows", "milliseconds"]
+    with reading(*file) as parquet:
+        for batch in parquet.iter_batches(batch_size=BATCH, columns=names):
+            step, rank, rows, milliseconds = (numbers(batch.column(name)) for name in names)
+            yield Reports(step, rank, rows, milliseconds)
+
+
+def _shape_files(run: Storage) -> list[File]:
+    """The file of a run's shape reports, and the pieces of a run that goes on."""
+    folder = run.child(REPORTS)
+    pieces = sorted((name for name in folder.names() if PIECE.fullmatch(name)), key=lambda name: (len(name), name))
+    pending = [PENDING] * folder.exists(PENDING)
+    whole = [(run, SHAPES)] * run.exists(SHAPES)
+    return [*whole, *((folder, name) for name in (*pieces, *pending))]
+
+
+def _last_step(file: File) -> int:
+    """The last step in a file, by its statistics."""
+    with reading(*file) as parquet:
+        groups = [parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups)]
+        return max((int(group.column(0).statistics.max) for group in groups), default=-1)
+
+
+def _nodes_of(file: File) -> Iterator[tuple[int, str]]:
+    """The ranks in a file, each with its newest node."""
+    with reading(*file) as parquet:
+        for batch in parquet.iter_batches(batch_size=BATCH, columns=["rank", "node"]):
+            ranks, nodes = batch.columns
+            found, last = np.unique(numbers(ranks)[::-1], return_index=True)
+            for rank, at in zip(found.tolist(), (len(ranks) - 1 - last).tolist(), strict=True):
+                yield rank, nodes[at].as_py()
+
 
 T = TypeVar("T")
 NO_TIMES: tuple[dict[str, Any] | None, str | None] = None, None

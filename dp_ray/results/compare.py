@@ -10,18 +10,15 @@ from typing import Any
 import pyarrow as pa
 
 from dp_ray.errors import StorageError
-from dp_ray.job import Job
-from dp_ray.key_hints import renamed
-from dp_ray.results.short import aligned, measured, relative
-from dp_ray.results.sparkline import sparkline
-from dp_ray.rundir.about import read_about
-from dp_ray.rundir.differences import dotted, same
-from dp_ray.rundir.files import RESULT, RUN, read_json
-from dp_ray.rundir.history_file import history_so_far, is_inner
+from dp_ray.job.errors import renamed
+from dp_ray.job.files import dotted, same
+from dp_ray.job.job import Job
+from dp_ray.results.text import aligned, measured, relative, sparkline
+from dp_ray.rundir.files import RESULT, RUN, read_about, read_json
+from dp_ray.rundir.history import history_so_far, is_inner
 from dp_ray.rundir.listing import DAMAGED, ListedRun, listed_run
-from dp_ray.secrets import hide_in
 from dp_ray.storage import Storage
-from dp_ray.text import listed, printable
+from dp_ray.text import hide_in, listed, printable
 
 NO_DIFFERENCE = ("name", "storage")  # not compared: each run has its own
 OF_EACH_DRIVER = ("started", "command", "folder", "plan")

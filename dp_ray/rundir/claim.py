@@ -1,30 +1,38 @@
-"""Claims a run directory for a driver, and decides whether its run can be resumed."""
+"""Claims a run directory for a driver, and decides whether its run can be resumed.
+
+The lease of a run: its driver renews it, so that a second driver knows whether the first is alive.
+
+The state of an unfinished run: how many steps are kept, how its last driver ended, and how to resume it.
+"""
 
 import json
 import os
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from dp_ray.errors import JobError, StorageError
-from dp_ray.job import Job, that_count
-from dp_ray.job_parts import Elastic
-from dp_ray.job_target import Target
+from dp_ray.job.files import differences, located_at
+from dp_ray.job.job import Job, that_count
+from dp_ray.job.keys import Elastic, Target
+from dp_ray.plan.split import Done, Split, num_filled, split_of
+from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.contents import replacing
-from dp_ray.rundir.differences import differences
-from dp_ray.rundir.files import RESULT, RUN, is_finished, read_json
-from dp_ray.rundir.history_file import METRICS, unmerge_history
-from dp_ray.rundir.incidents import read_incidents
-from dp_ray.rundir.location import located_at
-from dp_ray.rundir.quarantine_files import unmerge_quarantine
-from dp_ray.rundir.weights import check_start, files_of_start, find_start
-from dp_ray.secrets import hide
+from dp_ray.rundir.files import RESULT, RUN, is_finished, read_json, replacing
+from dp_ray.rundir.history import METRICS, unmerge_history
+from dp_ray.rundir.incidents import IncidentKind, Interruption, read_incidents
+from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE, Lease, last_alive, read_lease, take_request, write_lease
+from dp_ray.rundir.quarantine import unmerge_quarantine
+from dp_ray.rundir.start import check_start, files_of_start, find_start, first_step
 from dp_ray.storage import Storage
-from dp_ray.system.stop_signals import has_begun
-from dp_ray.text import SHOWN, json_text, listed
+from dp_ray.system.process import is_dead, machine, this_process
+from dp_ray.system.threads import has_begun, repeated
+from dp_ray.text import SHOWN, hide, json_text, listed
 
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 
@@ -322,3 +330,193 @@ def read_claim(storage: Storage) -> dict[str, Any]:
 
 def _without_secrets(job: Job) -> dict[str, Any]:
     return {**job.describe(), "env": dict.fromkeys(job.env, "(not kept)")}
+
+
+RENEW_SECONDS = 5.0
+TELL_SECONDS = 1.0  # between two checks of the steps done, on local disks, where a write is cheap
+LOOK_SECONDS = 0.5
+
+
+def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
+    """Wait until no other driver is active in the run directory; return the last one's lease if it was killed.
+
+    Raises JobError as soon as another driver is known to be alive: at once on the same host, else when it renews its
+    lease.
+    """
+    seen = read_lease(run)
+    if seen is None or is_dead(seen.driver):
+        return seen
+    if seen.driver.machine == machine():
+        raise _alive(run, seen)
+    say(f"waiting up to {EXPIRE_SECONDS:g} s for the lease of {seen.driver}, which may be alive")
+    until = time.monotonic() + EXPIRE_SECONDS
+    while time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+        now = read_lease(run)
+        if now is None:
+            return None
+        if now != seen:
+            raise _alive(run, now)
+    return seen
+
+
+@contextmanager
+def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Hold the lease of a claimed run directory while the block runs, and renew it in the background.
+
+    It records how many steps are done, for the next driver in case this one is killed. At the end, a request to stop
+    that came too late is removed.
+    """
+    try:
+        with kept(claimed.storage, claimed.token, lambda: is_ours(claimed), steps_done):
+            yield
+    finally:
+        take_request(claimed.storage, claimed.token)
+
+
+@contextmanager
+def kept(
+    folder: Storage, token: str, is_still_ours: Callable[[], bool], steps_done: Callable[[], int] = lambda: 0
+) -> Iterator[None]:
+    """Hold the lease of a folder while the block runs, as long as the folder is this driver's."""
+    has_begun()
+    lease, due = Lease(this_process(), token), time.monotonic() + RENEW_SECONDS
+    write_lease(folder, lease)
+    looks = RENEW_SECONDS if folder.is_atomic else min(TELL_SECONDS, RENEW_SECONDS)
+
+    def renew() -> None:
+        nonlocal lease, due
+        step = steps_done()
+        if step == lease.step and time.monotonic() < due:
+            return
+        due = time.monotonic() + RENEW_SECONDS
+        lease = replace(lease, renewals=lease.renewals + 1, step=step)
+        with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
+            if is_still_ours():
+                write_lease(folder, lease)
+
+    try:
+        with repeated("lease", looks, renew):
+            yield
+    finally:
+        with suppress(StorageError):
+            if is_still_ours():
+                folder.delete(LEASE)
+
+
+def _alive(run: Storage, lease: Lease) -> JobError:
+    return JobError(
+        f"{run} is being run by {lease.driver}, which is alive: wait for its end, end it, "
+        "or give this run another name (--name, name=)"
+    )
+
+
+NAMED_BY_TIME = re.compile(r"run-\d{8}-\d{6}-\d{6}")
+
+
+@dataclass(frozen=True)
+class UnfinishedRun:
+    """An unfinished run: `step` of `steps` steps are kept; `status` is running or unfinished.
+
+    `has_result` says whether its last driver left a `result.json`, which a killed driver does not.
+    """
+
+    status: str
+    name: str
+    task: str
+    run_dir: str
+    step: int
+    steps: int
+    last_alive: datetime | None
+    has_result: bool
+
+    def __str__(self) -> str:
+        kept = f"newest checkpoint step {self.step} of {self.steps}"
+        if self.task == "predict":
+            kept = f"outputs of {self.step} of {self.steps} steps"
+        elif self.task == "evaluate":
+            kept = "an evaluation keeps nothing"
+        elif self.step == 0:
+            kept = f"no checkpoint yet of {self.steps} steps"
+        return f"{self.status}: {kept}, last alive {_clock(self.last_alive)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The values for `dp-ray report --json`; the time as ISO 8601."""
+        return {**asdict(self), "last_alive": self.last_alive and self.last_alive.isoformat()}
+
+
+def unfinished(location: str) -> UnfinishedRun | None:
+    """The unfinished run in a directory; None if the run is finished, or if no claim records its rows."""
+    run = Storage(location)
+    claimed = read_claim(run)
+    rows = claimed.get("rows", {}).get("dataset")
+    if rows is None or is_finished(run):
+        return None
+    job = claimed["job"]
+    split = split_of(job, rows)
+    is_driven, heard = last_alive(run)
+    return UnfinishedRun(
+        status="running" if is_driven else "unfinished",
+        name=job["name"],
+        task=job["task"],
+        run_dir=str(run),
+        step=kept_steps(run, job["task"], split),
+        steps=split.total_steps,
+        last_alive=heard or run.modified(RESULT) or run.modified(RUN),
+        has_result=run.exists(RESULT),
+    )
+
+
+def kept_steps(run: Storage, task: str, split: Split) -> int:
+    """How many steps, counted from the first, need not run again."""
+    if task == "train":
+        return max(steps_of(run.child(CHECKPOINTS)), default=0)
+    done = Done(ledger.done_ranges(ledger.committed(run)))
+    return done.through(range(num_filled(split.largest_batch, split.shards)))
+
+
+def resumption(run: Storage, task: str, split: Split) -> str:
+    """A line on the step after which a job resumes the run."""
+    kept = kept_steps(run, task, split)
+    after = f"after step {kept} of {split.total_steps}" if kept else "from its start, since no step is kept yet"
+    return f"resumes {run} {after}"
+
+
+def last_end(job: Job, split: Split, run: Storage, killed: Lease | None) -> Interruption | None:
+    """How the last driver of a resumed run ended; None if no driver had workers yet.
+
+    A killed driver could not record its end, so it is recorded here, from the lease that it left.
+    """
+    incidents = read_incidents(run)
+    if killed and incidents.world_sizes and not incidents.driver_end:
+        step = max(killed.step, kept_steps(run, job.task, split), first_step(run))
+        what = f"killed, or its machine lost, after step {step} (the last it reported)"
+        incidents = incidents.interrupted(Interruption(IncidentKind.DRIVER, what, step))
+        incidents.save(run)
+    return incidents.driver_end
+
+
+def stop_message(job: Job, run: Storage, split: Split, overwrite: bool) -> str:
+    """The message for the user who stopped a run: after which step it stopped, and how to resume it."""
+    if job.task == "evaluate":
+        return "interrupted; an evaluation keeps nothing: it begins anew"
+    kept = kept_steps(run, job.task, split)
+    where = f"after step {kept} of {split.total_steps}" if kept else "before a step was kept"
+    return f"interrupted {where}; {_again(job, overwrite)} to {'resume' if kept else 'begin anew'}"
+
+
+def _again(job: Job, overwrite: bool) -> str:
+    if overwrite:
+        return "run it again without --overwrite"
+    needs = [f"name={job.run_name!r}"] if NAMED_BY_TIME.fullmatch(job.run_name) else []
+    needs += ["resume=True"] if not job.is_all_targets else []
+    return f"run it again with {', '.join(needs)}" if needs else "run the same command"
+
+
+def _clock(moment: datetime | None) -> str:
+    """A local time, with its date unless that is today."""
+    if moment is None:
+        return "at an unknown time"
+    local = moment.astimezone()
+    is_today = local.date() == datetime.now().astimezone().date()
+    return local.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S")

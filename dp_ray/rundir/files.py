@@ -1,16 +1,32 @@
 """Names the files of a run directory that several modules read, and reads and writes its JSON files.
 
 Each other file is named in the module that writes it.
+
+Names the work in a run directory, so that each advice to use `--overwrite` says what it deletes.
+
+Keeps what a run was made with: the command, the code's commit, versions, hardware and plan, for each driver.
 """
 
+import importlib.metadata
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import platform
+import shlex
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from dp_ray.errors import Error, StorageError
 from dp_ray.storage import Storage
-from dp_ray.text import json_text
+from dp_ray.system.process import git_state, without_values
+from dp_ray.text import hide, json_text
 
 RUN = "run.json"  # the job, and which driver runs it
 RESULT = "result.json"
@@ -47,3 +63,116 @@ def damage_told(run: object) -> Iterator[None]:
 def write_json(run: Storage, name: str, values: dict[str, Any]) -> None:
     """Write a mapping as a JSON file without secrets, in lines that people can read."""
     run.write_text(name, json_text(values, indent=2) + "\n")
+
+
+COUNTED = {"checkpoints": "checkpoint", "parts": "part of the outputs"}  # folder: what one file in it is
+NAMED = {
+    "history": "history",
+    "metrics.parquet": "history",
+    "weights.safetensors": "weights",
+    "model.safetensors.index.json": "weights",
+    "outputs": "outputs",
+    "outputs.parquet": "outputs",
+}
+
+
+def replacing(run: Storage) -> str:
+    """The flag that replaces a run, and what it deletes: `... which deletes its 3 checkpoints and history`."""
+    return f"(--overwrite, overwrite=True), which deletes {holdings(run)}"
+
+
+def holdings(run: Storage) -> str:
+    """What a run directory holds, in words: `its 3 checkpoints and history`."""
+    counts = {noun: len(run.child(folder).names()) for folder, noun in COUNTED.items()}
+    counted = [f"{count} {_plural(noun, count)}" for noun, count in counts.items() if count]
+    named = [noun for name, noun in NAMED.items() if run.exists(name) or run.child(name).names()]
+    found = [*counted, *dict.fromkeys(named)]
+    if not found:
+        return "its files (it has kept no step)"
+    return "its " + " and ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
+
+
+def _plural(noun: str, count: int) -> str:
+    first, *rest = noun.split(" ")
+    return " ".join([first + "s" * (count != 1), *rest])
+
+
+ABOUT = "about.json"
+PACKAGES = ("dp-ray", "torch", "ray", "numpy", "pyarrow", "torchvision", "transformers")
+KEPT = 20  # drivers of a run that was resumed often
+
+
+@contextmanager
+def recorded_about(run: Storage, plan: str, is_forked: bool) -> Iterator[None]:
+    """Add this driver to the run's `about.json` in the background, while the block runs; `plan` is its text.
+
+    If the block may fork this process, as loaders do, it begins once git has told its state: a fork would hold the
+    pipes open through which git does. A file that cannot be written is left out: it only informs.
+    """
+    now, git = datetime.now(UTC), cache(git_state)
+    if is_forked:
+        git()
+
+    def record() -> None:
+        with suppress(StorageError, OSError):
+            earlier = read_about(run)
+            write_json(run, ABOUT, {"drivers": [*earlier, {**_this_driver(now, git()), "plan": plan}][-KEPT:]})
+
+    thread = threading.Thread(target=record, name="about", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def read_about(run: Storage) -> list[dict[str, Any]]:
+    """The drivers of a run, in order; empty if the file is missing or damaged."""
+    with suppress(StorageError):
+        found = read_json(run, ABOUT).get("drivers", []) if run.exists(ABOUT) else []
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return []
+
+
+def _this_driver(started: datetime, git: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "started": started.isoformat(timespec="seconds"),
+        "command": command_of(sys.orig_argv),
+        "folder": os.getcwd(),
+        "git": git,
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _gpus(),
+    }
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command line of a process as one would type it, without secrets.
+
+    >>> command_of(["/usr/bin/python3", "/venv/bin/dp-ray", "run", "job.yaml", "--set", "env.KEY=abc"])
+    "dp-ray run job.yaml --set 'env.KEY=(not shown)'"
+    """
+    program, *rest = arguments or ["python"]
+    if rest and os.path.basename(rest[0]) == "dp-ray":
+        program, *rest = rest
+    return hide(shlex.join([os.path.basename(program), *without_values(rest)]))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[str]:
+    """The models of this machine's NVIDIA GPUs, as their driver's files tell them."""
+    found = []
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with suppress(OSError):
+            found += [line.partition(":")[2].strip() for line in file.read_text().splitlines() if "Model:" in line]
+    return found

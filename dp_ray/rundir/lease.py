@@ -1,93 +1,169 @@
-"""The lease of a run: its driver renews it, so that a second driver knows whether the first is alive."""
+"""The lease's file: which driver runs a run, and whether it seems to be alive.
 
+A request to stop a run, left in its directory for its driver.
+
+Stop a run or a sweep from elsewhere: its driver stops it at a step's border, and keeps it. It imports no torch.
+"""
+
+import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from dp_ray.errors import JobError, StorageError
-from dp_ray.rundir.claim import RunDir, is_ours
-from dp_ray.rundir.lease_file import EXPIRE_SECONDS, LEASE, Lease, read_lease, write_lease
-from dp_ray.rundir.stop_request import take_request
+from dp_ray.errors import Error, JobError, RunInterrupted, StorageError
+from dp_ray.rundir.files import RESULT, RUN, SWEEP, damage_told, read_json
 from dp_ray.storage import Storage
-from dp_ray.system.process import is_dead, machine, this_process
-from dp_ray.system.repeating import repeated
-from dp_ray.system.stop_signals import has_begun
+from dp_ray.system.process import Process, is_dead, machine, this_process
+from dp_ray.text import counted
 
-RENEW_SECONDS = 5.0
-TELL_SECONDS = 1.0  # between two checks of the steps done, on local disks, where a write is cheap
+LEASE = "lease.json"
+EXPIRE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The driver, its claim's token, the number of renewals, and the steps done at the last renewal."""
+
+    driver: Process
+    token: str
+    renewals: int = 0
+    step: int = 0
+
+
+def last_alive(run: Storage) -> tuple[bool, datetime | None]:
+    """Whether a driver seems to be active in the run directory, and when it last wrote its lease."""
+    lease, heard = read_lease(run), run.modified(LEASE)
+    return is_alive(lease, heard), heard
+
+
+def is_alive(lease: Lease | None, heard: datetime | None) -> bool:
+    """Whether the driver of a lease, which it wrote at `heard`, seems to be active."""
+    if lease is None or heard is None or is_dead(lease.driver):
+        return False
+    return lease.driver.machine == machine() or datetime.now(UTC) - heard < timedelta(seconds=EXPIRE_SECONDS)
+
+
+def read_lease(run: Storage) -> Lease | None:
+    """Read the run's lease; None if it is missing or damaged."""
+    if not run.exists(LEASE):
+        return None
+    try:
+        values: dict[str, Any] = json.loads(run.read_text(LEASE))
+        return Lease(Process(**values.pop("driver")), **values)
+    except (StorageError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_lease(run: Storage, lease: Lease) -> None:
+    """Write the run's lease."""
+    run.write_text(LEASE, json.dumps(asdict(lease)) + "\n")
+
+
+REQUEST = "stop.json"
+
+
+def leave_request(run: Storage, token: str) -> None:
+    """Ask the driver whose claim has this token to stop; another driver of the run does not heed it.
+
+    Raises StorageError if the directory cannot be written to.
+    """
+    run.write_text(REQUEST, json.dumps({"token": token, "by": str(this_process())}) + "\n")
+
+
+def take_request(run: Storage, token: str) -> str | None:
+    """Who asks the driver of this token to stop, None if nobody does; the request is removed."""
+    with suppress(StorageError, ValueError, KeyError, TypeError):
+        if run.exists(REQUEST):
+            request = json.loads(run.read_text(REQUEST))
+            run.delete(REQUEST)
+            if request["token"] == token:
+                return str(request["by"])
+    return None
+
+
 LOOK_SECONDS = 0.5
+FAILED, ASKED = "it failed", "it was asked to stop"
 
 
-def wait_until_free(run: Storage, say: Callable[[str], None]) -> Lease | None:
-    """Wait until no other driver is active in the run directory; return the last one's lease if it was killed.
+def stop_run(run_dir: str, waits: bool, say: Callable[[str], None]) -> str:
+    """Ask the driver of a running run or sweep to stop, wait for it if it `waits`, and return what became of it.
 
-    Raises JobError as soon as another driver is known to be alive: at once on the same host, else when it renews its
-    lease.
+    Raises JobError if nobody runs it, Error if it failed or its driver was killed meanwhile, and StorageError if its
+    directory cannot be read or written to.
     """
-    seen = read_lease(run)
-    if seen is None or is_dead(seen.driver):
-        return seen
-    if seen.driver.machine == machine():
-        raise _alive(run, seen)
-    say(f"waiting up to {EXPIRE_SECONDS:g} s for the lease of {seen.driver}, which may be alive")
-    until = time.monotonic() + EXPIRE_SECONDS
-    while time.monotonic() < until:
+    run = Storage(run_dir)
+    lease = read_lease(run)
+    if lease is None or not _is_heard(run, lease):
+        raise JobError(f"{run} is not running: {_state(run)}")
+    if run.exists(SWEEP) and not run.exists(RUN):
+        return _stop_sweep(run, lease, waits, say)
+    leave_request(run, lease.token)
+    say(f"asked {lease.driver} to stop after its current step")
+    if not waits:
+        return ASKED
+    while _is_held(run, lease):
         time.sleep(LOOK_SECONDS)
-        now = read_lease(run)
-        if now is None:
-            return None
-        if now != seen:
-            raise _alive(run, now)
-    return seen
+    if (state := _state(run)).startswith(FAILED):
+        raise Error(state)
+    return state
 
 
-@contextmanager
-def held(claimed: RunDir, steps_done: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Hold the lease of a claimed run directory while the block runs, and renew it in the background.
+def _stop_sweep(sweep: Storage, lease: Lease, waits: bool, say: Callable[[str], None]) -> str:
+    """Ask for the runs of a sweep's trials until the sweep ends: one that is stopped stops the sweep.
 
-    It records how many steps are done, for the next driver in case this one is killed. At the end, a request to stop
-    that came too late is removed.
+    A trial that ends just then is followed by the next one, which is asked for too.
     """
-    try:
-        with kept(claimed.storage, claimed.token, lambda: is_ours(claimed), steps_done):
-            yield
-    finally:
-        take_request(claimed.storage, claimed.token)
+    asked: set[str] = set()
+    while _is_held(sweep, lease):
+        with damage_told(f"{sweep}/{SWEEP}"):
+            names = [one["run"] for one in read_json(sweep, SWEEP)["trials"] if one["state"] == "running"]
+        for run in map(sweep.parent.child, names):
+            now = read_lease(run)
+            if now is not None and now.token not in asked and _is_heard(run, now):
+                leave_request(run, now.token)
+                say(f"asked {now.driver} to stop {run} after its current step")
+                asked.add(now.token)
+        if asked and not waits:
+            return ASKED
+        time.sleep(LOOK_SECONDS)
+    return _state(sweep)
 
 
-@contextmanager
-def kept(
-    folder: Storage, token: str, is_still_ours: Callable[[], bool], steps_done: Callable[[], int] = lambda: 0
-) -> Iterator[None]:
-    """Hold the lease of a folder while the block runs, as long as the folder is this driver's."""
-    has_begun()
-    lease, due = Lease(this_process(), token), time.monotonic() + RENEW_SECONDS
-    write_lease(folder, lease)
-    looks = RENEW_SECONDS if folder.is_atomic else min(TELL_SECONDS, RENEW_SECONDS)
-
-    def renew() -> None:
-        nonlocal lease, due
-        step = steps_done()
-        if step == lease.step and time.monotonic() < due:
-            return
-        due = time.monotonic() + RENEW_SECONDS
-        lease = replace(lease, renewals=lease.renewals + 1, step=step)
-        with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-            if is_still_ours():
-                write_lease(folder, lease)
-
-    try:
-        with repeated("lease", looks, renew):
-            yield
-    finally:
-        with suppress(StorageError):
-            if is_still_ours():
-                folder.delete(LEASE)
+def _is_held(run: Storage, lease: Lease) -> bool:
+    """Whether the driver still holds its lease; raises Error if it has ended without giving it back."""
+    now = read_lease(run)
+    if now is None or now.token != lease.token:
+        return False
+    if not _is_heard(run, now):
+        raise Error(f"{lease.driver} has ended without a word, {_state(run)}")
+    return True
 
 
-def _alive(run: Storage, lease: Lease) -> JobError:
-    return JobError(
-        f"{run} is being run by {lease.driver}, which is alive: wait for its end, end it, "
-        "or give this run another name (--name, name=)"
-    )
+def _is_heard(run: Storage, lease: Lease) -> bool:
+    """Whether the driver is alive; one on another machine is taken for dead if it has not renewed its lease."""
+    return is_alive(lease, run.modified(LEASE))
+
+
+def _state(run: Storage) -> str:
+    """What became of a run or a sweep that nobody runs now."""
+    if run.exists(SWEEP) and not run.exists(RUN):
+        return _state_of_sweep(run)
+    if not run.exists(RUN):
+        return "there is no run"
+    result = read_json(run, RESULT) if run.exists(RESULT) else {}
+    status, error = result.get("status"), str(result.get("error"))
+    if status == "interrupted":
+        return error.removeprefix(f"{RunInterrupted.__name__}: ")
+    if status == "failed":
+        return f"{FAILED}: {error}"
+    return "it is done" if status == "done" else "it is unfinished; dp-ray report tells what it has kept"
+
+
+def _state_of_sweep(sweep: Storage) -> str:
+    with damage_told(f"{sweep}/{SWEEP}"):
+        states = [one["state"] for one in read_json(sweep, SWEEP)["trials"]]
+    told = f"{states.count('done')} of its {counted(len(states), 'trial')} are done"
+    return told if states.count("done") == len(states) else f"{told}; the same command goes on"

@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from dp_ray.engine.world import broadcast, is_rank_0
 from dp_ray.errors import StorageError
-from dp_ray.plan.work import Range
-from dp_ray.replica.world import broadcast, is_rank_0
-from dp_ray.rundir.contents import replacing
+from dp_ray.plan.split import Range
+from dp_ray.rundir.files import replacing
 from dp_ray.storage import Storage
 
 LEDGER = "attempt.json"

@@ -1,8 +1,11 @@
 """Lists the runs in a storage, from the small files of their directories; it imports no torch.
 
 A damaged run, or a folder that holds no run, is a row that says so.
+
+The file in which the driver notes a run's progress while it runs, for `dp-ray watch` and `dp-ray list`.
 """
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +16,24 @@ from typing import Any
 from pyarrow import fs as pafs
 
 from dp_ray.errors import JobError, StorageError
+from dp_ray.plan.split import split_of
 from dp_ray.rundir.files import RESULT, RUN, SWEEP, read_json
-from dp_ray.rundir.history_file import is_inner
-from dp_ray.rundir.lease_file import LEASE, is_alive, read_lease
-from dp_ray.rundir.lengths import split_of
-from dp_ray.rundir.progress_file import PROGRESS, read_progress
+from dp_ray.rundir.history import is_inner
+from dp_ray.rundir.lease import LEASE, is_alive, read_lease
 from dp_ray.storage import Storage, with_names
 from dp_ray.text import did_you_mean
+
+PROGRESS = "progress.json"
+
+
+def read_progress(run: Storage) -> dict[str, Any]:
+    """The progress that the driver noted last; empty if the file is missing or damaged, for it only informs."""
+    try:
+        values = json.loads(run.read_text(PROGRESS))
+    except (StorageError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
 
 THREADS = 32  # for object stores, where each file is a request
 NO_RUN, DAMAGED, OF_RUNS = "no run", "damaged", "sweep"

@@ -15,7 +15,7 @@ import torch
 
 from dp_ray.errors import DataError, ModelError
 from dp_ray.plan.split import chunk_bounds
-from dp_ray.tensors.nested import Leaf, difference, flatten, leaf_keys, quoted, unflatten
+from dp_ray.tensors.tree import Leaf, difference, flatten, leaf_keys, quoted, unflatten
 
 
 def rows_dim(leaf: Leaf, dim: int) -> int:

@@ -1,21 +1,63 @@
-"""Feeds one tracker from a thread of its own: what it misses is taken from the history's files and sent again."""
+"""Feeds one tracker from a thread of its own: what it misses is taken from the history's files and sent again.
 
+What the run directory remembers of a tracker: its own run, and which steps it has.
+
+The trackers of a run: fed while it runs, and ended with it.
+
+Sends to a run's trackers, after its end, what they lacked when it ended.
+"""
+
+import json
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dp_ray.errors import StorageError
-from dp_ray.rundir.history_file import history_so_far, is_inner
+from dp_ray.errors import JobError, StorageError
+from dp_ray.job.files import dotted
+from dp_ray.job.job import Job
+from dp_ray.rundir.files import RESULT, RUN, read_json
+from dp_ray.rundir.history import history_so_far, is_inner
+from dp_ray.rundir.lease import last_alive
 from dp_ray.storage import Storage
-from dp_ray.text import counted
-from dp_ray.trackers.memory import Memory, read_memory, write_memory
-from dp_ray.trackers.process import Tracker, TrackerError, TrackerRefused
+from dp_ray.text import counted, hide, hide_in, json_text
+from dp_ray.trackers.process import PACKAGES, Tracker, TrackerError, TrackerProcess, TrackerRefused, check_installed
+
+TRACKERS = "trackers"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The tracker's run, the first step that it lacks, and the status with which it was ended, if it was."""
+
+    run_id: str | None = None
+    next_step: int = 0
+    status: str | None = None
+
+
+def read_memory(run: Storage, name: str) -> Memory:
+    """What is remembered of a tracker; nothing if the file is missing or damaged."""
+    try:
+        values: dict[str, Any] = json.loads(run.child(TRACKERS).read_text(f"{name}.json"))
+        return Memory(values["run_id"], int(values["next_step"]), values["status"])
+    except (StorageError, ValueError, KeyError, TypeError):
+        return Memory()
+
+
+def write_memory(run: Storage, name: str, memory: Memory) -> None:
+    """Remember it. What cannot be written is asked of the tracker again."""
+    with suppress(StorageError):
+        folder = run.child(TRACKERS)
+        folder.create()
+        folder.write_text(f"{name}.json", json_text(asdict(memory)) + "\n")
+
 
 QUEUED_ROWS = 10_000  # more are forgotten, and read from the history's files later
 ROWS_AT_ONCE = 200
@@ -201,3 +243,81 @@ class Feed:
 def _in_batches(table: pa.Table) -> Iterator[list[dict[str, Any]]]:
     for first in range(0, len(table), ROWS_AT_ONCE):
         yield table.slice(first, ROWS_AT_ONCE).to_pylist()
+
+
+END_SECONDS = 30.0
+STOP_SECONDS = 5.0  # after Ctrl-C
+
+
+class RunTrackers:
+    """The feeds of a run's trackers; without any, nothing happens."""
+
+    def __init__(self, job: Job, run: Storage, say: Callable[[str], None]) -> None:
+        names = [name for name in job.trackers or () if name in PACKAGES]
+        about = about_run(job.describe(), str(run)) if names else {}
+        self._feeds = [Feed(name, partial(TrackerProcess, name, about, job.env), run, say) for name in names]
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Take rows of the history, without waiting."""
+        for feed in self._feeds:
+            feed.add(rows)
+
+    def close(self) -> None:
+        """Do nothing: the end of the run comes after its files are whole, with `finish`."""
+
+    def finish(self, status: str, metrics: Mapping[str, float]) -> None:
+        """End the trackers' runs; those that do not answer are left after a while."""
+        end_all(self._feeds, status, metrics, END_SECONDS if status == "done" else STOP_SECONDS)
+
+
+def end_all(feeds: Sequence[Feed], status: str, metrics: Mapping[str, float | None], seconds: float) -> None:
+    """End the runs of several trackers, all within the same seconds."""
+    until = time.monotonic() + seconds
+    known = {name: value for name, value in metrics.items() if value is not None}
+    for feed in feeds:
+        feed.end(Ending(status, known), until)
+    for feed in feeds:
+        feed.leave()
+
+
+def about_run(described: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
+    """What a tracker is told of a run when it opens: name, parameters and tags, without secrets.
+
+    A list is one parameter, as JSON. The values of env are kept nowhere.
+    """
+    told = dotted(hide_in(described))
+    kept = [(key, value) for key, value in told if "env" not in key.split(".") and value is not None]
+    params = {key: value if isinstance(value, int | float) else _text(value) for key, value in kept}
+    tags = {"dp_ray.task": str(described["task"]), "dp_ray.run_dir": hide(run_dir)}
+    return {"name": hide(described["name"]), "params": params, "tags": tags}
+
+
+def _text(value: Any) -> str:
+    return hide(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+LATE_SECONDS = 600.0
+
+
+def send_late(run_dir: str) -> Iterator[str]:
+    """Send what the trackers of an ended run lack; yield a line for each.
+
+    Raises JobError if the run goes on, or has no trackers, and StorageError if they still do not answer.
+    """
+    run = Storage(run_dir)
+    job, result = read_json(run, RUN)["job"], read_json(run, RESULT) if run.exists(RESULT) else {}
+    names = [name for name in job.get("trackers") or () if name in PACKAGES]
+    if not names:
+        raise JobError(f"{run}: the job has no trackers but TensorBoard's files")
+    if not result or last_alive(run)[0]:
+        raise JobError(f"{run}: has not ended; its trackers get what they lack when it goes on")
+    check_installed(names)
+    said: list[str] = []
+    feeds = [
+        Feed(name, partial(TrackerProcess, name, about_run(job, str(run)), {}), run, said.append) for name in names
+    ]
+    end_all(feeds, result["status"], result["metrics"], LATE_SECONDS)
+    if lacking := [feed.name for feed in feeds if not feed.is_done]:
+        raise StorageError(f"{run}: {', '.join(lacking)} did not answer: {said[-1]}")
+    for name in names:
+        yield f"{name} has all {read_memory(run, name).next_step} steps"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dp_ray.errors import Error, JobError
-from dp_ray.secrets import hide
+from dp_ray.text import hide
 
 PACKAGES = {"mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
 OPEN_SECONDS = 120.0

@@ -17,25 +17,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.job_plan import split_of
-from dp_ray.plan.split import Split
-from dp_ray.plan.work import Work
-from dp_ray.replica import data
-from dp_ray.replica.batch_gradient import BatchGradient
-from dp_ray.replica.buffers import EARLY
-from dp_ray.replica.data import load_shards, on_device
-from dp_ray.replica.freed_memory import free_memory
-from dp_ray.replica.loss_watch import LossWatch, NotFinite
-from dp_ray.replica.model import build_model
-from dp_ray.replica.reducer import ShardSums
-from dp_ray.replica.reduction import DdpReduction
-from dp_ray.replica.stats import Stats
-from dp_ray.replica.step import Metrics, build_step
-from dp_ray.replica.step_clock import Part, StepClock, TimedStep, clock_on
-from dp_ray.replica.stop_vote import StopVote
-from dp_ray.replica.trainer import Trainer
-from dp_ray.replica.world import TIMEOUT, World, form_group, new_group
-from dp_ray.task.notices import Measured
+from dp_ray.engine import loading
+from dp_ray.engine.buffers import EARLY
+from dp_ray.engine.clock import Part, StepClock, TimedStep, clock_on
+from dp_ray.engine.loading import load_shards, on_device
+from dp_ray.engine.model import build_model, free_memory
+from dp_ray.engine.reduce import DdpReduction, ShardSums
+from dp_ray.engine.step import Metrics, build_step
+from dp_ray.engine.trainer import BatchGradient, Trainer
+from dp_ray.engine.votes import LossWatch, NotFinite, Stats, StopVote
+from dp_ray.engine.world import TIMEOUT, World, form_group, new_group
+from dp_ray.job.plan import split_of
+from dp_ray.plan.split import Split, Work
+from dp_ray.tasks.hooks import Measured
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, run_here
 from tests.support.group import history_of
 from tests.support.training import Pairs
@@ -80,7 +74,7 @@ def test_a_training_of_a_thousand_steps_is_that_of_one_stream(
 ) -> None:
     keys = {**MLP, "shards": 2, "bitwise": True, "max_steps": STEPS, "epochs": STEPS, "batch_size": 20}
     run_here(job_on(device, **keys, loader=loader), tmp_path / "streams")
-    monkeypatch.setattr(data, "on_device", on_one_stream)
+    monkeypatch.setattr(loading, "on_device", on_one_stream)
     run_here(job_on(device, **keys), tmp_path / "one stream")
     assert bits(tmp_path / "streams") == bits(tmp_path / "one stream")
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from benchmarks.nets import Gpt, Texts
+from dp_ray.engine.votes import StepControl, StopVote
 from dp_ray.plan.order import Order
-from dp_ray.replica.stop_vote import StopVote
-from dp_ray.task.step_control import StepControl
 from tests.gpu.support import GPT, MLP, RESNET, bits, job_on, plain_training, run_here
 from tests.support import training
 from tests.support.group import ProcessExit, StopsBefore, history_of, run_group

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from tests.support.trainings import ADAMW, SGD, job_of
 
 SHARDS = 6

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dp_ray.engine.model import free_memory
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World, form_group
 from dp_ray.errors import Error
-from dp_ray.replica.freed_memory import free_memory
-from dp_ray.replica.world import World, form_group
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task.notices import Measured
-from dp_ray.task.step_control import StepControl
-from dp_ray.task.task import run_task
+from dp_ray.tasks.hooks import Measured
+from dp_ray.tasks.task import run_task
 from tests.sim import jobs, mutants
 from tests.support import simgpu, training
 from tests.support.trainings import initial

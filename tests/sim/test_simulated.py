@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dp_ray.replica.buffers import EARLY
+from dp_ray.engine.buffers import EARLY
 from tests.sim.conftest import Set
 from tests.sim.jobs import JOBS, NOT_BITWISE, OTHER_KERNELS, num_devices
 from tests.sim.mutants import METHODS, MUTANTS, NO_ORDER

@@ -4,12 +4,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dp_ray.job import Job
-from dp_ray.replica.world import World
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task.step_control import StepControl
-from dp_ray.task.task import run_task
+from dp_ray.tasks.task import run_task
 from tests.support.group import Stopped
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from tests.support.patchwork import Noisy, Patchwork, put, train_plainly
 from tests.support.training import Pairs, warm_up
 from tests.support.trainings import initial

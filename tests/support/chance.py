@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dp_ray.plan.order import Order
-from dp_ray.plan.permutation import Permutation, num_rounds, round_keys, sides, stream_of
+from dp_ray.plan.order import Order, Permutation, num_rounds, round_keys, sides, stream_of
 
 Ints = NDArray[np.int64]
 

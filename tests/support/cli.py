@@ -4,14 +4,14 @@ import sys
 
 import pytest
 
-from dp_ray import cli
+from dp_ray.cli import main
 
 
 def status_of(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     """The exit status of the program, run in this process."""
     monkeypatch.setattr(sys, "argv", ["dp-ray", *args])
     try:
-        cli.main()
+        main.main()
     except SystemExit as leaving:
         return int(leaving.code or 0)
     return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 import dp_ray
-import dp_ray.driver
+import dp_ray.driver.run
 
 ROOT = Path(__file__).resolve().parents[2]
 

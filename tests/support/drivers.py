@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import dp_ray
-from dp_ray.cluster.ray_internals.variables import VARIABLES
-from dp_ray.rundir.history_file import CLOCKED
+from dp_ray.cluster.internals.variables import VARIABLES
+from dp_ray.rundir.history import CLOCKED
 from tests.support.cluster import ROOT, Cluster
 
 SLOW: dict[str, Any] = {

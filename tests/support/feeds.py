@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from dp_ray.job import Job
-from dp_ray.results.manifest import outputs_sha256
+from dp_ray.job.job import Job
+from dp_ray.outputs.files import outputs_sha256
 from dp_ray.storage import Storage
 from tests.support.group import run_group, weights_of
 from tests.support.merging import merged

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import dp_ray
-from dp_ray import cli
+from dp_ray.cli import main
 from tests.support.cluster import ROOT
 from tests.support.forked_python import FORKED, SERVER
 
@@ -112,7 +112,7 @@ def ended(function: Callable[..., Any], *args: Any, **how: Any) -> Ended:
 def dp_ray_program(*args: str) -> None:
     """Be `dp-ray` with these arguments."""
     sys.argv = ["dp-ray", *args]
-    cli.main()
+    main.main()
 
 
 def run_job(keys: dict[str, Any]) -> None:

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dp_ray.job import Job
-from dp_ray.replica.freed_memory import free_memory
-from dp_ray.replica.world import World
-from dp_ray.rundir.history_file import CLOCKED
+from dp_ray.engine.model import free_memory
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
+from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.storage import Storage
-from dp_ray.task.notices import Measured
-from dp_ray.task.step_control import StepControl
-from dp_ray.task.task import run_task
+from dp_ray.tasks.hooks import Measured
+from dp_ray.tasks.task import run_task
 from tests.support.forked import fork_from_this, new_process
 from tests.support.forked_python import FORKED
 
@@ -147,7 +147,7 @@ def _received(pipe: Connection) -> tuple[str, Any]:
 def _serve(pipe: Connection) -> None:
     """Be a worker of one group after the other."""
     torch.set_num_threads(1)
-    FORKED.set_forkserver_preload(["dp_ray.data", "dp_ray.replica.data"])  # of a server that a later job starts
+    FORKED.set_forkserver_preload(["dp_ray.data", "dp_ray.engine.loading"])  # of a server that a later job starts
     is_first = True
     while True:
         try:

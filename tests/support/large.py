@@ -191,8 +191,8 @@ def measured_in_group(strategy: str) -> int:
 
 def planned_very_large() -> tuple[int, float, int]:
     """Plan a language model of 2 billion parameters: their number, this process's seconds and its largest size."""
-    from dp_ray.job import Job
-    from dp_ray.planning import plan_memory_of
+    from dp_ray.driver.planning import plan_memory_of
+    from dp_ray.job.job import Job
 
     case = {"model": "Gpt", "size": [1024], "rows": 4, "tokens": 50000, "shards": 2}
     args = {"width": 2560, "depth": 26, "words": 50000}

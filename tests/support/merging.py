@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-from dp_ray.job import Job
-from dp_ray.job_plan import split_of
-from dp_ray.plan.file_cut import FileCut
+from dp_ray.job.job import Job
+from dp_ray.job.plan import split_of
+from dp_ray.outputs.files import OUTPUTS, FileMerge, prove_outputs
+from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Split
-from dp_ray.results.manifest import OUTPUTS
-from dp_ray.results.merged import Merged
-from dp_ray.results.output_files import FileMerge
-from dp_ray.results.proof import prove_outputs
+from dp_ray.plan.split import FileCut, Split
 from dp_ray.rundir import ledger
 from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.storage import Storage

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dp_ray.plan.order import Order
-from dp_ray.plan.seeds import derive_seed
+from dp_ray.plan.order import Order, derive_seed
 
 CLASSES = 3
 

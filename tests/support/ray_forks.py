@@ -15,13 +15,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from dp_ray.cluster import fork_server, forking
+from dp_ray.cluster import fast_start, fork_server
 
 HERE = Path(__file__).parent
 SETUP = str(HERE / "ray_setup.py")
 SOCKET = "forks"  # the server's, in the cluster's folder
 # What dp_ray's modules import, and the tests' own; `ray_posed` is beside this file.
-MODULES = ["ray_posed", *(one for one in forking.MODULES if not one.startswith("dp_ray."))]
+MODULES = ["ray_posed", *(one for one in fast_start.MODULES if not one.startswith("dp_ray."))]
 MODULES += ["torch", "torch._dynamo", "torch.utils.data", "pandas", "pyarrow.parquet", "pyarrow.fs"]
 MODULES += ["sklearn.datasets", "tensorboardX", "click", "rich", "attr", "pytest", "hypothesis"]
 
@@ -51,7 +51,7 @@ def served(path: Path, cluster: str, program: str = fork_server.__file__) -> Ite
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
-        listener.listen(forking.WAITING)
+        listener.listen(fast_start.WAITING)
         line = [sys.executable, program, str(listener.fileno()), given, cluster]
         server = subprocess.Popen(line, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=own)
     try:
@@ -72,7 +72,7 @@ def forked_by(server: Path) -> Iterator[None]:
     """Within the block, a raylet that is started has its workers forked; they enter their job's environment first."""
     from ray._private.parameter import RayParams
 
-    from dp_ray.cluster.ray_internals.core import workers_forked_by
+    from dp_ray.cluster.internals.core import workers_forked_by
 
     before = RayParams.update_if_absent
 

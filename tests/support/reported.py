@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dp_ray.job import Job
-from dp_ray.replica.world import World
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
 from dp_ray.results.result import Result
-from dp_ray.results.step_time_files import StepTimeWriter, TimedSteps
-from dp_ray.rundir.history_file import METRICS, write_piece
+from dp_ray.rundir.history import METRICS, write_piece
+from dp_ray.steps.times import StepTimeWriter, TimedSteps
 from dp_ray.storage import Storage
 
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>{{7*7}}$$x$$"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from dp_ray.rundir.claim import RunDir, claim
 from dp_ray.storage import Storage
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from dp_ray import sessions
+from dp_ray.driver import sessions
 
 
 def share(session: sessions.Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ import os
 import time
 from pathlib import Path
 
+from dp_ray.engine.votes import StepControl
 from dp_ray.storage import Storage
-from dp_ray.task.step_control import StepControl
 
 
 class Slow(StepControl):

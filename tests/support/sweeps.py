@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from dp_ray.rundir.about import read_about
+from dp_ray.rundir.files import read_about
 from dp_ray.storage import Storage
 from tests.support import forked, training
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dp_ray
-from dp_ray.job import Job
+from dp_ray.job.job import Job
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop
 from tests.support.group import history_of, weights_of

@@ -14,9 +14,8 @@ import sklearn.datasets  # noqa: F401
 import torch._dynamo  # noqa: F401
 import torchmetrics  # noqa: F401
 
-import dp_ray.cli
-import dp_ray.driver
-import dp_ray.in_process  # noqa: F401
+import dp_ray.cli.main
+import dp_ray.driver.in_process  # noqa: F401
 import tests.support.feeds
 import tests.support.group
 import tests.support.tables

@@ -1,0 +1,285 @@
+"""The command line: run, plan, verify, submit, evaluate, predict, retry, schema; sweeps and what shows runs."""
+
+import io
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TextIO
+
+import click
+
+from dp_ray.cli.options import (
+    ADDRESS,
+    INJECT,
+    JOB,
+    JSON,
+    NAME,
+    OVERWRITE,
+    PROFILE,
+    QUIET,
+    RESULT_JSON,
+    SETTINGS,
+    SHAPES,
+    STORAGE,
+    VERBOSE,
+    WORKERS,
+    begun,
+    forked_early,
+    load,
+    of_a_training,
+    overrides_of,
+    say,
+    say_import,
+    show_error,
+)
+from dp_ray.cli.remote import logs, status, stop, submit
+from dp_ray.cli.runs import compare, list_runs, replay, report, track, watch
+from dp_ray.cli.sweep import sweep
+from dp_ray.errors import Error
+from dp_ray.job.files import parse_counts, parse_setting
+from dp_ray.job.job import Job
+from dp_ray.system.imports import collector_paused
+from dp_ray.system.threads import INTERRUPTED
+from dp_ray.text import harmless, json_text
+
+_at_end = ExitStack()  # closed when the outcome has been said
+
+
+def main() -> None:
+    """Run the program; exit status 0 done, 1 the job failed, 2 bad job file or usage, 130 interrupted."""
+    with _at_end:
+        _run_program()
+
+
+def _run_program() -> None:
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as leaving:
+        sys.exit(leaving.exit_code)
+    except click.ClickException as error:
+        error.show(shown := io.StringIO())
+        say(shown.getvalue().rstrip("\n"))
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt) as stopped:
+        says = stopped.__cause__ if isinstance(stopped, click.Abort) else stopped
+        say(str(says or "") or "interrupted")
+        sys.exit(INTERRUPTED)
+    except Error as error:
+        show_error(error, is_verbose="--verbose" in sys.argv)
+        sys.exit(error.exit_status)
+    except Exception:  # a mistake of dp_ray's own
+        say(traceback.format_exc().rstrip("\n"))
+        sys.exit(1)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="dp-ray")
+def cli() -> None:
+    """Run PyTorch models data-parallel on Ray clusters: exact, elastic, merged."""
+
+
+@cli.command()
+@click.argument("job_files", metavar="JOB.yaml", nargs=-1, required=True, type=click.Path())
+@WORKERS
+@SETTINGS
+@NAME
+@STORAGE
+@ADDRESS
+@OVERWRITE
+@SHAPES
+@INJECT
+@PROFILE
+@click.option("--keep-going", is_flag=True, help="Of several jobs: run the rest after one has failed.")
+@RESULT_JSON
+@QUIET
+@VERBOSE
+@click.option("--env-from", hidden=True, help="Where `submit` left the settings of env.")
+def run(
+    job_files: tuple[str, ...],
+    workers: str | None,
+    settings: tuple[str, ...],
+    name: str | None,
+    storage: str | None,
+    profile: str | None,
+    keep_going: bool,
+    as_json: bool,
+    env_from: str | None,
+    **flags: Any,
+) -> None:
+    """Run a job to its end, or resume its unfinished run; several jobs run on the same workers, one after another."""
+    if env_from is not None:
+        from dp_ray.cluster.submit import take_settings
+
+        settings = (*settings, *take_settings(env_from))
+    jobs = [load(job_file, workers, settings, name=name, storage=storage, profile=profile) for job_file in job_files]
+    _at_end.enter_context(begun(jobs, flags["address"], flags["quiet"], flags["verbose"]))
+    from dp_ray.driver.run import Options
+    from dp_ray.driver.several import running
+
+    with running(jobs, Options(**flags)) as execute:
+        failures = [_run_one(execute, job, as_json, keep_going, flags["verbose"]) for job in jobs]
+    if any(failures):
+        sys.exit(max(failures))
+
+
+def _run_one(execute: Callable[[Job], Any], job: Job, as_json: bool, keep_going: bool, verbose: bool) -> int:
+    """Run one of several jobs and return its exit status; a failure is raised without `keep_going`."""
+    try:
+        result = execute(job)
+    except Error as error:
+        if not keep_going:
+            raise
+        show_error(error, verbose)
+        return error.exit_status
+    if as_json:
+        click.echo(json_text(result.to_json()))
+    return 0
+
+
+@cli.command()
+@JOB
+@WORKERS
+@SETTINGS
+@NAME
+@STORAGE
+@click.option("--memory", is_flag=True, help="Also the memory of a worker's devices, for each number of workers.")
+@click.option(
+    "--gpu-memory",
+    type=click.FloatRange(0, min_open=True),
+    metavar="GIB",
+    help="What a GPU has. Default: this machine's.",
+)
+@JSON
+def plan(
+    job_file: str,
+    workers: str | None,
+    settings: tuple[str, ...],
+    name: str | None,
+    storage: str | None,
+    memory: bool,
+    gpu_memory: float | None,
+    as_json: bool,
+) -> None:
+    """Show what a run of a job will do: its steps, and which worker gets which shards; starts no Ray."""
+    job = load(job_file, workers, settings, name=name, storage=storage)
+    from dp_ray.driver.planning import plan_job, plan_memory_of
+    from dp_ray.plan.costs import table
+
+    planned = plan_job(job)
+    needed = plan_memory_of(job, gpu_memory) if memory or gpu_memory is not None else None
+    if as_json:
+        click.echo(json_text({**planned.to_json(), **({} if needed is None else {"memory": needed.to_json()})}))
+    else:
+        click.echo(harmless("\n".join([table(planned), *(() if needed is None else needed.lines())])))
+
+
+@cli.command()
+@JOB
+@click.option("--workers", metavar="N,N,...", required=True, help="The numbers of workers to compare: 1,2,3,8.")
+@SETTINGS
+@STORAGE
+@ADDRESS
+@click.option("--tolerance", type=float, help="Relative difference to allow where the job is not bitwise.")
+@JSON
+@QUIET
+@VERBOSE
+def verify(
+    job_file: str,
+    workers: str,
+    settings: tuple[str, ...],
+    storage: str | None,
+    address: str | None,
+    tolerance: float | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Run a job on several numbers of workers and check that the results are the same."""
+    counts = parse_counts(workers)
+    job = load(job_file, None, (*settings, f"workers={counts[0]}"), storage=storage)
+    say_import(job.run_name, quiet)
+    if max(counts) > 0:
+        _at_end.enter_context(forked_early(job, address))
+    with collector_paused():
+        from dp_ray.driver.run import Options
+        from dp_ray.driver.verify import verify as run_verify
+
+    options = Options(address=address, overwrite=True, quiet=quiet, verbose=verbose)
+    verdict = run_verify(job, counts, options, tolerance)
+    click.echo(verdict.to_json() if as_json else harmless(str(verdict)))
+    sys.exit(0 if verdict.same else 1)
+
+
+@cli.command()
+@of_a_training
+def evaluate(**given: Any) -> None:
+    """Evaluate the weights of a training."""
+    _follow_up("evaluate", **given)
+
+
+@cli.command()
+@of_a_training
+def predict(**given: Any) -> None:
+    """Predict with the weights of a training."""
+    _follow_up("predict", **given)
+
+
+def _follow_up(
+    task: Any,
+    run_dir: str,
+    dataset: str | None,
+    weights: Any,
+    workers: str | None,
+    settings: tuple[str, ...],
+    name: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    say_import(name or run_dir, flags["quiet"])
+    from dp_ray.driver.from_run import follow_up
+    from dp_ray.driver.run import Options, execute
+
+    chosen = {} if dataset is None else dict([parse_setting(f"dataset={dataset}")])
+    overrides = {**chosen, **overrides_of(workers, settings, name=name)}
+    job, lines = follow_up(task, run_dir, weights, overrides)
+    for line in () if flags["quiet"] else lines:
+        say(line)
+    result = execute(job, Options(**flags))
+    if as_json:
+        click.echo(json_text(result.to_json()))
+
+
+@cli.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@WORKERS
+@SETTINGS
+@ADDRESS
+@RESULT_JSON
+@QUIET
+@VERBOSE
+def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """Run again what a prediction has set aside; what succeeds takes its place in the order of the outputs."""
+    say_import(run_dir, flags["quiet"])
+    from dp_ray.driver.from_run import reopened, retried
+    from dp_ray.driver.run import Options, execute
+
+    result = execute(retried(run_dir, overrides_of(workers, settings)), Options(**flags), again=reopened)
+    if as_json:
+        click.echo(json_text(result.to_json()))
+
+
+@cli.command()
+@click.option(
+    "--out", metavar="FILE", type=click.File("w", atomic=True), default="-", help="File to write; default stdout."
+)
+def schema(out: TextIO) -> None:
+    """Print the JSON schema of job files, for editors."""
+    from dp_ray.job.files import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2), file=out)
+
+
+for command in (sweep, submit, status, logs, stop, report, compare, list_runs, watch, track, replay):
+    cli.add_command(command)

@@ -1,0 +1,161 @@
+"""Shows an error on the terminal.
+
+The arguments and options that several commands take, and the keys of a job that they set.
+
+The first seconds of `dp-ray run`: Ray starts or is connected to while torch is imported.
+"""
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dp_ray.cluster.ray_version import check_ray
+from dp_ray.errors import Error, frames_of, notes_of
+from dp_ray.job.files import load_job, parse_setting, parse_workers
+from dp_ray.job.job import Job
+from dp_ray.system.imports import collector_paused
+from dp_ray.system.threads import raise_put_off
+from dp_ray.text import harmless
+
+
+def show_error(error: Error, is_verbose: bool) -> None:
+    """Print the error below its traceback, here or on a worker: the frames of user code, or all frames if verbose."""
+    shown = frames_of(error)
+    if is_verbose and not notes_of(error) and error.__cause__ is not None:
+        shown = "".join(traceback.format_exception(error.__cause__))
+    if shown:
+        say(shown.rstrip("\n"))
+    say(f"error: {error}")
+
+
+def say(text: str) -> None:
+    """Write to stderr what is neither asked for nor of user code."""
+    click.echo(harmless(text), err=True)
+
+
+JOB = click.argument("job_file", metavar="JOB.yaml", type=click.Path())
+WORKERS = click.option("--workers", metavar="N|MIN:MAX", help="Number of workers, or a range of it.")
+SETTINGS = click.option(
+    "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Set any key of the job: --set model.args.width=64."
+)
+INJECT = click.option(
+    "--inject",
+    metavar="FAULTS",
+    default="",
+    help="Faults to inject: 'kill worker 1 at step 20; kill node 2 at step 40'.",
+)
+PROFILE = click.option(
+    "--profile", metavar="STEPS[:RANK]", help="Trace steps with torch.profiler: 10-20:0, 10-20:slowest, slowest."
+)
+NAME = click.option("--name", help="The run's name; its directory is STORAGE/NAME.")
+STORAGE = click.option("--storage", help="Folder or URL of the run directories.")
+ADDRESS = click.option("--address", help="The Ray cluster's address; default RAY_ADDRESS, else a Ray of its own.")
+SHAPES = click.option("--shapes", is_flag=True, help="Print what every shard's model saw.")
+RESULT_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on the last line.")
+JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+QUIET = click.option("--quiet", is_flag=True, help="No progress.")
+VERBOSE = click.option("--verbose", is_flag=True, help="With Ray's own log lines, and all frames of a traceback.")
+OVERWRITE = click.option(
+    "--overwrite", is_flag=True, help="Delete a run of the same name with all that it kept, and start anew."
+)
+
+
+def of_a_training(command: Any) -> Any:
+    """The arguments and options of `evaluate` and `predict`."""
+    options = [
+        click.argument("run_dir", metavar="RUN_DIR"),
+        click.option(
+            "--dataset", metavar="TARGET", help="Another dataset: module:attribute, or {target: ..., args: ...}."
+        ),
+        click.option(
+            "--weights",
+            type=click.Choice(["best", "last", "ema"]),
+            help="Default: best if the training kept them, else those that it evaluated at its end: ema or last.",
+        ),
+        WORKERS,
+        SETTINGS,
+        click.option("--name", help="The run's name. Default: the training's name, then the task."),
+        ADDRESS,
+        click.option("--overwrite", is_flag=True, help="Replace a run of the same name."),
+        SHAPES,
+        RESULT_JSON,
+        QUIET,
+        click.option("--verbose", is_flag=True, help="With Ray's own log lines."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def load(job_file: str, workers: str | None, settings: tuple[str, ...], **others: str | None) -> Job:
+    """The job in a file, with the keys that the command line sets."""
+    return load_job(Path(job_file), overrides_of(workers, settings, **others))
+
+
+def overrides_of(workers: str | None, settings: tuple[str, ...], **others: str | None) -> dict[str, Any]:
+    """The keys of a job that the command line sets."""
+    overrides: dict[str, Any] = dict(map(parse_setting, settings))
+    if workers is not None:
+        overrides["workers"] = parse_workers(workers)
+    overrides.update({key: value for key, value in others.items() if value is not None})
+    return overrides
+
+
+@contextmanager
+def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: bool) -> Iterator[None]:
+    """Say what begins, and begin to connect to Ray if a single job needs it; what is left of it ends with the block.
+
+    The block begins when Ray is there, or has failed to: the job's own code may change the environment, which a Ray
+    that starts takes over.
+    """
+    name = jobs[0].run_name
+    with workers_begun(name, jobs, address, is_quiet):
+        if len(jobs) > 1 or jobs[0].max_workers == 0:
+            yield  # a session connects with the keys of all jobs
+            return
+        from dp_ray.cluster.connect import connected_early, what_begins
+
+        say_unless_quiet(f"{name}: {what_begins(address)}", is_quiet)
+        with connected_early(jobs[0], address, is_verbose) as connection:
+            with collector_paused():
+                from dp_ray.cluster import workers  # noqa: F401
+            raise_put_off()
+            connection.wait()
+            yield
+
+
+@contextmanager
+def workers_begun(name: str, jobs: Sequence[Job], address: str | None, is_quiet: bool) -> Iterator[None]:
+    """Say what begins, and have what workers are forked from begin if jobs need it; it ends with the block."""
+    if all(job.max_workers == 0 for job in jobs):
+        say_unless_quiet(f"{name}: importing torch", is_quiet)
+        yield
+        return
+    say_import(name, is_quiet)
+    with forked_early(jobs[0], address):
+        yield
+
+
+@contextmanager
+def forked_early(job: Job, address: str | None) -> Iterator[None]:
+    """Have the process begin from which the workers of a Ray of its own are forked; it ends with the block."""
+    check_ray()
+    from dp_ray.cluster.fast_start import forking_early
+
+    with forking_early(job, address):
+        yield
+
+
+def say_import(name: str, is_quiet: bool) -> None:
+    """Say that torch and Ray are being imported, which takes the first seconds of a run."""
+    say_unless_quiet(f"{name}: importing torch and Ray", is_quiet)
+
+
+def say_unless_quiet(line: str, is_quiet: bool) -> None:
+    """Write a line to stderr."""
+    if not is_quiet:
+        click.echo(harmless(line), err=True)

@@ -1,0 +1,150 @@
+"""The commands for runs that go on elsewhere: submit, status, logs, stop."""
+
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dp_ray.cli.options import (
+    INJECT,
+    JOB,
+    JSON,
+    OVERWRITE,
+    PROFILE,
+    RESULT_JSON,
+    SETTINGS,
+    SHAPES,
+    WORKERS,
+    load,
+    say,
+)
+from dp_ray.errors import JobError
+from dp_ray.text import harmless, hide, json_text
+
+DASHBOARD = click.option("--address", required=True, help="The cluster's dashboard, like http://HEAD:8265.")
+
+
+@click.command()
+@JOB
+@WORKERS
+@SETTINGS
+@click.option("--name", help="The run's name.")
+@click.option("--storage", help="Folder or URL of the run directories, as the cluster sees it.")
+@DASHBOARD
+@OVERWRITE
+@SHAPES
+@INJECT
+@PROFILE
+@RESULT_JSON
+def submit(job_file: str, workers: str | None, settings: tuple[str, ...], address: str, **options: Any) -> None:
+    """Run a job on a cluster through its dashboard, and follow it; Ctrl-C asks whether to stop it or to detach."""
+    named = {key: options[key] for key in ("name", "storage", "profile")}
+    job = load(job_file, workers, settings, **named)
+    if not Path(job_file).is_absolute() and not Path(job_file).resolve().is_relative_to(Path.cwd()):
+        raise JobError(
+            f"{job_file}: is not below {Path.cwd()}, the folder that is sent to the cluster; stand above it"
+        )
+    from dp_ray.cluster.ray_version import check_ray
+
+    check_ray()
+    from dp_ray.cluster.submit import submit_and_follow
+    from dp_ray.system.process import is_env
+
+    flags = ["--workers", workers] if workers else []
+    flags += [part for setting in settings if not is_env(setting) for part in ("--set", setting)]
+    valued = [key for key in ("name", "storage", "inject", "profile") if options[key]]
+    flags += [part for key in valued for part in (f"--{key}", options[key])]
+    flags += [f"--{key}" for key in ("overwrite", "shapes") if options[key]]
+    flags += ["--json"] if options["as_json"] else []
+    program = ["python", "-m", "dp_ray", "run", job_file, *flags]
+    if hide(shlex.join(program)) != shlex.join(program):
+        raise JobError(
+            f"{hide(shlex.join(program))}: a secret in a URL would stand in Ray's dashboard and logs; "
+            "write the URL into the job file, or leave the secret to the nodes' environment"
+        )
+    secrets = [setting for setting in settings if is_env(setting)]
+    sys.exit(submit_and_follow(address, program, secrets, job.run_name))
+
+
+@click.command()
+@click.argument("name", required=False)
+@DASHBOARD
+@JSON
+def status(name: str | None, address: str, as_json: bool) -> None:
+    """Show the submitted jobs of a cluster, or one: the newest of a run's name, or that of an id."""
+    from dp_ray.cluster.submit import Dashboard
+
+    dashboard = Dashboard(address)
+    rows = [_row(one) for one in ([dashboard.find(name)] if name else dashboard.jobs())]
+    if as_json:
+        click.echo(json_text(rows))
+        return
+    if not rows:
+        click.echo("no job was submitted")
+        return
+    from dp_ray.results.text import aligned
+
+    shown = [[_shown(row[key]) for key in SHOWN] for row in rows]
+    click.echo(harmless(aligned([[key.replace("_", " ") for key in SHOWN], *shown])))
+    if name and rows[0]["message"]:
+        click.echo(harmless(rows[0]["message"]))
+
+
+SHOWN = ("name", "id", "status", "started", "seconds", "exit_status")
+
+
+def _row(job: Any) -> dict[str, Any]:
+    from dp_ray.cluster.submit import STATUSES, exit_status_of, name_of
+
+    started = None if job.start_time is None else datetime.fromtimestamp(job.start_time / 1000).astimezone()
+    ended = datetime.now().timestamp() if not job.end_time else job.end_time / 1000
+    return {
+        "name": name_of(job),
+        "id": job.submission_id,
+        "status": STATUSES[job.status],
+        "started": started and started.isoformat(timespec="seconds"),
+        "seconds": started and round(ended - started.timestamp(), 1),
+        "exit_status": exit_status_of(job) if job.status.is_terminal() else None,
+        "entrypoint": job.entrypoint,
+        "message": job.message,
+    }
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--follow", "-f", "follows", is_flag=True, help="Go on until the job ends; its exit status is the job's."
+)
+@DASHBOARD
+def logs(name: str, follows: bool, address: str) -> None:
+    """Show what a submitted job has printed."""
+    from dp_ray.cluster.submit import Dashboard, follow
+
+    dashboard = Dashboard(address)
+    job = dashboard.find(name)
+    if follows:
+        sys.exit(follow(dashboard, job.submission_id))
+    click.echo(hide(dashboard.logs(job.submission_id)), nl=False)
+
+
+@click.command()
+@click.argument("run", metavar="RUN_DIR|NAME")
+@click.option("--address", help="The dashboard of the cluster on which the submitted run NAME is.")
+@click.option("--no-wait", is_flag=True, help="Do not wait until it has stopped.")
+def stop(run: str, address: str | None, no_wait: bool) -> None:
+    """Stop a run or a sweep after its current step, and keep its work: the same command goes on from there."""
+    if address is None:
+        from dp_ray.rundir.lease import stop_run
+
+        click.echo(harmless(stop_run(run, not no_wait, say)))
+        return
+    from dp_ray.cluster.submit import Dashboard, stop_job
+
+    click.echo(harmless(stop_job(Dashboard(address), run, not no_wait, say)))

@@ -1,0 +1,166 @@
+"""The commands that show runs: report, compare, list, watch, track, replay."""
+
+import sys
+from collections.abc import Iterator
+
+import click
+
+from dp_ray.cli.options import JSON, RESULT_JSON, SHAPES, say
+from dp_ray.text import harmless, json_text
+
+
+@click.command()
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@SHAPES
+@click.option(
+    "--html",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Write the page of the run, or of several, to FILE; default report.html in the first one's directory.",
+)
+@RESULT_JSON
+def report(run_dirs: tuple[str, ...], shapes: bool, as_json: bool, html: str | None = None) -> None:
+    """Show a run's result, or what an unfinished run has kept; compare several runs side by side."""
+    if html is not None:
+        from dp_ray.report.comparison import save_page
+
+        if len(run_dirs) > 1 and not html:
+            raise click.UsageError("--html needs a FILE for the page that compares several runs")
+        click.echo(harmless(save_page(run_dirs, html or None)))
+        return
+    if len(run_dirs) > 1:
+        if shapes:
+            raise click.UsageError(f"--shapes takes one RUN_DIR, got {len(run_dirs)}")
+        _compare(run_dirs, as_json)
+        return
+    from dp_ray.rundir.files import damage_told
+
+    with damage_told(run_dirs[0]):
+        lines = list(_reported(run_dirs[0], shapes, as_json))
+    for line in lines:
+        click.echo(harmless(line))
+
+
+def _reported(run_dir: str, shapes: bool, as_json: bool) -> Iterator[str]:
+    """The lines on one run: what it has kept, if it is unfinished, and its result, if it has one."""
+    from dp_ray.results.result import lines, load
+    from dp_ray.rundir.claim import unfinished
+
+    found = unfinished(run_dir) if not shapes else None
+    if found and not as_json:
+        yield str(found)
+        if found.status != "running":
+            yield "run the same command to resume"
+    if found and not found.has_result:
+        if as_json:
+            yield json_text(found.to_json())
+        return
+    result = load(run_dir)
+    if shapes:
+        yield from result.shape_lines()
+    if as_json:
+        yield json_text(result.to_json())
+    elif not shapes:
+        if result.status == "failed":
+            yield f"failed: {result.error}"
+        yield from lines(result)
+
+
+@click.command()
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True)
+@JSON
+@click.option("--html", metavar="FILE", help="Write a page with the runs' curves laid over each other.")
+def compare(run_dirs: tuple[str, ...], as_json: bool, html: str | None) -> None:
+    """Compare runs: what differs in their jobs and environments, their metrics, speed and curves."""
+    if len(run_dirs) < 2:
+        raise click.UsageError("compare takes at least two RUN_DIRs")
+    if html is not None:
+        from dp_ray.report.comparison import save_page
+
+        save_page(run_dirs, html)
+    _compare(run_dirs, as_json)
+
+
+def _compare(run_dirs: tuple[str, ...], as_json: bool) -> None:
+    from dp_ray.results.compare import compared, compared_run, compared_values
+    from dp_ray.rundir.files import damage_told
+    from dp_ray.storage import Storage
+
+    runs = []
+    for run_dir in run_dirs:
+        with damage_told(run_dir):
+            runs.append(compared_run(Storage(run_dir)))
+    with damage_told(" or ".join(run_dirs)):
+        click.echo(json_text(compared_values(runs)) if as_json else harmless(compared(runs)))
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@click.option("--plain", is_flag=True, help="Draw the run in the terminal, and serve no page.")
+@click.option("--host", default="127.0.0.1", help="The address to serve at; default 127.0.0.1, this machine alone.")
+@click.option("--port", type=int, default=0, help="The port; default: a free one.")
+@click.option("--until-end", is_flag=True, help="End when the run has ended; --plain always does.")
+def watch(run_dir: str, plain: bool, host: str, port: int, until_end: bool) -> None:
+    """Watch a run: its page on localhost while it goes on, or its state in the terminal."""
+    from dp_ray.job.files import located_at
+    from dp_ray.rundir.files import damage_told
+    from dp_ray.storage import Storage
+
+    run = Storage(located_at(run_dir))
+    if plain:
+        from dp_ray.report.terminal import LOOK_SECONDS, Watched, watch_plain
+
+        with damage_told(run):
+            watch_plain(Watched(run).look, sys.stdout, LOOK_SECONDS[run.is_atomic])
+        return
+    from dp_ray.report.server import watch_page
+
+    watch_page(run, host, port, until_end, lambda line: click.echo(harmless(line)))
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+def track(run_dir: str) -> None:
+    """Send to the trackers of a run that has ended what they lack of it."""
+    from dp_ray.rundir.files import damage_told
+    from dp_ray.trackers.feed import send_late
+
+    with damage_told(run_dir):
+        for line in send_late(run_dir):
+            say(line)
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+@click.option("--step", type=click.IntRange(0), required=True, help="The step, counted from 0 over all epochs.")
+@click.option("--shard", type=click.IntRange(0), help="Look at this shard of the step alone.")
+@click.option("--pdb", "debugs", is_flag=True, help="Then debug the first module that is not finite, or what raised.")
+@JSON
+def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bool) -> None:
+    """Run a step of a training again in this process: its loss, its rows, what is not finite; writes nothing."""
+    from dp_ray.driver.replay import replay as run_replay
+    from dp_ray.tasks.replay import Replayed, Wanted
+
+    stdout = sys.stdout
+
+    def show(found: Replayed) -> None:
+        click.echo(json_text(found.to_json()) if as_json else harmless("\n".join(found.lines())), file=stdout)
+
+    run_replay(run_dir, Wanted(step, shard), show, lambda line: say(line), debugs)
+
+
+@click.command("list")
+@click.argument("storage", metavar="[STORAGE]", default="runs")
+@click.option("--sort", metavar="KEY", default="age", help="A column or a metric; default: age, the newest first.")
+@click.option("--reverse", "is_reversed", is_flag=True, help="The largest first.")
+@JSON
+def list_runs(storage: str, sort: str, is_reversed: bool, as_json: bool) -> None:
+    """List all runs in a storage (default: runs, as of a job): status, age, steps, metrics."""
+    from dp_ray.job.files import located_at
+    from dp_ray.results.text import list_text
+    from dp_ray.rundir.listing import listed_runs, sorted_by
+    from dp_ray.storage import Storage
+
+    rows = sorted_by(listed_runs(Storage(located_at(storage))), sort, is_reversed)
+    click.echo(json_text([row.to_json() for row in rows]) if as_json else harmless(list_text(rows)))

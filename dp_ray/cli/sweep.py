@@ -1,0 +1,149 @@
+"""The command that runs a job with several values of some of its keys: sweep."""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dp_ray.cli.options import (
+    ADDRESS,
+    JOB,
+    JSON,
+    QUIET,
+    SETTINGS,
+    STORAGE,
+    VERBOSE,
+    WORKERS,
+    overrides_of,
+    workers_begun,
+)
+from dp_ray.errors import JobError
+from dp_ray.job.files import job_maker
+from dp_ray.sweeps.define import Definition, Mode, check_axes, chosen_metric, combinations, parse_axis
+from dp_ray.system.imports import collector_paused
+from dp_ray.text import harmless, json_text
+
+if TYPE_CHECKING:
+    from dp_ray.storage import Storage
+    from dp_ray.sweeps.record import Record
+    from dp_ray.sweeps.run import Suggest
+
+POSITIVE = click.IntRange(1)
+
+
+@click.command()
+@JOB
+@click.option(
+    "--over",
+    "overs",
+    metavar="KEY=VALUES",
+    multiple=True,
+    required=True,
+    help="A key and its values, --over batch_size=32,64, or with --search a range: 1..10, 0.0..0.5:0.1, "
+    "log(1e-5..1e-2). Several: all combinations.",
+)
+@click.option("--search", type=click.Choice(["optuna"]), help="Have optuna choose the values of each trial.")
+@click.option("--trials", type=POSITIVE, metavar="N", help="How many trials a search runs.")
+@click.option("--metric", metavar="NAME", help="What compares trials. Default: checkpoint.best's, eval_loss or loss.")
+@click.option("--minimize", is_flag=True, help="The least value of the metric is best.")
+@click.option("--maximize", is_flag=True, help="The largest value of the metric is best.")
+@click.option(
+    "--parallel", type=POSITIVE, metavar="N", help="Trials at a time. Default: as many as there is room for."
+)
+@click.option("--fail-fast", is_flag=True, help="Stop after the first trial that fails.")
+@click.option("--dry-run", is_flag=True, help="Check all trials and show them; run nothing.")
+@WORKERS
+@SETTINGS
+@click.option("--name", help="The sweep's name: it lies in STORAGE/NAME, its runs in STORAGE/NAME-1 ...")
+@STORAGE
+@ADDRESS
+@click.option("--overwrite", is_flag=True, help="Delete a sweep of the same name with its trials' runs.")
+@JSON
+@QUIET
+@VERBOSE
+def sweep(job_file: str, parallel: int | None, fail_fast: bool, dry_run: bool, as_json: bool, **given: Any) -> None:
+    """Run a job with several values of some of its keys; each trial is a run, and the same command goes on."""
+    definition = _defined(job_file, **given)
+    jobs = [definition.job(1, picked) for picked in definition.probes()]
+    is_quiet, is_new = given["quiet"], given["overwrite"]
+    from dp_ray.rundir.claim import base_storage
+    from dp_ray.sweeps.record import open_record
+
+    base = base_storage(jobs[0])
+    record = open_record(definition, base, is_new)
+    with ExitStack() as until_said:
+        if not dry_run and not record.is_over:
+            until_said.enter_context(workers_begun(definition.name, jobs, given["address"], is_quiet))
+        if not record.is_over:
+            with collector_paused():
+                from dp_ray.sweeps import run
+            run.check_jobs(jobs)
+            if not is_new:
+                run.check_places(record, base)
+        if not dry_run and not record.is_over:
+            flags = {key: given[key] for key in ("address", "quiet", "verbose")}
+            run.run_sweep(record, base, run.How(flags, parallel, fail_fast, is_new, _suggest(definition)))
+        _show(record, base, dry_run, as_json)
+
+
+def _defined(
+    job_file: str,
+    overs: tuple[str, ...],
+    search: str | None,
+    trials: int | None,
+    metric: str | None,
+    minimize: bool,
+    maximize: bool,
+    workers: str | None,
+    settings: tuple[str, ...],
+    name: str | None,
+    storage: str | None,
+    **_: Any,
+) -> Definition:
+    """The sweep that the command line defines; raises JobError that names the option or the key at fault."""
+    axes = tuple(map(parse_axis, overs))
+    overrides = overrides_of(workers, settings, storage=storage)
+    check_axes(axes, overrides, search is not None)
+    if minimize and maximize:
+        raise JobError("--minimize, --maximize: give one of them")
+    if (search is None) != (trials is None):
+        raise JobError(
+            "--trials: says how long a search is, so it needs --search optuna; without it each combination runs once"
+            if search is None
+            else "--search: needs --trials N, the number of trials that it runs"
+        )
+    if search is not None and find_spec(search) is None:
+        raise JobError(f"--search {search}: the package is not installed; pip install 'dp-ray[sweep]'")
+    make = job_maker(job_file)
+    sweep = Definition("", lambda keys: make({**overrides, **keys}), axes, trials or combinations(axes), search)
+    first = make({**overrides, **sweep.values(next(iter(sweep.probes())))})
+    mode: Mode | None = "min" if minimize else "max" if maximize else None
+    metric, mode = chosen_metric(first, metric, mode)
+    if search is not None and metric is None:
+        raise JobError(f"--search {search}: the job measures nothing to search by: its task is {first.task}")
+    return replace(sweep, name=name or f"{first.run_name}-sweep", metric=metric, mode=mode)
+
+
+def _suggest(definition: Definition) -> "Suggest | None":
+    """The function that draws the values of a trial of a search."""
+    if definition.search is None:
+        return None
+    from dp_ray.sweeps.run import suggested
+
+    return suggested
+
+
+def _show(record: "Record", base: "Storage", dry_run: bool, as_json: bool) -> None:
+    """Print the trials, best first, and exit with status 1 if one has failed."""
+    from dp_ray.sweeps.record import space, table, to_json
+
+    if as_json:
+        click.echo(json_text(to_json(record, base)))
+    else:
+        lines = space(record.definition) if dry_run else []
+        click.echo(harmless("\n".join([*lines, *([table(record, base)] if record.trials else [])])))
+    if not dry_run and any(trial.state == "failed" for trial in record.trials):
+        sys.exit(1)

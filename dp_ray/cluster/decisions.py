@@ -1,0 +1,476 @@
+"""The resources of workers and nodes: how many workers fit, node by node. It knows no Ray.
+
+How many workers to start, and when to stop them to resize: a pure decision, which knows no Ray.
+
+`decide` takes all facts as one value and returns what to do and the reason. `scaling.py` looks at the cluster and
+calls it for Ray Train's controller.
+
+Whether to restart failed workers: a pure decision, which knows no Ray.
+
+`decide` takes all facts as one value, a Snapshot. It returns what to do, the reason, what to report to the driver,
+and what to remember. `restarts.py` calls it for Ray Train's controller.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from dp_ray.cluster.channel import Ask, Request, Why
+from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
+from dp_ray.rundir.incidents import IncidentKind
+
+Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """A type of nodes that an autoscaler adds: what a node offers, and how many there may be; -1 is without limit."""
+
+    name: str
+    resources: Resources
+    max_count: int
+
+
+def addable(types: Iterable[NodeType], up: Iterable[str], most: int) -> list[dict[str, float]]:
+    """What each node offers that may be added yet, at most `most` of a type; `up` are the types of the nodes there.
+
+    >>> addable([NodeType("gpus", {"GPU": 4}, 3)], ["head", "gpus"], 8)
+    [{'GPU': 4}, {'GPU': 4}]
+    """
+    there = Counter(up)
+    counts = [(one, most if one.max_count < 0 else min(most, one.max_count - there[one.name])) for one in types]
+    return [dict(one.resources) for one, count in counts for _ in range(count)]
+
+
+def gpus_by_default(up: float, types: Sequence[NodeType] | None) -> int:
+    """GPUs of a worker with `gpus_per_worker: auto`: 1 if GPUs are up or may be added, else 0.
+
+    `types` are the autoscaler's; None if they are not known.
+    """
+    may_come = any(one.max_count != 0 and one.resources.get("GPU", 0) > 0 for one in types or ())
+    return int(up > 0 or may_come)
+
+
+def capacity_for(
+    each: Resources, nodes: list[dict[str, float]], placement: str = "PACK", accelerator_type: str | None = None
+) -> int:
+    """How many workers with the resources `each` fit on the nodes; `nodes` are what each node offers."""
+    if accelerator_type:
+        nodes = [node for node in nodes if f"accelerator_type:{accelerator_type}" in node]
+    if not each:
+        return 1 << 30 if nodes else 0
+    counts = [min(_fit(name, node.get(name, 0), amount) for name, amount in each.items() if amount) for node in nodes]
+    if placement == "STRICT_PACK":
+        return max(counts, default=0)
+    return sum(min(count, 1) for count in counts) if placement == "STRICT_SPREAD" else sum(counts)
+
+
+def free_for(
+    each: Resources, nodes: list[dict[str, float]], free: Resources, placement: str, accelerator_type: str | None
+) -> int:
+    """How many such workers fit on the nodes at most, if only `free` of all their resources together is unused.
+
+    >>> free_for({"CPU": 2}, [{"CPU": 5}, {"CPU": 5}], {"CPU": 7}, "PACK", None)
+    3
+    """
+    unused = [int(free.get(name, 0) / amount + 1e-9) for name, amount in each.items() if amount]
+    return min([capacity_for(each, nodes, placement, accelerator_type), *unused])
+
+
+def _fit(name: str, there: float, amount: float) -> int:
+    """How many times `amount` fits; a fraction of a GPU must be on one GPU."""
+    if name == "GPU" and amount < 1:
+        whole, rest = divmod(there, 1)
+        return int(whole) * int(1 / amount + 1e-9) + int(rest / amount + 1e-9)
+    return int(there / amount + 1e-9)
+
+
+def times(each: Resources, count: int) -> str:
+    """The resources of `count` workers, as text."""
+    return text_of({name: amount * count for name, amount in each.items()})
+
+
+def text_of(resources: Resources) -> str:
+    """Resources as text: `4 CPU, 1 GPU`."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
+
+
+SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start, or stop to grow
+GROW_AFTER_SECONDS = 10.0  # of running, before workers stop to grow: a restart costs time
+SAY_SECONDS = 30.0  # between two lines that say what the run waits for
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the session asks of the cluster.
+
+    `each` are one worker's resources; `capacity_seconds` is the session's `timeouts.capacity`; `can_stop` says
+    whether the job that runs keeps work to resume from.
+    """
+
+    min_workers: int
+    max_workers: int
+    each: Resources
+    placement: str
+    accelerator_type: str | None
+    capacity_seconds: float | None
+    can_stop: bool = True
+
+    def of_job(self, workers: int, can_stop: bool) -> "Wanted":
+        """What a job that takes so many of a session's workers asks for: it gains nothing from more."""
+        most = min(self.max_workers, workers)
+        return replace(self, min_workers=min(self.min_workers, most), max_workers=most, can_stop=can_stop)
+
+    def capacity(self, nodes: list[dict[str, float]]) -> int:
+        """How many workers fit on nodes with these resources, at most `max_workers`."""
+        return min(self.max_workers, capacity_for(self.each, nodes, self.placement, self.accelerator_type))
+
+
+@dataclass(frozen=True)
+class Idle:
+    """All facts of a decision while no workers run.
+
+    `capacity` is the number of workers that fit now, on what is free or what the last workers held.
+    `idle_capacity` is the number that would fit if the `num_nodes` nodes were idle. `has_started`: there were workers
+    before. `may_hold`: the last workers may still hold their capacity. `autoscales`: an autoscaler may add
+    nodes.
+    """
+
+    wanted: Wanted
+    capacity: int
+    idle_capacity: int
+    num_nodes: int
+    has_started: bool
+    may_hold: bool
+    autoscales: bool
+    waiting_since: float
+    said: float = float("-inf")
+
+
+@dataclass(frozen=True)
+class LastCount:
+    """The capacity for workers at the last count, and the time since which it counts as settled, in seconds."""
+
+    capacity: int
+    since: float
+
+
+@dataclass(frozen=True)
+class Running:
+    """All facts of a decision while workers run.
+
+    `draining` are the addresses of our workers' nodes that are about to be taken away. `capacity` is the number of
+    workers that fit, including those that run; None if it was not counted (see `is_worth_a_look`).
+    """
+
+    wanted: Wanted
+    num_workers: int
+    started: float
+    last_count: LastCount
+    draining: tuple[str, ...] = ()
+    capacity: int | None = None
+
+
+class Resize(Enum):
+    """What to do about the number of workers."""
+
+    START = auto()
+    WAIT = auto()
+    GIVE_UP = auto()
+    GO_ON = auto()
+    ASK = auto()
+
+
+class ScalingReason(Enum):
+    """Why workers are started, delayed, left alone, or asked to save or stop."""
+
+    ALL_CAPACITY = "all that the nodes have is free"
+    SETTLED = "what is free has stayed so for a while"
+    OWN_HOLD = "our own last workers may hold what is not free"
+    SETTLING = "more may become free in a moment"
+    TOO_FEW_NODES = "the nodes have too little room"
+    OTHERS_HOLD = "others hold the room"
+    TIMED_OUT = "no nodes came in the time that the job allows"
+    AS_WANTED = "as many workers run as there can be"
+    TOO_YOUNG = "the workers have not run for long enough to be replaced"
+    NO_MORE_CAPACITY = "there is room for no more workers"
+    MUST_NOT_STOP = "the task keeps nothing from which it could go on"
+    DRAIN = Why.DRAIN.value
+    GROWTH = Why.GROWTH.value
+
+
+@dataclass(frozen=True)
+class ScalingDecision:
+    """What to do, and why.
+
+    `num_workers` is the number to start, `request` what to ask of the workers, `text` a line for the user,
+    `last_count` the count to remember.
+    """
+
+    do: Resize
+    reason: ScalingReason
+    num_workers: int = 0
+    request: Request | None = None
+    text: str = ""
+    last_count: LastCount | None = None
+
+
+def decide_scaling(snapshot: Idle | Running, now: float) -> ScalingDecision:
+    """What to do about the number of workers; `now` is in seconds, on the same clock as the snapshot's times."""
+    return _start_or_wait(snapshot, now) if isinstance(snapshot, Idle) else _ask_or_go_on(snapshot, now)
+
+
+def _start_or_wait(idle: Idle, now: float) -> ScalingDecision:
+    """Start as many workers as fit, once all capacity is free or the capacity has settled; else wait.
+
+    If the last workers may still hold their capacity, start the minimum after a while.
+    """
+    wanted, waited = idle.wanted, now - idle.waiting_since
+    if idle.capacity >= wanted.min_workers:
+        if idle.capacity == max(wanted.min_workers, idle.idle_capacity):
+            return ScalingDecision(Resize.START, ScalingReason.ALL_CAPACITY, idle.capacity)
+        if waited > SETTLE_SECONDS:
+            return ScalingDecision(Resize.START, ScalingReason.SETTLED, idle.capacity)
+    if idle.may_hold and idle.idle_capacity >= wanted.min_workers and waited > 2 * SETTLE_SECONDS:
+        return ScalingDecision(Resize.START, ScalingReason.OWN_HOLD, wanted.min_workers)
+    if idle.capacity >= wanted.min_workers:
+        return ScalingDecision(Resize.WAIT, ScalingReason.SETTLING)
+    return _lack_capacity(idle, now)
+
+
+def _lack_capacity(idle: Idle, now: float) -> ScalingDecision:
+    """Wait for capacity and say so now and then; give up if the session had workers and no nodes came in time."""
+    wanted = idle.wanted
+    needs = f"{wanted.min_workers} workers need {times(wanted.each, wanted.min_workers)}"
+    fits = idle.idle_capacity >= wanted.min_workers
+    who = "other jobs hold them" if fits else f"{idle.num_nodes} nodes have room for {idle.idle_capacity}"
+    if not fits and _is_too_late(idle, now):
+        return ScalingDecision(
+            Resize.GIVE_UP,
+            ScalingReason.TIMED_OUT,
+            text=f"{needs} ({text_of(wanted.each)} each); {who}, and no more came in {wanted.capacity_seconds:g} s "
+            "(timeouts.capacity); run the job again when there are more nodes, or with fewer workers: it resumes",
+        )
+    text = f"{needs}; {who}: waiting" if now - idle.said > SAY_SECONDS else ""
+    return ScalingDecision(Resize.WAIT, ScalingReason.OTHERS_HOLD if fits else ScalingReason.TOO_FEW_NODES, text=text)
+
+
+def _is_too_late(idle: Idle, now: float) -> bool:
+    limit = idle.wanted.capacity_seconds
+    may_give_up = idle.has_started and not idle.autoscales and limit is not None
+    return may_give_up and now - idle.waiting_since > (limit or 0.0)
+
+
+def is_worth_a_look(running: Running, now: float) -> bool:
+    """Whether counting the capacity could change the decision; the count asks all nodes, so it is not free."""
+    return bool(running.draining) or _why_not_to_grow(running, now) is None
+
+
+def _why_not_to_grow(running: Running, now: float) -> ScalingReason | None:
+    if running.num_workers >= running.wanted.max_workers:
+        return ScalingReason.AS_WANTED
+    return ScalingReason.TOO_YOUNG if now - running.started < GROW_AFTER_SECONDS else None
+
+
+def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
+    """Ask the workers to save or to stop if their nodes drain, or to stop if there is room for more."""
+    if running.draining:
+        return _on_drain(running)
+    if why := _why_not_to_grow(running, now):
+        return ScalingDecision(Resize.GO_ON, why)
+    capacity = running.capacity or 0
+    if capacity <= running.num_workers:
+        return ScalingDecision(Resize.GO_ON, ScalingReason.NO_MORE_CAPACITY, last_count=LastCount(capacity, now))
+    if capacity != running.last_count.capacity:
+        return ScalingDecision(Resize.GO_ON, ScalingReason.SETTLING, last_count=LastCount(capacity, now))
+    if now - running.last_count.since <= SETTLE_SECONDS:
+        return ScalingDecision(Resize.GO_ON, ScalingReason.SETTLING)
+    if not running.wanted.can_stop:
+        return ScalingDecision(Resize.GO_ON, ScalingReason.MUST_NOT_STOP)
+    return ScalingDecision(
+        Resize.ASK,
+        ScalingReason.GROWTH,
+        request=Request(Ask.RESTART, Why.GROWTH, f"there is room for {capacity} workers"),
+    )
+
+
+def _on_drain(running: Running) -> ScalingDecision:
+    """Stop if the run can resume at once on the remaining capacity; else save, and run on while the nodes last."""
+    can_go_on = (running.capacity or 0) >= running.wanted.min_workers and running.wanted.can_stop
+    text = f"Ray drains {', '.join(running.draining)}"
+    return ScalingDecision(
+        Resize.ASK, ScalingReason.DRAIN, request=Request(Ask.RESTART if can_go_on else Ask.SAVE, Why.DRAIN, text)
+    )
+
+
+DEATH_SECONDS = 3.0  # Ray sees a worker's death at most this much later than its peers
+
+
+class StartTrouble(Enum):
+    """Why workers could not be started."""
+
+    NO_CAPACITY = auto()
+    LOST = auto()
+    ERROR = auto()
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """Workers could not be started; `cause` says why in a line."""
+
+    trouble: StartTrouble
+    cause: str
+
+
+@dataclass(frozen=True)
+class WorkersFailed:
+    """Failed workers by rank: those that reported how they ended, and those that died, with the cause in a line."""
+
+    ended: Mapping[int, WorkerExit]
+    died: Mapping[int, str]
+
+    def of(self, ending: Ending) -> dict[int, WorkerExit]:
+        """The workers that ended in this way, by rank."""
+        return {rank: one for rank, one in self.ended.items() if one.kind is ending}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is remembered of failures: retries left, errors seen, and since when a lost peer's death is awaited."""
+
+    retries: int
+    seen: frozenset[str] = frozenset()
+    lost_peer_since: float | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All facts of a decision: what failed, what the workers were asked to do, and what is remembered.
+
+    `num_workers` says how many of a session's workers the job takes, the first ones; None: all.
+    """
+
+    failure: StartFailed | WorkersFailed
+    request: Request
+    memory: Memory
+    num_workers: int | None = None
+
+
+class Restart(Enum):
+    """What to do about the failed workers."""
+
+    RESTART = auto()
+    GIVE_UP = auto()
+    WAIT = auto()
+
+
+class RestartReason(Enum):
+    """Why the workers are restarted, or are not."""
+
+    USER_STOPS = "the user stops the run"
+    DEATH_TO_COME = "workers lost a peer, whose death Ray may see in a moment"
+    DIED = "processes of workers died"
+    IDLE_DIED = "processes of workers died that the job does not take"
+    LOST_PEER = "workers lost a peer that lives: the network failed"
+    MISTAKE = "an error that never passes"
+    NO_PROGRESS = "an error before the worker had done a step"
+    CAME_BACK = "an error that came back"
+    ERROR = "an error that may pass"
+    DRAINED = "workers stopped, since their nodes are taken away"
+    RESIZED = "workers stopped, so that there can be more or fewer"
+    NO_CAPACITY = "the capacity for the workers was taken meanwhile"
+    START_LOST = "workers were lost while they started"
+    START_ERROR = "the workers cannot be started"
+    NO_RETRIES = "all retries are used up"
+
+
+@dataclass(frozen=True)
+class RestartDecision:
+    """What to do, why, what to report to the driver, and what to remember."""
+
+    do: Restart
+    reason: RestartReason
+    memory: Memory
+    message: Interrupted | Waits | None = None
+
+
+def decide_restart(snapshot: Snapshot, now: float) -> RestartDecision:
+    """Whether to restart the workers: up to `retries` times after a loss, or after a new error that may be transient.
+
+    Workers that stopped because they were asked to cost no retry. `now` is in seconds, on any clock.
+    """
+    failure, memory = snapshot.failure, snapshot.memory
+    if snapshot.request.ask is Ask.STOP:
+        return RestartDecision(Restart.GIVE_UP, RestartReason.USER_STOPS, memory)
+    if isinstance(failure, StartFailed):
+        return _after_start(failure, memory)
+    if not failure.died and len(failure.of(Ending.LOST_PEER)) == len(failure.ended):
+        since = now if memory.lost_peer_since is None else memory.lost_peer_since
+        if now - since < DEATH_SECONDS:  # a worker often reports a lost peer before Ray does
+            return RestartDecision(Restart.WAIT, RestartReason.DEATH_TO_COME, replace(memory, lost_peer_since=since))
+    memory = replace(memory, lost_peer_since=None)
+    if failure.died and not failure.ended and min(failure.died) >= (snapshot.num_workers or 0) > 0:
+        message = Interrupted(IncidentKind.WORKER, _each(failure.died.values()), tuple(failure.died))
+        return RestartDecision(Restart.RESTART, RestartReason.IDLE_DIED, memory, message)
+    return _after_run(failure, snapshot.request, memory)
+
+
+def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> RestartDecision:
+    """Decide by the first cause: a death explains its peers' errors; an error of user code explains lost peers."""
+    if failure.died:
+        return _retry(
+            memory,
+            RestartReason.DIED,
+            Interrupted(IncidentKind.WORKER, _each(failure.died.values()), tuple(failure.died)),
+        )
+    for ending in (Ending.MISTAKEN, Ending.RAISED):
+        if raised := failure.of(ending):
+            return _after_error(*min(raised.items()), memory)
+    if failure.of(Ending.STOPPED):
+        is_drained = request.why is Why.DRAIN
+        kind = IncidentKind.PREEMPTION if is_drained else IncidentKind.RESIZE
+        reason = RestartReason.DRAINED if is_drained else RestartReason.RESIZED
+        return RestartDecision(Restart.RESTART, reason, memory, Interrupted(kind, request.text, ()))
+    what = _each(one.first_line for one in failure.ended.values())
+    return _retry(memory, RestartReason.LOST_PEER, Interrupted(IncidentKind.NETWORK, what, tuple(failure.ended)))
+
+
+def _after_error(rank: int, error: WorkerExit, memory: Memory) -> RestartDecision:
+    if error.kind is Ending.MISTAKEN:
+        return RestartDecision(Restart.GIVE_UP, RestartReason.MISTAKE, memory)
+    if not error.has_progressed:
+        return RestartDecision(Restart.GIVE_UP, RestartReason.NO_PROGRESS, memory)
+    if (which := _identity(error)) in memory.seen:
+        return RestartDecision(Restart.GIVE_UP, RestartReason.CAME_BACK, memory)
+    memory = replace(memory, seen=memory.seen | {which})
+    return _retry(memory, RestartReason.ERROR, Interrupted(IncidentKind.ERROR, error.first_line, (rank,)))
+
+
+def _after_start(failure: StartFailed, memory: Memory) -> RestartDecision:
+    """Decide after a failed start: no capacity, workers that died meanwhile, or an error."""
+    match failure.trouble:
+        case StartTrouble.NO_CAPACITY:  # another job took it: the next start waits for capacity
+            message = Waits("the free resources were taken, or no node has enough of them for a worker: waiting")
+            return RestartDecision(Restart.RESTART, RestartReason.NO_CAPACITY, memory, message)
+        case StartTrouble.LOST:
+            what = f"the workers could not be started: {failure.cause}"
+            return _retry(memory, RestartReason.START_LOST, Interrupted(IncidentKind.WORKER, what, ()))
+        case StartTrouble.ERROR:
+            return RestartDecision(Restart.GIVE_UP, RestartReason.START_ERROR, memory)
+
+
+def _retry(memory: Memory, reason: RestartReason, message: Interrupted) -> RestartDecision:
+    if memory.retries == 0:
+        return RestartDecision(Restart.GIVE_UP, RestartReason.NO_RETRIES, memory)
+    return RestartDecision(Restart.RESTART, reason, replace(memory, retries=memory.retries - 1), message)
+
+
+def _identity(error: WorkerExit) -> str:
+    """What identifies an error that comes back: its kind and text, without ids that differ each time."""
+    return re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")
+
+
+def _each(causes: Iterable[str]) -> str:
+    return "; ".join(sorted(set(causes)))

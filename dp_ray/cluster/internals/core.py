@@ -1,0 +1,432 @@
+"""Ray Core: starts and enters a cluster, looks at its nodes, and drains one on purpose.
+
+What Ray packs of a folder that it sends to a cluster.
+"""
+
+import json
+import os
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import ray._private.node
+import ray._private.ray_constants
+import ray._private.services
+import ray._private.state
+import ray._private.utils
+import ray._private.worker
+import ray._raylet
+import yaml
+from ray._private.authentication import authentication_token_setup
+from ray._private.ray_constants import (
+    DEBUG_AUTOSCALING_STATUS,
+    PROCESS_TYPE_DASHBOARD_AGENT,
+    PROCESS_TYPE_RUNTIME_ENV_AGENT,
+    RAY_RUNTIME_ENV_IGNORE_GITIGNORE,
+)
+from ray._private.runtime_env import packaging
+from ray.core.generated import autoscaler_pb2
+from ray.exceptions import RpcError
+
+from dp_ray.cluster.decisions import NodeType
+from dp_ray.cluster.internals import forked_worker
+from dp_ray.cluster.internals.variables import UV_RUN, VARIABLES
+from dp_ray.system.process import environment
+
+# Finding, starting and authenticating
+
+CONNECT_SECONDS = 10.0
+NODE_SECONDS = 30.0  # as long as Ray waits
+LOOK_SECONDS = 0.02
+AGENTS = [sys.executable, "-S", "-E", str(Path(__file__).with_name("agents.py"))]
+DEFAULT_WORKER = Path(ray._private.__path__[0]) / "workers" / "default_worker.py"
+# The driver would wait for them with Python's lock held, so that it imports nothing meanwhile.
+WITHOUT_SPARE_WORKERS = {"prestart_worker_first_driver": False}
+# Only a dashboard would show them. Each process that leaves, the driver too, would wait 0.25 s to send its last ones.
+WITHOUT_TASK_EVENTS = {"task_events_report_interval_ms": 0}
+# The raylet connects to its own object store half a millisecond after it has begun to start it. Where that is not
+# there yet, Ray would wait a second before it tries again. In all, both try for ten seconds.
+CONNECTS_SOON = {"raylet_client_connect_timeout_milliseconds": 10, "raylet_client_num_connect_attempts": 1000}
+_GCS = "--gcs-address="  # an argument of each raylet
+_LOGS, _CLUSTER_FILE = "--logs-dir", "--autoscaling-config"  # arguments of the head's monitor
+
+
+def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None, **keys: Any) -> None:
+    """Start an embedded Ray in a folder of its own, without the processes that nobody would ask anything.
+
+    `logs` says whether the driver prints the workers' logs. `fork_server` is the socket of the server that forks its
+    workers; None for Ray's own way. Public: none; ray.init documents no argument for the
+    folder, nor for the processes. Each costs a second of a core: the dashboard's server and its agent, for which the
+    node would wait, the autoscaler's monitor, which has no nodes to add here, and the reader of the logs.
+    """
+    with _without_servers(logs), _with_agents_replaced(), _node_awaited(), workers_forked_by(fork_server):
+        ray.init(
+            "local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=logs,
+            _temp_dir=folder,
+            _system_config={
+                **WITHOUT_TASK_EVENTS,
+                **CONNECTS_SOON,
+                **({} if fork_server is None else WITHOUT_SPARE_WORKERS),
+            },
+            **keys,
+        )
+
+
+@contextmanager
+def _without_servers(logs: bool) -> Iterator[None]:
+    """Within the block, a Ray that is started has no dashboard's server, no monitor, and no reader of logs."""
+    node = ray._private.node.Node
+    names = ["start_api_server", "start_monitor", *([] if logs else ["start_log_monitor"])]
+    before = {name: getattr(node, name) for name in names}
+    for name in names:
+        setattr(node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(node, name, start)
+
+
+@contextmanager
+def workers_forked_by(server: Path | None) -> Iterator[None]:
+    """Within the block, a raylet that is started has its workers forked by the server at this socket."""
+    if server is None:
+        yield
+        return
+    node = ray._private.node.Node
+    before = node.start_raylet
+    given = {forked_worker.SERVER: str(server), forked_worker.DEFAULT_WORKER: str(DEFAULT_WORKER)}
+
+    def start_raylet(self: Any, *args: Any, **keys: Any) -> Any:
+        self._ray_params.worker_path = forked_worker.__file__
+        return before(self, *args, **keys)
+
+    node.start_raylet = start_raylet
+    try:
+        with environment(given):
+            yield
+    finally:
+        node.start_raylet = before
+
+
+@contextmanager
+def _node_awaited() -> Iterator[None]:
+    """Within the block, a node that is started is awaited in short looks, between which other threads run.
+
+    Ray's own function looks once a second, and holds Python's lock all the time.
+    """
+    services = ray._private.services
+    before = services.get_node
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        known, until = ray._raylet.GcsClient(address=gcs_address), time.monotonic() + NODE_SECONDS
+        while time.monotonic() < until:
+            with suppress(RpcError):  # Ray's own function asks again too
+                if any(one.hex() == node_id for one in known.get_all_node_info()):
+                    break
+            time.sleep(LOOK_SECONDS)
+        return before(gcs_address, node_id)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = before
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    """Start no process."""
+
+
+@contextmanager
+def _with_agents_replaced() -> Iterator[None]:
+    """Within the block, a raylet that is started has no agent of the dashboard, and one of environments when it asks.
+
+    Nor does Ray then look whether the packages of the dashboard's agent are there, which would import all of them.
+    """
+    services, utils = ray._private.services, ray._private.utils
+    before, look = services._build_python_executable_command_memory_profileable, utils.get_dashboard_dependency_error
+
+    roles = {PROCESS_TYPE_DASHBOARD_AGENT: "never", PROCESS_TYPE_RUNTIME_ENV_AGENT: "late"}
+
+    def command(component: str, *args: Any, **keys: Any) -> list[str]:
+        own = list(before(component, *args, **keys))
+        return [*AGENTS, roles[component], *own] if component in roles else own
+
+    services._build_python_executable_command_memory_profileable = command
+    utils.get_dashboard_dependency_error = lambda: None
+    try:
+        yield
+    finally:
+        services._build_python_executable_command_memory_profileable = before
+        utils.get_dashboard_dependency_error = look
+
+
+def find_users_token() -> bool:
+    """Show the user's token to the cluster from now on; return whether there is one.
+
+    Public: none; ray.init does so only at an address that it finds by itself.
+    """
+    setup = authentication_token_setup.maybe_enable_token_auth_if_token_available
+    return bool(setup(warn_if_disabled=False))
+
+
+def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
+    """Whether the Ray at HOST:PORT demands its token. Public: none; ray.init fails minutes later.
+
+    Raises ConnectionError if no Ray answers within `seconds`; Ray itself retries a dead address for minutes.
+    """
+    import grpc
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=seconds)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                return True
+            raise ConnectionError(f"{error.code().name.lower()}, {error.details()}") from None
+    return False
+
+
+def shows_token() -> bool:
+    """Whether this process shows a token to its Ray, and demands it from all that calls it. Public: none."""
+    return bool(ray._raylet.AuthenticationTokenLoader.instance().has_token())
+
+
+def put_apart(value: Any) -> Any:
+    """`ray.put` with a reference that no other Ray of this process has given out. Public: none.
+
+    Ray numbers the objects of the thread that has connected, from 1 in each Ray. A reference that is left of an
+    earlier Ray would free the object of the same number when it is collected. Another thread's have random names.
+    """
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(ray.put, value).result()
+
+
+def address_of_own_raylet() -> str | None:
+    """The address of the cluster whose raylet started this process, or one of its parents; None if none did.
+
+    Ray sets RAY_ADDRESS in a job to the cluster that was started last on the job's host, which may be another one.
+    Public: none; RAY_ADDRESS, where a host has a single Ray.
+    """
+    for parent in psutil.Process().parents():
+        if parent.name() == "raylet":
+            return next(one.removeprefix(_GCS) for one in parent.cmdline() if one.startswith(_GCS))
+    return None
+
+
+@contextmanager
+def raylets_hushed(verbose: bool) -> Iterator[None]:
+    """Keep Ray from printing a page to stdout for each dead worker. Public: none; log_to_driver does not help."""
+    before = ray._private.worker._worker_logs_enabled
+    ray._private.worker._worker_logs_enabled = verbose
+    try:
+        yield
+    finally:
+        ray._private.worker._worker_logs_enabled = before
+
+
+@contextmanager
+def shown_as(arguments: Sequence[str] | None) -> Iterator[None]:
+    """Have Ray's dashboard and logs show `arguments` as this driver's command line. Public: none."""
+    before = ray._private.utils.get_entrypoint_name
+    if arguments is not None:
+        ray._private.utils.get_entrypoint_name = lambda: shlex.join(arguments)
+    try:
+        yield
+    finally:
+        ray._private.utils.get_entrypoint_name = before
+
+
+@contextmanager
+def workers_without_uv() -> Iterator[None]:
+    """Within the block, a driver under `uv run` connects as any other does, unless the user has set Ray's variable.
+
+    Ray would start each worker by the driver's `uv run` line, in a copy of the working directory: another
+    environment, or none where uv is not found or its lock file was left out. Such workers never come, and Ray tells
+    nobody. Public: Ray's variable, which Ray reads when it is imported, and by then it may be.
+    """
+    constants = ray._private.ray_constants
+    before = constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+    if UV_RUN not in os.environ:
+        constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    try:
+        yield
+    finally:
+        constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = before
+
+
+def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] = ()) -> None:
+    """Remove Ray's variables from an environment, except the names to keep, and have Ray read the rest again."""
+    for key in environment.keys() - set(keep):
+        if key.startswith(VARIABLES) or key == "PYTHONBREAKPOINT":
+            del environment[key]
+    read_variables_anew()
+
+
+def read_variables_anew() -> None:
+    """Have Ray read its variables from os.environ again; it reads them only once. Public: none; a fresh process.
+
+    It also forgets the token: a driver that knows one demands it from workers, which a cluster without has not.
+    """
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+# What the cluster is like
+
+
+STATUS_SECONDS = 10.0
+
+
+def autoscales() -> bool:
+    """Whether the cluster has an autoscaler that may add nodes. Public: `ray status`, as text.
+
+    Each Ray has a monitor, which reports as an autoscaler does. One that adds no nodes knows no types of nodes, or
+    makes a type of each node that there is.
+    """
+    if ray._private.state.state.get_max_resources_from_cluster_config():  # nothing in open-source Ray reports it
+        return True
+    told = _cluster_status()
+    if told.HasField("autoscaling_state"):  # by the second version of the autoscaler
+        return any(node.ray_node_type_name for node in told.cluster_resource_state.node_states)
+    status = ray._private.worker.global_worker.gcs_client.internal_kv_get(DEBUG_AUTOSCALING_STATUS.encode(), None)
+    report = json.loads(status or "{}").get("autoscaler_report") or {}
+    return any(kind != f"node_{node}" for node, kind in (report.get("node_type_mapping") or {}).items())
+
+
+def node_types() -> tuple[NodeType, ...] | None:
+    """The types of nodes that the cluster's autoscaler may have up; None if this process cannot learn them.
+
+    They stand in the cluster's file, which the monitor reads: on the head node, which runs the drivers as a rule.
+    KubeRay's monitor is in another container. Public: none.
+    """
+    config = ray._private.state.state.get_cluster_config()
+    if config is not None and config.node_group_configs:
+        return tuple(NodeType(one.name, dict(one.resources), one.max_count) for one in config.node_group_configs)
+    session = _cluster_status().cluster_resource_state.cluster_session_name
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        given = dict(one.split("=", 1) for one in line if one.startswith("--") and "=" in one)
+        if _CLUSTER_FILE in given and given.get(_LOGS, "").endswith(f"/{session}/logs"):
+            with suppress(OSError, yaml.YAMLError):  # another user's, or one that is being written
+                return types_in(yaml.safe_load(Path(given[_CLUSTER_FILE]).expanduser().read_text()))
+    return None
+
+
+def types_in(cluster_file: Mapping[str, Any]) -> tuple[NodeType, ...]:
+    """The types of nodes in a cluster's file, but for the head's own. Public: the file's format is documented."""
+    most = cluster_file.get("max_workers", 2)  # as many as Ray takes
+    return tuple(
+        NodeType(name, one.get("resources") or {}, min(most, one.get("max_workers", most)))
+        for name, one in (cluster_file.get("available_node_types") or {}).items()
+        if name != cluster_file.get("head_node_type")
+    )
+
+
+def type_of(node: Mapping[str, Any]) -> str:
+    """The type of a node of ray.nodes(); "" if Ray does not tell. Public: the label "ray.io/node-group"."""
+    return str((node.get("Labels") or {}).get(ray._raylet.RAY_NODE_GROUP_KEY, ""))
+
+
+def _cluster_status() -> Any:
+    """What the head knows of the nodes and of the autoscaler."""
+    given = ray._private.worker.global_worker.gcs_client.get_cluster_status(timeout_s=STATUS_SECONDS)
+    return autoscaler_pb2.GetClusterStatusReply.FromString(given)
+
+
+def draining_nodes() -> frozenset[str]:
+    """The ids of the nodes that are about to be taken away. Public: none; ray.util.state does not report them."""
+    return frozenset(ray._private.state.state.get_draining_nodes())
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """The free resources of each node, by its id. Public: ray.available_resources, only for all nodes together."""
+    return dict(ray._private.state.available_resources_per_node())
+
+
+def label_of(*node_ids: str) -> dict[str, str]:
+    """The label selector of these nodes. Public: the label "ray.io/node-id", which is documented."""
+    return {ray._raylet.RAY_NODE_ID_KEY: node_ids[0] if len(node_ids) == 1 else f"in({','.join(node_ids)})"}
+
+
+def check_cluster_file(config: dict[str, Any]) -> None:
+    """Raise if `ray up` would reject a cluster file. Public: none; `ray up` itself starts machines."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(config))
+
+
+# Faults on purpose
+
+
+def drain_this_node(seconds: float | None) -> str | None:
+    """Tell Ray that this node will be taken away; return why Ray refuses, else None. Public: `ray drain-node`."""
+    deadline = 0 if seconds is None else time.time_ns() // 10**6 + round(seconds * 1000)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    context = ray.get_runtime_context()
+    head = ray._raylet.GcsClient(address=context.gcs_address)
+    accepted, why = head.drain_node(context.get_node_id(), reason, "fault injection", deadline)
+    return None if accepted else str(why)
+
+
+def raylet_of_this_worker() -> psutil.Process:
+    """The raylet of this worker's node; the node's workers are its child processes. Public: none."""
+    raylet = psutil.Process().parent()
+    assert raylet is not None and "raylet" in raylet.name(), "a worker's parent is its node's raylet"
+    return raylet
+
+
+# Bytes on the head node for a submitted job
+
+
+def leave_on_head(client: Any, data: bytes) -> str:
+    """Upload bytes as Ray's job client uploads code packages, and return their address.
+
+    Ray removes them after ten minutes without use. Raises RuntimeError if Ray refuses them.
+    Public: none; Ray logs all that `submit_job` carries.
+    """
+    name = f"_ray_pkg_{uuid.uuid4().hex}.zip"
+    answer = client._do_request("PUT", f"/api/packages/gcs/{name}", data=data)
+    if answer.status_code != 200 or not client._package_exists(f"gcs://{name}"):
+        raise RuntimeError(f"it does not take the values of env: status {answer.status_code}")
+    return f"gcs://{name}"
+
+
+def take_from_head(address: str, place: str) -> bytes | None:
+    """Take and remove the bytes that `leave_on_head` uploaded; None if they are gone. Public: none."""
+    head = ray._raylet.GcsClient(address=address)
+    left: bytes | None = head.internal_kv_get(place.encode(), None)
+    head.internal_kv_del(place.encode(), False, None)
+    return left
+
+
+def packed_files(folder: str, excludes: Sequence[str]) -> list[Path]:
+    """The files of a folder that Ray packs: without the excluded ones, and those that its ignore files name.
+
+    Public: none; Ray says only how large a package is, once it is made.
+    """
+    found: list[Path] = []
+
+    def take(path: Path) -> None:
+        if path.is_file():
+            found.append(path)
+
+    root = Path(folder).absolute()
+    excluded = [packaging._get_excludes(root, list(excludes))]
+    heeds_git = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
+    packaging._dir_travel(root, excluded, take, include_gitignore=heeds_git)
+    return found

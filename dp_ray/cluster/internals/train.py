@@ -1,0 +1,252 @@
+"""Our policies for Ray Train's controller, and the controller: all that its process imports, without torch.
+
+Public: ray.train.UserCallback gets only reports and failures; ScalingConfig and FailureConfig choose only among Ray's
+own policies.
+
+Translates Ray Train's errors into one line, or into the types of `restart_decision`.
+"""
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from dp_ray.cluster.decisions import Restart, StartFailed, StartTrouble, WorkersFailed
+from dp_ray.cluster.internals.controller import NoSynchronization
+from dp_ray.cluster.internals.core import autoscales, label_of
+from dp_ray.cluster.internals.train_worker import RayTrainWorker
+from dp_ray.monitor.messages import WorkerExit
+from dp_ray.system.imports import postponed
+from dp_ray.system.process import set_environment
+
+with postponed("ray.data", "pandas"):
+    import ray.train
+    from ray.train.v2._internal.exceptions import (
+        WorkerGroupStartupFailedError,
+        WorkerGroupStartupTimeoutError,
+        WorkerHealthCheckFailedError,
+        WorkerHealthCheckTimeoutError,
+    )
+
+_DEATHS = {
+    "running low on memory": "its node ran low on memory, and Ray killed it",
+    "has been marked dead because": "its node was lost",
+    "node was terminated": "its node was lost",
+    "its node has died": "its node was lost",
+    "temporarily unavailable": "it does not answer",
+    "connection error code 2": "its process was killed, or crashed",
+    "SYSTEM_ERROR": "its process was killed, or crashed",
+}
+_EXIT_DETAIL = "Worker exit detail: "
+
+
+def why_failed(error: Any) -> str:
+    """Why a worker failed, in one line; Ray's own text is a page. Public: none; Ray's errors have no such field."""
+    if isinstance(error, WorkerHealthCheckFailedError):
+        error = error.health_check_failure
+    text = str(error).strip()
+    for sign, says in _DEATHS.items():
+        if sign in text:
+            return says
+    if detail := re.search(f"{_EXIT_DETAIL}([^.]+)", text):
+        return detail[1]
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether a worker's process died, rather than raised. Public: ray.exceptions, except for the health checks."""
+    deaths = ray.exceptions.RayActorError | ray.exceptions.NodeDiedError
+    return isinstance(error, deaths | WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError)
+
+
+def failure_of(error: Exception) -> WorkersFailed | StartFailed:
+    """Translate a failure that Ray Train's controller reports into the types of `restart_decision`."""
+    if isinstance(error, ray.train.WorkerGroupError):
+        failures = error.worker_failures
+        ended = {rank: one for rank, one in failures.items() if isinstance(one, WorkerExit)}
+        return WorkersFailed(ended, {rank: why_failed(one) for rank, one in failures.items() if rank not in ended})
+    cause = getattr(error, "controller_failure", error)
+    if isinstance(cause, WorkerGroupStartupTimeoutError):
+        return StartFailed(StartTrouble.NO_CAPACITY, why_failed(cause))
+    is_lost = isinstance(cause, WorkerGroupStartupFailedError | ray.exceptions.RayError)
+    return StartFailed(StartTrouble.LOST if is_lost else StartTrouble.ERROR, why_failed(cause))
+
+
+with postponed("ray.data", "pandas"):
+    import ray.train.v2._internal.callbacks  # which the controller gets
+    import ray.train.v2._internal.execution.worker_group.state
+    import ray.train.v2._internal.execution.worker_group.worker_group
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+    from ray.train.v2._internal.execution.controller import TrainController
+    from ray.train.v2._internal.execution.controller.state import ReschedulingState
+    from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+    from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup
+
+# A part of the command line of its process. Public: `ray list actors`.
+WORKER_PROCESS = RayTrainWorker.__name__
+
+
+class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
+    """Called while workers start, before torch or user code is imported in their processes."""
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Called by Ray Train before it places workers."""
+        self.on_placing(worker_group_context.num_workers)
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Called by Ray Train when the workers' processes run; no context is added."""
+
+        def call(do: Callable[..., Any], *args: Any) -> list[Any]:
+            return list(ray.get([worker.execute_async(do, *args) for worker in workers]))
+
+        call(set_environment, get_env_vars_to_propagate())
+        self.on_processes(len(workers), call)
+        return {}
+
+    @abstractmethod
+    def on_placing(self, count: int) -> None:
+        """Called when `count` workers are about to be placed on nodes."""
+
+    @abstractmethod
+    def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
+        """Called when the processes run; `call(do, *args)` calls `do` in each and returns all results."""
+
+
+@dataclass(frozen=True)
+class RunningWorkers:
+    """The running workers: the id of each one's node, and when they started, on time.monotonic's clock."""
+
+    node_ids: tuple[str, ...]
+    started: float
+
+
+class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
+    """Decides how many workers Ray Train's controller starts; it lives in the controller's process."""
+
+    max_workers: int
+
+    @abstractmethod
+    def workers_to_start(self) -> int | None:
+        """How many workers to start now; None: none yet. The controller polls it while no workers run."""
+
+    @abstractmethod
+    def while_running(self, workers: RunningWorkers) -> None:
+        """The controller polls this while workers run."""
+
+    @abstractmethod
+    def usable_nodes(self) -> Sequence[str] | None:
+        """The ids of the nodes on which workers may start; None: all."""
+
+    @abstractmethod
+    def start_failed(self) -> None:
+        """Called when workers could not be started."""
+
+    def make_decision_for_non_running_worker_group(self) -> Any:
+        """Called by Ray Train's controller while no workers run."""
+        self._request_nodes()
+        workers = self.workers_to_start()
+        if workers is None:
+            return NoopDecision()
+        each = self.scaling_config._resources_per_worker_not_none  # includes the accelerator's type
+        return ResizeDecision(num_workers=workers, resources_per_worker=each)
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
+        """Called by Ray Train's controller while workers run; it never resizes them itself."""
+        self._request_nodes()
+        node_ids = tuple(worker.metadata.node_id for worker in worker_group_state.workers)
+        self.while_running(RunningWorkers(node_ids, worker_group_state.start_time))
+        return NoopDecision()
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Called by Ray Train's controller; rescheduling means that a start has failed."""
+        if isinstance(current_state, ReschedulingState):
+            self.start_failed()
+
+    def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
+        """Called by Ray Train's controller before a start; returns the label selector of the usable nodes."""
+        usable = self.usable_nodes()
+        return None if usable is None else label_of(*usable)
+
+    # Ray Train's own coordinator asks the autoscaler for nodes, if there is one
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return self.max_workers
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Called by Ray Train's controller when it starts; asks an autoscaler for nodes only if there is one."""
+        if autoscales():
+            super().after_controller_start(train_run_context)
+
+    def _request_nodes(self) -> None:
+        if self._coordinator_client is not None:
+            self._maybe_send_resource_request()
+
+
+class CleanWorkerGroup(WorkerGroup):  # type: ignore[misc]
+    """A WorkerGroup that frees its resources if workers fail while they start, and starts no needless process.
+
+    Public: none; Ray's own keeps the resources of such workers.
+    """
+
+    _worker_cls = RayTrainWorker
+    takes_idle = False  # whether its workers may be processes that Ray holds ready; only while no task has run in any
+
+    def _start(self) -> None:
+        try:
+            super()._start()
+        except Exception:
+            if self.has_started():
+                self._worker_group_state.shutdown()
+                self._clear_state()
+            raise
+
+    @staticmethod
+    def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+        """An environment without variables, for which Ray has processes ready, else one that gets new processes.
+
+        `WorkersStart` sets the variables. A process that ran a task may have imported torch before `env` is set.
+        """
+        takes_idle, CleanWorkerGroup.takes_idle = CleanWorkerGroup.takes_idle, False
+        return custom_runtime_env if takes_idle else WorkerGroup._get_worker_runtime_env(custom_runtime_env)
+
+
+def _kill_unless_missing(actor: Any) -> None:
+    if not isinstance(actor, NoSynchronization):
+        ray.kill(actor)
+
+
+class OwnController(TrainController):  # type: ignore[misc]
+    """Ray Train's controller, which starts no needless process."""
+
+    worker_group_cls = CleanWorkerGroup
+
+    def __init__(self, takes_idle: bool, **given: Any) -> None:
+        CleanWorkerGroup.takes_idle = takes_idle
+        package = ray.train.v2._internal.execution.worker_group  # in this process, which is the controller's own
+        package.worker_group.SynchronizationActor = NoSynchronization
+        package.state._shutdown_sync_actor = _kill_unless_missing
+        super().__init__(**given)
+
+
+_DECISIONS = {
+    Restart.RESTART: FailureDecision.RETRY,
+    Restart.GIVE_UP: FailureDecision.RAISE,
+    Restart.WAIT: FailureDecision.NOOP,
+}
+
+
+class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
+    """Decides whether Ray Train's controller restarts failed workers; it lives in the controller's process."""
+
+    @abstractmethod
+    def on_failure(self, failure: WorkersFailed | StartFailed) -> Restart:
+        """What to do after a failure; after WAIT the controller calls again soon, with the failures known then."""
+
+    def make_decision(self, training_failed_error: Exception) -> Any:
+        """Called by Ray Train's controller after a failure."""
+        return _DECISIONS[self.on_failure(failure_of(training_failed_error))]

@@ -1,0 +1,132 @@
+"""Starts Ray Train's controller with our policies, from the driver."""
+
+import functools
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2.api import data_parallel_trainer
+
+from dp_ray.cluster.internals.controller import WorkerController
+from dp_ray.cluster.internals.core import label_of, put_apart
+from dp_ray.cluster.internals.train import OwnController, WorkerRestarts, WorkerScaling, WorkersStart
+from dp_ray.cluster.internals.variables import WARN_BLOCKING
+
+_started_by: set[tuple[str, str]] = set()  # the connections of this process: the session of the Ray, and its own id
+
+
+def _is_first_start() -> bool:
+    """Whether this connection to Ray starts workers for the first time: no user code has run in its processes."""
+    context = ray.get_runtime_context()
+    this = context.get_session_name(), context.get_worker_id()  # each Ray gives its first driver the same id
+    is_first = this not in _started_by
+    _started_by.add(this)
+    return is_first
+
+
+class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
+    """A TorchTrainer with our policies, which can be aborted and starts no needless process.
+
+    `is_own` says that its Ray, or the connection to it, ends with these workers. Public: none; TorchTrainer takes no
+    policies.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        scaling: Callable[[Any], WorkerScaling],
+        restarts: Callable[[Any], WorkerRestarts],
+        start: WorkersStart,
+        is_own: bool,
+        **keys: Any,
+    ) -> None:
+        super().__init__(*args, **keys)
+        self._on_start = start
+        self._is_own = is_own
+        self._unneeded: tuple[type[Any], ...] = (_NoDatasets,)
+        if is_own:
+            self._unneeded += (PlacementGroupCleanerCallback,)  # the end of the job cleans up instead
+        self._controller: Any = None
+        self._ended: Future[Any] = Future()
+        self._policies = {
+            "scaling_policy": scaling(self.scaling_config),
+            "failure_policy": restarts(self.run_config.failure_config),
+        }
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Add our callback, and drop those that start a needless process: together two seconds of each run."""
+        rays_own = data_parallel_trainer.DatasetsCallback
+        data_parallel_trainer.DatasetsCallback = _NoDatasets
+        try:
+            made = super()._create_default_callbacks()
+        finally:
+            data_parallel_trainer.DatasetsCallback = rays_own
+        return [self._on_start, *(one for one in made if type(one) not in self._unneeded)]
+
+    def start(self) -> None:
+        """Start Ray Train's controller, which starts the workers; does not wait for them."""
+        self.fit()
+
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        """Start Ray Train's controller on this node, so that it can be aborted at any time.
+
+        Ray's own method waits for the controller's end. It asks the controller to abort itself, but a controller that
+        waits for capacity does not react.
+        """
+        here = label_of(ray.get_runtime_context().get_node_id())
+        variables = {WARN_BLOCKING: "0", **get_env_vars_to_propagate()}
+        takes_idle = self._is_own and _is_first_start()
+        runtime_env = {} if takes_idle else {"env_vars": variables}
+        actor = ray.remote(num_cpus=0, label_selector=here, runtime_env=runtime_env)(WorkerController)
+        make = functools.partial(OwnController, takes_idle)
+        self._controller = actor.remote(variables, [put_apart((make, {**given, **self._policies}))])
+        self._ended = self._controller.run.remote().future()
+        return _Begun()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the controller has ended, and its workers with it."""
+        return self._ended.done()
+
+    def when_ended(self, do: Callable[[], None]) -> None:
+        """Call `do` in another thread when the controller has ended, or at once if it has."""
+        self._ended.add_done_callback(lambda _: do())
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the controller's end, at most so long."""
+        futures.wait([self._ended], seconds)
+
+    def failure(self) -> BaseException | None:
+        """The error with which the controller has ended; None if it ended without."""
+        error: BaseException | None
+        try:
+            self._ended.result()
+            error = ray.get(self._controller.error.remote())
+        except ray.exceptions.RayError as lost:
+            error = lost
+        return error
+
+    def abort(self) -> None:
+        """Kill the controller, and with it its workers."""
+        if self._controller is not None:
+            ray.kill(self._controller)
+
+
+class _NoDatasets:
+    """In place of the callback for datasets of Ray Data, which imports it."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What `fit` gets from a controller that has begun: it looks for an error there."""
+
+    error: None = None

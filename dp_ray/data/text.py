@@ -1,0 +1,394 @@
+"""Files of JSON lines and of CSV as map-style datasets: an item is a dict of the row's columns."""
+
+import functools
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import compute as pc
+from pyarrow import csv as pacsv
+from pyarrow import json as pajson
+
+from dp_ray.data.blocks import CACHE_BYTES, Block
+from dp_ray.data.files import (
+    File,
+    Index,
+    Paths,
+    Stretch,
+    find_files,
+    in_threads,
+    index_of,
+    read_in_pieces,
+    read_stretch,
+    serialized,
+)
+from dp_ray.data.tables import Table, check_columns, check_once, columns_of
+from dp_ray.data.values import Decode, decode_of
+from dp_ray.errors import DataError, JobError
+
+Rows = np.ndarray[Any, Any]
+Types = Mapping[str, str]
+Ends = Callable[[bytes], list[int]]
+
+NEWLINE, RETURN, QUOTE = ord("\n"), ord("\r"), ord('"')
+# In an index, the types of columns of whole numbers that are no int64: they are joined with others as decimals are.
+UNSIGNED, BEYOND = pa.decimal128(20, 0), pa.decimal256(76, 0)
+_WHOLE, _SOLID = re.compile(r"\s*[+-]?[0-9]+\s*"), re.compile(r"\S")
+BOM = b"\xef\xbb\xbf"  # with which some programs begin a file
+
+
+class TextTable(Table[Stretch]):
+    """A dataset of the rows of text files; the base class of those in JSON lines and CSV.
+
+    The first time, each file is read to the end: where its rows lie and what its columns hold is kept beside it.
+    """
+
+    blank: ClassVar[bytes]  # what text without a row consists of
+    MAY_LACK: ClassVar[bool] = False  # whether a file that lacks a column lacks its values only, as other rows may
+
+    def __init__(
+        self,
+        files: list[File],
+        kind: str,
+        ends: Ends,
+        columns: Sequence[str] | None,
+        types: Types | None,
+        decode: Decode | None,
+        cache_bytes: int,
+    ) -> None:
+        indices = in_threads(lambda file: index_of(file, kind, lambda: self._look(file, ends)), files)
+        pairs = list(zip(files, indices, strict=True))
+        for file, index in pairs:
+            if index.stretches or index.arrow_schema.names:  # else it is empty, and lacks nothing
+                check_columns(file, index.arrow_schema.names, [*(columns or ()), *(types or ())])
+                _check_text(file, index.arrow_schema, columns, types or {})
+        self._schema = _with_types(_joined([index.arrow_schema for index in indices]), types or {})
+        _check_range(files, indices, self._schema)
+        filled = [(file, index.arrow_schema.names) for file, index in pairs if index.stretches]
+        there = [self._schema.names if self.MAY_LACK else names for _, names in filled]
+        names = columns_of([file for file, _ in filled], there, columns)
+        blocks = [Block(file, one.rows, one, str(one)) for file, index in pairs for one in index.stretches]
+        super().__init__(files, blocks, names, decode_of(decode, columns), cache_bytes)
+
+    def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
+        """The rows of some lines; the columns have the types of the schema, or what their texts look like."""
+        raise NotImplementedError
+
+    def _python_values(self, text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
+        """The values of some columns, with whole numbers of any size as ints."""
+        raise NotImplementedError
+
+    def _head(self, file: File) -> bytes:
+        """What stands before the first row and belongs to each stretch."""
+        return b""
+
+    def _look(self, file: File, ends: Ends) -> tuple[list[Stretch], str]:
+        """Where the rows lie, and the types of the columns."""
+        head = self._head(file)
+        found, schemas = [], []
+        if head:  # a file of its head alone has columns too
+            schemas.append(self._parse(head + b"\n", None).schema)
+            check_once(file, schemas[0].names)
+        for start, text in _whole_rows(file, ends, len(head)):
+            if not text.removeprefix(BOM).strip(self.blank):
+                continue
+            table = self._parse(head + text, None)
+            check_once(file, table.column_names)
+            found.append(Stretch(start, start + len(text), len(table)))
+            schemas.append(self._with_large_numbers(head + text, table))
+        return found, serialized(_joined(schemas))
+
+    def _with_large_numbers(self, text: bytes, table: pa.Table) -> pa.Schema:
+        """The table's schema, with types for whole numbers that are no int64, which pyarrow takes for floats."""
+        large = [name for name in table.column_names if _has_large(table.column(name).combine_chunks())]
+        if not large:
+            return table.schema
+        values = self._python_values(text, large)
+        fields = [
+            pa.field(one.name, _with_whole(one.type, values[one.name])) if one.name in values else one
+            for one in table.schema
+        ]
+        return pa.schema(fields)
+
+    def _table(self, block: Block[Stretch]) -> pa.Table:
+        text = self._head(block.file) + read_stretch(block.file, block.source)
+        table = self._parse(text, self._schema)
+        return table.select([name for name in self._columns if name in table.column_names])
+
+
+class JsonLines(TextTable):
+    """The rows of files with a JSON object on each line.
+
+    `paths`, `columns` and `decode` are as those of `Parquet`. Whole numbers are int64, or uint64 if a column needs
+    it, others float32, and lists of numbers tensors of these; `types` gives another Arrow type for a column, as
+    `{"price": "float64"}`.
+
+    Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
+    64 bits in a column without a type.
+    """
+
+    MAY_LACK = True
+
+    def __init__(
+        self,
+        paths: Paths,
+        columns: Sequence[str] | None = None,
+        types: Types | None = None,
+        decode: Decode | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        files = find_files(paths, [".jsonl", ".ndjson", ".json"])
+        super().__init__(files, "lines", _ends_of_lines, columns, types, decode, cache_bytes)
+
+    blank = b" \t\r\n"
+
+    def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
+        options = pajson.ParseOptions(
+            explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer"
+        )
+        reads = pajson.ReadOptions(use_threads=False, block_size=max(1, len(text)))
+        return pajson.read_json(io.BytesIO(text), reads, options)
+
+    def _python_values(self, text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
+        plain, decode = text.decode("utf-8-sig"), json.JSONDecoder().raw_decode
+        rows, at = [], 0
+        while begin := _SOLID.search(plain, at):
+            row, at = decode(plain, begin.start())
+            rows.append(row)
+        return {name: [row.get(name) for row in rows] for name in names}
+
+
+class Csv(TextTable):
+    """The rows of CSV files. The first line of each file names its columns, unless `names` does.
+
+    `paths`, `columns` and `decode` are as those of `Parquet`. Whole numbers are int64, or uint64 if a column needs
+    it, others float32; `types` gives another Arrow type for a column, as `{"zip": "string"}`. A quoted value may hold
+    line breaks.
+
+    Raises DataError for files that are missing, damaged or lack a column, by name, and for whole numbers of more than
+    64 bits in a column without a type.
+    """
+
+    def __init__(
+        self,
+        paths: Paths,
+        columns: Sequence[str] | None = None,
+        types: Types | None = None,
+        decode: Decode | None = None,
+        delimiter: str = ",",
+        names: Sequence[str] | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self._delimiter = delimiter
+        self._names = None if names is None else list(names)
+        files = find_files(paths, [".csv", ".tsv"])
+        named = "" if names is None else f"-{hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]}"
+        self._heads: dict[str, bytes] = {}
+        self._ends = functools.partial(ends_of_rows, delimiter=delimiter.encode())
+        super().__init__(files, f"fields-{ord(delimiter)}{named}", self._ends, columns, types, decode, cache_bytes)
+
+    def _head(self, file: File) -> bytes:
+        if self._names is not None:
+            return b""
+        name = str(file)  # its own name may be that of a file in another folder
+        if name not in self._heads:
+            self._heads[name] = _first_row(file, self._ends)
+        return self._heads[name]
+
+    blank = b"\r\n"
+
+    def _python_values(self, text: bytes, names: Sequence[str]) -> dict[str, list[Any]]:
+        texts = self._parse(text, pa.schema([pa.field(name, pa.string()) for name in names]))
+        return {name: [_number(one) for one in texts.column(name).to_pylist()] for name in names}
+
+    def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
+        return pacsv.read_csv(
+            io.BytesIO(text),
+            pacsv.ReadOptions(use_threads=False, block_size=max(1, len(text)), column_names=self._names),
+            pacsv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
+            pacsv.ConvertOptions(column_types=schema, strings_can_be_null=False),
+        )
+
+
+def _first_row(file: File, ends: Ends) -> bytes:
+    """The first row, with the blank lines before it."""
+
+    def first(text: bytes) -> list[int]:
+        blank = len(text) - len(text.removeprefix(BOM).lstrip(Csv.blank))
+        return next(([stop] for stop in ends(text) if stop > blank), [])
+
+    found = next(_whole_rows(file, first, 0), (0, b""))[1]
+    if not found.removeprefix(BOM).strip(Csv.blank):
+        raise DataError(f"{file}: is empty, it has no line that names its columns")
+    return found
+
+
+def _ends_of_lines(text: bytes) -> list[int]:
+    """Where lines end."""
+    found: list[int] = (np.flatnonzero(np.frombuffer(text, np.uint8) == NEWLINE) + 1).tolist()
+    return found
+
+
+def ends_of_rows(text: bytes, delimiter: bytes = b",") -> list[int]:
+    """Where rows of CSV end: at line breaks outside of quoted fields. The text begins with a row.
+
+    A line break is a newline or a carriage return, or both. A return at the end of the text counts as none: a newline
+    may follow.
+
+    A quote opens a quoted field only where a field begins. There a quote that is not doubled closes it, and what
+    follows until the field ends is plain, as pyarrow reads it.
+    """
+    numbers = np.frombuffer(text, np.uint8)
+    breaks, borders = np.flatnonzero(numbers == NEWLINE), np.flatnonzero(numbers == QUOTE)
+    returns = np.flatnonzero(numbers[:-1] == RETURN)
+    if len(alone := returns[numbers[returns + 1] != NEWLINE]):
+        breaks = np.sort(np.concatenate([breaks, alone]))
+    if not _open_and_close_in_turn(text, numbers, borders, delimiter):
+        spans = [match.span() for match in _quoted_fields(text, delimiter)]
+        borders = np.array(spans, np.int64).reshape(-1)
+    found: list[int] = (breaks[np.searchsorted(borders, breaks, side="right") % 2 == 0] + 1).tolist()
+    return found
+
+
+def _open_and_close_in_turn(text: bytes, numbers: Rows, quotes: Rows, delimiter: bytes) -> bool:
+    """Whether each second quote opens a field or comes right after a quote, as in most files: no quote is plain."""
+    opens = quotes[::2]
+    before = numbers[opens - 1]
+    is_first = opens == (len(BOM) if text.startswith(BOM) else 0)
+    return bool((is_first | np.isin(before, [NEWLINE, RETURN, QUOTE, ord(delimiter)])).all())
+
+
+def _quoted_fields(text: bytes, delimiter: bytes) -> Iterator[re.Match[bytes]]:
+    """The quoted parts of fields, one after another; the last one may lack its end."""
+    begins = rb"(?:(?<=[\n\r%b])|\A(?:%b)?)" % (re.escape(delimiter), BOM)
+    return re.finditer(begins + rb'"(?:[^"]++|"")*+(?:"|\Z)', text)
+
+
+def _whole_rows(file: File, ends: Ends, skip: int) -> Iterator[tuple[int, bytes]]:
+    """The file from byte `skip` on, in texts of whole rows, each with the byte at which it starts.
+
+    Raises DataError if the file ends within a quoted value: it was cut off, or a lost quote joins its rows.
+    """
+    start, held = 0, b""
+    for piece in read_in_pieces(file):
+        held += piece
+        if start < skip <= start + len(held):
+            start, held = skip, held[skip - start :]
+        if start >= skip and (found := ends(held)):
+            yield start, held[: found[-1]]
+            start, held = start + found[-1], held[found[-1] :]
+    if held:
+        if held.strip() and not ends(held + b"\n"):
+            raise DataError(f"{file}: is damaged: a quote is not closed in the row that begins at byte {start}")
+        yield start, held
+
+
+def _number(text: str) -> int | float | None:
+    """The number that a value of CSV stands for; None for one that is missing, however that is written."""
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return None if found != found else found
+
+
+def _has_large(array: pa.Array) -> bool:
+    """Whether there are floats, also in lists and structs, that may have been whole numbers that are no int64."""
+    if pa.types.is_float64(array.type):
+        largest = pc.max(pc.abs(array)).as_py()
+        return largest is not None and largest >= 1 << 63
+    if pa.types.is_list(array.type):
+        return _has_large(array.flatten())
+    return pa.types.is_struct(array.type) and any(map(_has_large, array.flatten()))
+
+
+def _with_whole(kind: pa.DataType, values: Sequence[Any]) -> pa.DataType:
+    """The type with UNSIGNED or BEYOND for float64 where all values are whole numbers, and some are no int64."""
+    there = [value for value in values if value is not None]
+    if pa.types.is_list(kind):
+        return pa.list_(_with_whole(kind.value_type, [one for value in there for one in value]))
+    if pa.types.is_struct(kind):
+        return pa.struct(
+            [pa.field(one.name, _with_whole(one.type, [value.get(one.name) for value in there])) for one in kind]
+        )
+    if not pa.types.is_float64(kind) or not there or not all(type(value) is int for value in there):
+        return kind
+    low, high = min(there), max(there)
+    if low >= -(1 << 63) and high < 1 << 63:
+        return kind
+    return UNSIGNED if low >= 0 and high < 1 << 64 else BEYOND
+
+
+def _check_range(files: Sequence[File], indices: Sequence[Index], schema: pa.Schema) -> None:
+    """Raise DataError, which names the file, for a column of whole numbers that no type of 64 bits holds."""
+    for name in [one.name for one in schema if _is_beyond(one.type)]:
+        for file, index in zip(files, indices, strict=True):
+            there = index.arrow_schema
+            if name in there.names and _is_beyond(there.field(name).type):
+                says = f"column {name!r} has whole numbers that are neither all int64 nor all uint64"
+                raise DataError(f"{file}: {says}; give it a type, as types: {{{name}: float64}} or string")
+
+
+def _is_beyond(kind: pa.DataType) -> bool:
+    return str(BEYOND) in str(kind)
+
+
+def _joined(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The columns of all schemas, each with a type that holds its values in all of them."""
+    names = dict.fromkeys(name for schema in schemas for name in schema.names)
+    return pa.schema(
+        [pa.field(name, _common([one.field(name).type for one in schemas if name in one.names])) for name in names]
+    )
+
+
+def _common(kinds: Sequence[pa.DataType]) -> pa.DataType:
+    fields = [pa.schema([pa.field("it", kind)]) for kind in kinds]
+    try:
+        return pa.unify_schemas(fields, promote_options="permissive").field(0).type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return pa.string()
+
+
+def _with_types(schema: pa.Schema, types: Types) -> pa.Schema:
+    """The schema with the types that were asked for, else with float32 for float64 and uint64 for UNSIGNED."""
+    return pa.schema(
+        [
+            pa.field(one.name, _type_of(one.name, types[one.name]) if one.name in types else _narrow(one.type))
+            for one in schema
+        ]
+    )
+
+
+def _check_text(file: File, schema: pa.Schema, columns: Sequence[str] | None, types: Types) -> None:
+    """Raise DataError for bytes that are not UTF-8, which pyarrow would give as such, in all rows of the column."""
+    for one in schema:
+        is_wanted = one.name not in types and (columns is None or one.name in columns)
+        if is_wanted and pa.types.is_binary(one.type):
+            advice = "mend the file, or set the column's type to binary with types"
+            raise DataError(f"{file}: column {one.name!r} holds bytes that are not UTF-8; {advice}")
+
+
+def _type_of(name: str, text: str) -> pa.DataType:
+    try:
+        return pa.type_for_alias(text)
+    except ValueError:
+        raise JobError(f"types: {text!r} for {name!r} is no type of Arrow, like int64, float32 or string") from None
+
+
+def _narrow(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_float64(kind):
+        return pa.float32()
+    if kind == UNSIGNED:
+        return pa.uint64()
+    if pa.types.is_list(kind):
+        return pa.list_(_narrow(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(one.name, _narrow(one.type)) for one in kind])
+    return kind

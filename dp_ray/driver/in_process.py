@@ -1,0 +1,125 @@
+"""`workers: 0`: the task runs in the driver's own process, where a debugger can step into it."""
+
+import contextlib
+import copy
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
+from dp_ray.errors import JobError
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
+from dp_ray.monitor.messages import HERE, Started, WorkerReady
+from dp_ray.monitor.monitor import Monitor, message_of
+from dp_ray.rundir.claim import RunDir
+from dp_ray.system.process import environment
+from dp_ray.system.threads import planned_stops
+from dp_ray.tasks.task import run_task
+
+# Runs in threads take turns, also with what prepares a run: each changes the process's stdout, environment, random
+# states and settings of torch.
+ONE_AT_A_TIME = threading.RLock()
+
+
+def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, int]) -> None:
+    """Run the task in this process, as one worker; `rows` are the lengths of the datasets, by their keys.
+
+    It waits until no other thread runs a task.
+    """
+    devices = devices_here(job)
+    world = World(device=devices[0], all_devices=devices)
+    monitor.take(WorkerReady(HERE, world, os.getpid(), ()))
+
+    one_at_a_time = threading.Lock()  # a recorder's thread sends reports, the task's thread the rest
+
+    def send(what: Any) -> None:
+        with one_at_a_time:
+            monitor.take(message_of(HERE, what))
+            monitor.tick()
+
+    def started(step: int) -> None:
+        with one_at_a_time:
+            monitor.take(Started(HERE, 0, step))
+
+    control = DriverStepControl(started)
+
+    def ask_to_stop(signal_name: str) -> bool:
+        control.wants_stop = monitor.ask_to_stop(signal_name)
+        return control.wants_stop
+
+    with ONE_AT_A_TIME, planned_stops(ask_to_stop), contextlib.redirect_stdout(sys.stderr), environment(job.env):
+        run_task(job, world, claimed.storage, send, control, rows)
+
+
+def with_own_model(job: Job) -> Job:
+    """The job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
+
+    So do the tensors and lists among args: a model may take one as its weights, a scheduler writes into a rate. A
+    dataset is only read. Raises JobError if the model object cannot be copied.
+    """
+    given = {key: getattr(job, key) for key in job.TARGETED if key != "dataset"}
+    job = job.model_copy(update={key: _with_own_args(one) for key, one in given.items() if isinstance(one, Target)})
+    if isinstance(job.model, Target):
+        return job
+    try:
+        return job.model_copy(update={"model": copy.deepcopy(job.model)})
+    except Exception as error:  # a user's __deepcopy__ may raise anything
+        advice = "give its class, or a function that makes it"
+        raise JobError(f"model: the object cannot be copied: {type(error).__name__}: {error}; {advice}") from error
+
+
+def _with_own_args(target: Target) -> Target:
+    """The target with copies of its args; what cannot be copied is taken itself."""
+    args = {}
+    for name, value in target.args.items():
+        args[name] = value
+        with contextlib.suppress(Exception):  # a user's __deepcopy__ may raise anything
+            args[name] = copy.deepcopy(value)
+    return target.model_copy(update={"args": args})
+
+
+def with_own_objects(job: Job) -> Job:
+    """The job with copies of its objects from Python, for a task that must leave them as they are.
+
+    A dataset is only read, and may be large: it is not copied. What cannot be copied is taken itself.
+    """
+    copies: dict[str, Any] = {}
+    for key in job.TARGETED:
+        given = getattr(job, key)
+        if key != "dataset" and given is not None and not isinstance(given, Target):
+            with contextlib.suppress(Exception):  # a user's __deepcopy__ may raise anything
+                copies[key] = copy.deepcopy(given)
+    return job.model_copy(update=copies)
+
+
+class DriverStepControl(StepControl):
+    """Step control in the driver's own process: it reports each step that begins to the monitor."""
+
+    def __init__(self, started: Callable[[int], None]) -> None:
+        self._started = started
+
+    def before(self, step: int) -> None:
+        """Report the step that begins to the monitor."""
+        self._started(step)
+
+
+def devices_here(job: Job) -> tuple[torch.device, ...]:
+    """The devices that the job names, else as many GPUs as a worker takes, else the CPU.
+
+    Raises JobError if this machine has too few GPUs.
+    """
+    if job.devices:
+        return tuple(torch.device(name) for name in job.devices)
+    if not torch.cuda.is_available() or job.gpus_per_worker == 0:
+        if job.num_devices > 1:
+            raise JobError(f"gpus_per_worker: this machine has no GPUs, {job.num_devices} are wanted; set devices")
+        return (torch.device("cpu"),)
+    if (there := torch.cuda.device_count()) < job.num_devices:
+        raise JobError(f"gpus_per_worker: this machine has {there} GPUs, {job.num_devices} are wanted")
+    return tuple(torch.device("cuda", number) for number in range(job.num_devices))

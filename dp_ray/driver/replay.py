@@ -1,0 +1,140 @@
+"""Replays a step of a training in this process: its loss, its rows, and the first module that is not finite."""
+
+import bdb
+import contextlib
+import functools
+import pdb
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from dp_ray.driver.in_process import devices_here
+from dp_ray.engine.world import World
+from dp_ray.errors import Error, JobError, StorageError, cause_of
+from dp_ray.job.errors import renamed
+from dp_ray.job.files import job_of
+from dp_ray.job.job import Job
+from dp_ray.job.keys import object_in
+from dp_ray.rundir.claim import located, read_claim
+from dp_ray.rundir.files import RESULT, RUN, read_json
+from dp_ray.rundir.history import StepRows, history_so_far
+from dp_ray.storage import Storage
+from dp_ray.tasks.replay import Again, Given, Replayed, Wanted, run_again
+from dp_ray.tasks.task import settings_of
+
+# What a replay is without: it looks on, and runs nothing beside the steps.
+WITHOUT: dict[str, Any] = {"workers": 0, "env": {}, "stop_on_nan": False, "flops": False, "profile": None}
+
+
+def replay(
+    run_dir: str, wanted: Wanted, show: Callable[[Replayed], None], say: Callable[[str], None], debugs: bool = False
+) -> None:
+    """Run a step of the training in `run_dir` again and `show` what it gave; the run directory stays as it is.
+
+    `say` gets lines on what happens meanwhile. If it `debugs`, a debugger then stops in the forward of the first
+    module whose output or gradient is not finite, else in the model's; or where the step raised.
+    Raises JobError if the run is no training or cannot be replayed, or has no such step.
+    """
+    run = located(run_dir).guarded(_refuse)
+    job = _job_kept(run, say)
+    with contextlib.redirect_stdout(sys.stderr):
+        devices = devices_here(job)
+        world = World(device=devices[0], all_devices=devices)
+        _note_devices(run, world, say)
+        try:
+            given = Given(job, world, run, StepRows(history_so_far(run)), say)
+            with settings_of(job, world), run_again(given, wanted) as again:
+                show(again.replayed)
+                if debugs:
+                    _debug(again, say)
+        except Error as error:
+            if debugs and (cause := cause_of(error)) is not None and not isinstance(cause, bdb.BdbQuit):
+                say(str(error))
+                pdb.post_mortem(cause.__traceback__)
+            raise
+
+
+def _refuse() -> None:
+    raise StorageError("a replay writes nothing into the run's directory, and this run lacks what its start writes")
+
+
+def _job_kept(run: Storage, say: Callable[[str], None]) -> Job:
+    """The job of a training's run.json, to be run in this process."""
+    if not run.exists(RUN):
+        raise JobError(f"{run} holds no {RUN}: name the run directory of a training")
+    kept = renamed(read_claim(run)["job"])
+    if kept["task"] != "train":
+        raise JobError(f"replay: {run} is a run of task {kept['task']}; only a training has steps to replay")
+    _check_objects(run, kept)
+    _check_can_run(kept)
+    if lost := list(kept["env"]):
+        say(f"its env is not kept: set {', '.join(lost)} in the environment where the step needs it")
+    loader = {**kept["loader"], "processes": 0}
+    return job_of({**kept, **WITHOUT, "loader": loader, "storage": run.parent.location}, {}, kept["name"])
+
+
+def _check_objects(run: Storage, kept: dict[str, Any]) -> None:
+    """Raise JobError if the run was given Python objects, of which it keeps the names alone."""
+    given = {key: kept.get(key) for key in Job.TARGETED}
+    given |= {f"metrics.{name}": one for name, one in (kept.get("metrics") or {}).items()}
+    for key, value in given.items():
+        named = value["target"] if isinstance(value, dict) else value
+        if isinstance(named, str) and named.startswith("<"):
+            raise JobError(f"replay: {run}: {key} was given as a Python object ({named}), which no file holds")
+        if isinstance(value, dict) and (
+            path := object_in({one: value[one] for one in value if one != "target"}, key)
+        ):
+            raise JobError(f"replay: {run}: {path} was given as a Python object, which no file holds")
+
+
+def _check_can_run(kept: dict[str, Any]) -> None:
+    """Raise JobError for trainings whose steps one process alone cannot repeat."""
+    if not isinstance(kept["shards"], int):
+        raise JobError("replay: the run has not found its number of shards yet, so it has no step to replay")
+    if kept["sync_batchnorm"] and kept["shards"] > 1:
+        raise JobError(
+            "replay: sync_batchnorm takes its statistics from all workers' shards at once, and one process runs them "
+            "one after another; its steps cannot be replayed"
+        )
+    if kept.get("strategy") == "fsdp" and (kept.get("fsdp") or {}).get("mixed_precision"):
+        raise JobError(
+            "replay: fsdp.mixed_precision gathers parameters in other dtypes, as only FSDP on its workers does; its "
+            "steps cannot be replayed"
+        )
+
+
+def _note_devices(run: Storage, world: World, say: Callable[[str], None]) -> None:
+    """Say so if the run's workers had other devices, as far as its result tells."""
+    workers = read_json(run, RESULT).get("workers", []) if run.exists(RESULT) else []
+    there = {str(one["device"]).partition(":")[0] for one in workers}
+    if there and there != {world.device.type}:
+        say(f"the run was on {', '.join(sorted(there))}, and this is on {world.device.type}: the last bits differ")
+
+
+def _debug(again: Again, say: Callable[[str], None]) -> None:
+    """Run a shard once more, with a debugger that stops in the forward of the module to look at."""
+    look, found = again.look, again.findings.output or again.findings.gradient
+    shards = [one for one, _ in again.findings.rows if found is None or one.shard.shard == found.shard]
+    if not shards:
+        say("no rows, so there is nothing to debug")
+        return
+    name = found.module if found is not None else ""
+    module = look.model.get_submodule(name)
+    say(f"in the forward of {name or 'the model'} ({type(module).__name__}), shard {shards[0].shard.shard}:")
+    module.forward = functools.partial(_stepped, pdb.Pdb(), module.forward)
+    try:
+        with look.unchanged():
+            look.forward(shards[0])
+    except Error as error:
+        if not isinstance(cause_of(error), bdb.BdbQuit):
+            raise
+    finally:
+        del module.forward
+
+
+def _stepped(debugger: pdb.Pdb, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in the debugger, which stops in its first line; raises BdbQuit if the user quits there."""
+    result = debugger.runcall(function, *args, **kwargs)
+    if debugger.quitting:
+        raise bdb.BdbQuit
+    return result

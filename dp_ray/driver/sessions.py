@@ -1,0 +1,326 @@
+"""A session: workers that stay, with torch imported, and run one job after another."""
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from dp_ray.cluster.connect import (
+    address_of,
+    connected,
+    is_connected,
+    sessions_that_fit,
+    ships_callers_code,
+    what_begins,
+)
+from dp_ray.cluster.decisions import Resources, text_of
+from dp_ray.cluster.ray_version import check_ray
+from dp_ray.cluster.workers import CLOSE_SECONDS, LEAVE_SECONDS, check_can_be_shipped, start_workers
+from dp_ray.driver.run import Options, Prepared, ShortErrors, execute, options_of
+from dp_ray.errors import ClusterError, JobError, RunInterrupted
+from dp_ray.job.errors import explain
+from dp_ray.job.files import job_from
+from dp_ray.job.job import Job
+from dp_ray.job.keys import WorkerKeys
+from dp_ray.monitor.console import Console
+from dp_ray.monitor.monitor import Monitor
+from dp_ray.results.result import Result
+from dp_ray.rundir.claim import RunDir
+from dp_ray.system.imports import Sources
+from dp_ray.system.process import own_folder
+
+
+def session(
+    *,
+    address: str | None = None,
+    idle_seconds: float | None = None,
+    quiet: bool = False,
+    verbose: bool = False,
+    **keys: Any,
+) -> "Session":
+    """Start workers that stay for several jobs; use it in a `with` statement, or call its `close`.
+
+    `keys` are the job's keys that concern workers: `workers`, `gpus_per_worker`, `cpus_per_worker`,
+    `resources_per_worker`, `accelerator_type`, `placement`, `devices`, `timeouts` and `env`, which is set before
+    torch is imported. A session that runs no job for `idle_seconds` ends. Does not wait for the workers.
+    Raises JobError if a key is wrong, and ClusterError if no Ray answers or if the workers can never fit.
+    """
+    return Session(worker_keys(keys), address, idle_seconds, quiet, verbose)
+
+
+class Session:
+    """Workers that stay, with torch imported and their resources held, and run one job after another."""
+
+    def __init__(
+        self,
+        keys: WorkerKeys,
+        address: str | None = None,
+        idle_seconds: float | None = None,
+        quiet: bool = False,
+        verbose: bool = False,
+        at_a_time: int | None = 1,
+    ) -> None:
+        check_ray()
+        self._keys = keys
+        self._address = address
+        self._idle_seconds = idle_seconds
+        self._quiet = quiet
+        self._verbose = verbose
+        self._sources = Sources(Path.cwd())
+        self._runs = threading.Lock()  # held while a job runs
+        self._runner: int | None = None  # the thread that runs it
+        self._timer: threading.Timer | None = None
+        self._ended = ""  # why, once it has ended
+        self._open = ExitStack()
+        self._is_own = not is_connected()
+        self.at_a_time = at_a_time  # how many such sessions shall run at a time; None: as many as fit
+        self._connect()
+        self._wait_idle()
+
+    def run(self, job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
+        """Run a job on the session's workers, as `dp_ray.run` does on its own, and return its result.
+
+        The job takes the first `workers` of them. Raises JobError if it needs more than the session has, before
+        anything runs. Also raises ClusterError if the session has ended. Ctrl-C stops the job after its current step,
+        and the session stays; a second one ends the session.
+        """
+        if "address" in keys:
+            raise JobError("address: belongs to the session; give it to dp_ray.session")
+        options = options_of(keys := {"quiet": self._quiet, "verbose": self._verbose, **keys})
+        with ShortErrors(options.verbose):
+            return self.execute(job_from(job, keys), options)
+
+    def execute(self, job: Job, options: Options) -> Result:
+        """Run a job on the session's workers and return its result."""
+        self._check_open()
+        if not self._runs.acquire(blocking=False):
+            raise ClusterError("the session runs another job; a session runs one at a time")
+        self._runner = threading.get_ident()
+        try:
+            self._stay_awake()
+            self._check_open()
+            if job.max_workers == 0:
+                return execute(job, options)
+            check_covered(job, self._keys, self._workers.each)
+            check_can_be_shipped(job)
+            job = job.model_copy(update={"env": {**self._keys.env, **job.env}})  # in the driver too
+            self._renew(Console(job.run_name, options.quiet))
+            return execute(job, options, self._run_on_workers)
+        except RunInterrupted:
+            if self._workers.is_interrupted_twice:
+                self._end("it was interrupted")
+            raise
+        finally:
+            self._wait_idle()
+            self._runner = None
+            self._runs.release()
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise ClusterError(f"the session has ended: {self._ended}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the session has ended: it was closed, was idle for long, or was interrupted twice."""
+        return bool(self._ended)
+
+    def close(self) -> None:
+        """End the session and free its resources; waits for a job that another thread runs.
+
+        Raises ClusterError if this thread runs one, which it would wait for.
+        """
+        if self._runner == threading.get_ident():
+            raise ClusterError(
+                "a session cannot be closed from within its own job; close it after `run` has returned"
+            )
+        with self._runs:
+            self._stay_awake()
+            self._end("it was closed")
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run_on_workers(self, prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
+        self._sources.note()
+        monitor.begin("waiting for the workers")
+        try:
+            self._workers.run(prepared.job, claimed, prepared.plan.rows, monitor, prepared.faults)
+        finally:
+            self._sources.note_imported(self._workers.imported)
+
+    def abort(self) -> None:
+        """End the workers at once, and so the job that another thread runs on them."""
+        self._workers.close(0)
+
+    def _connect(self) -> None:
+        """Connect to Ray and start the workers."""
+        say = Console("session", self._quiet).say
+        say(what_begins(self._address))
+        if address_of(self._address) if self._is_own else ships_callers_code():
+            self._sources.note_sent()
+        with ExitStack() as opening:
+            all_workers = self._keys.max_workers * (self.at_a_time or 1)
+            of_all = self._keys.model_copy(update={"workers": all_workers})
+            opening.enter_context(connected(of_all, self._address, self._verbose))
+            self._share()
+            self._folder = opening.enter_context(own_folder())
+            self._start_workers(say)
+            opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
+            self._open = opening.pop_all()
+
+    def _share(self) -> None:
+        """Find how many sessions run at a time: if several, the others use this connection, which then stays."""
+        if self.at_a_time != 1:
+            self.at_a_time = sessions_that_fit(self._keys, self.at_a_time)
+            self._is_own = self._is_own and self.at_a_time == 1
+
+    def _start_workers(self, say: Any) -> None:
+        self._workers = start_workers(self._keys, self._folder, self._is_own, self._verbose, say)
+
+    def _renew(self, console: Console) -> None:
+        """Start the workers anew if the next job would find there what it must not; a line says why."""
+        is_fixed = self.at_a_time != 1 and ships_callers_code()  # what was sent is what all sessions run
+        edited = [] if is_fixed else self._sources.edited()
+        why = next(self._why_renewed(edited), None)
+        if why is None:
+            return
+        if edited and not self._is_own and ships_callers_code():
+            raise ClusterError(
+                f"{why}, and the workers would still import what your own ray.init(runtime_env=...) has sent; "
+                "call ray.shutdown() and ray.init() again, or open the session without a ray.init of your own"
+            )
+        console.say(f"the workers are started anew: {why}")
+        if edited:
+            self._sources.forget()
+        if self._is_own and edited and address_of(self._address):  # a connection sends the code to the cluster
+            self._reconnect()
+        elif self._workers.close(CLOSE_SECONDS if self._is_own else LEAVE_SECONDS) or not self._is_own:
+            self._start_workers(console.say)
+        else:  # the end of the connection frees what these workers hold
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        self._open.close()
+        try:
+            self._connect()
+        except BaseException as error:
+            self._end(str(error) or type(error).__name__)
+            raise
+
+    def _why_renewed(self, edited: list[str]) -> Iterator[str]:
+        if edited:
+            yield f"{', '.join(edited)} {'was' if len(edited) == 1 else 'were'} edited"
+        if self._workers.remains:
+            yield f"the last job left {', '.join(self._workers.remains)} behind"
+        if self._workers.is_over:
+            yield self._workers.why_over
+
+    def _wait_idle(self) -> None:
+        """Begin to count the seconds without a job."""
+        if self._idle_seconds is not None and not self._ended:
+            self._timer = threading.Timer(self._idle_seconds, self._end_idle)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _stay_awake(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None  # so that it does nothing if it has come already
+
+    def _end_idle(self) -> None:
+        with self._runs:
+            if threading.current_thread() is self._timer:
+                self._end(f"it ran no job for {self._idle_seconds:g} s")
+
+    def _end(self, why: str) -> None:
+        if not self._ended:
+            self._ended = why
+            self._open.close()
+
+
+def worker_keys(keys: dict[str, Any]) -> WorkerKeys:
+    """The keys of a session. Raises JobError, which lists every wrong one."""
+    try:
+        found = WorkerKeys.model_validate(keys)
+    except ValidationError as error:
+        raise JobError("\n".join(explain(error))) from None
+    if found.max_workers == 0:
+        raise JobError("workers: a session needs at least one; `workers: 0` runs without a session")
+    return found
+
+
+def keys_for(jobs: Iterable[Job]) -> WorkerKeys:
+    """The keys of a session that can run each of these jobs. Raises JobError if they contradict each other."""
+    found = [job for job in jobs if job.max_workers > 0]
+    gpus = [gpus for job in found if (gpus := _gpus_of(job)) != "auto"]
+    extra = {name for job in found for name in job.resources_per_worker}
+    return worker_keys(
+        {
+            "workers": {
+                "min": max(job.min_workers for job in found),
+                "max": max(job.max_workers for job in found),
+            },
+            "gpus_per_worker": max(gpus) if len(gpus) == len(found) else max([1, *gpus]) if gpus else "auto",
+            "cpus_per_worker": max(job.cpus_per_worker for job in found),
+            "resources_per_worker": {
+                name: max(job.resources_per_worker.get(name, 0) for job in found) for name in extra
+            },
+            "accelerator_type": _common("accelerator_type", [job.accelerator_type for job in found], None),
+            "placement": _common("placement", [job.placement for job in found], "PACK"),
+            "devices": found[0].devices if all(job.devices == found[0].devices for job in found) else None,
+            "timeouts": {"capacity": _longest([job.timeouts.capacity for job in found])},
+            "env": found[0].env if all(job.env == found[0].env for job in found) else {},
+        }
+    )
+
+
+def _gpus_of(job: Job) -> float | Literal["auto"]:
+    """The GPUs that each of a job's workers takes, by `gpus_per_worker` or by `devices`; else auto."""
+    return (job.own_gpus or "auto") if job.gpus_per_worker == "auto" else job.gpus_per_worker
+
+
+def _longest(seconds: list[float | None]) -> float | None:
+    """The longest of some times; None is without limit."""
+    return None if None in seconds else max(one for one in seconds if one is not None)
+
+
+def _common(key: str, values: list[Any], default: Any) -> Any:
+    """The value that jobs have in common; those with the default take any."""
+    named = list(dict.fromkeys(value for value in values if value != default))
+    if len(named) > 1:
+        raise JobError(f"{key}: jobs of one session must agree, got {' and '.join(map(repr, named))}")
+    return named[0] if named else default
+
+
+def check_covered(job: Job, held: WorkerKeys, each: Resources) -> None:
+    """Raise JobError, which names both, if a job needs more than a session with the keys `held` has.
+
+    `each` are the resources that each of its workers holds.
+    """
+    if lacks := list(_lacks(job, held, each)):
+        raise JobError("; ".join(lacks))
+
+
+def _lacks(job: Job, held: WorkerKeys, each: Resources) -> Iterator[str]:
+    if job.max_workers > held.max_workers:
+        yield f"workers: the job needs {job.max_workers}, the session has {held.max_workers}"
+    elif job.min_workers > held.min_workers:
+        yield f"workers: the job needs at least {job.min_workers}, the session may have only {held.min_workers}"
+    wanted = {"CPU": job.cpus_per_worker, **job.resources_per_worker}
+    if (gpus := _gpus_of(job)) != "auto":
+        wanted["GPU"] = gpus
+    if any(amount > each.get(name, 0) for name, amount in wanted.items()):
+        named = f" for devices: {', '.join(job.devices)}" if job.devices and job.own_gpus else ""
+        yield f"a worker of the job needs {text_of(wanted)}{named}; one of the session has {text_of(each)}"
+    if job.accelerator_type not in (None, held.accelerator_type):
+        has = held.accelerator_type or "any"
+        yield f"accelerator_type: the job needs {job.accelerator_type}, the session has {has}"
+    if job.placement not in ("PACK", held.placement):
+        yield f"placement: the job needs {job.placement}, the session has {held.placement}"

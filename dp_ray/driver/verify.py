@@ -1,0 +1,254 @@
+"""Runs the same job on several numbers of workers, compares the results, and finds where they first differ."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from dp_ray.driver.run import Options
+from dp_ray.driver.several import running
+from dp_ray.errors import JobError, RunInterrupted
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
+from dp_ray.results.result import Result
+from dp_ray.rundir.checkpoint import CHECKPOINTS, load_checkpoint, name_of
+from dp_ray.rundir.history import CLOCKED, DIGEST, is_inner
+from dp_ray.tensors.tree import flatten
+from dp_ray.text import json_text
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
+NOT_COMPARED = set(CLOCKED)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The run on one number of workers: first and last loss, hashes, and the comparison with the first run."""
+
+    workers: int
+    first_loss: float | None
+    last_loss: float | None
+    weights: str | None
+    outputs: str | None
+    seconds: float
+    difference: float
+    same: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of `dp-ray verify`; `first` says where a bitwise job's runs first differ.
+
+    All runs have the same number of `shards`. A run of the job alone has `shards_alone`, which may be another if the
+    job sets none.
+    """
+
+    rows: list[Row]
+    bitwise: bool
+    tolerance: float
+    shards: int
+    shards_alone: int
+    first: str | None = None
+    kept: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether all runs are the same as the first."""
+        return all(row.same for row in self.rows)
+
+    def to_json(self) -> str:
+        """The verdict as JSON text."""
+        return json_text({**asdict(self), "same": self.same})
+
+    def __str__(self) -> str:
+        head = ("workers", "first loss", "last loss", "weights", "outputs", "seconds", "difference", "same")
+        lines = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
+        text = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        return "\n".join([*text, *self._of_shards(), self._says()])
+
+    def _of_shards(self) -> list[str]:
+        """What was compared, if a run of the job alone is another."""
+        if self.shards == self.shards_alone:
+            return []
+        return [
+            f"compared with shards: {self.shards} on each number of workers; the job sets none, so a run of it alone "
+            f"takes {self.shards_alone}, and may give another result; set shards: {self.shards} for what was compared"
+        ]
+
+    def _says(self) -> str:
+        if self.bitwise:
+            return (
+                "the same, bit for bit" if self.same else f"NOT the same: {self.first}; kept: {', '.join(self.kept)}"
+            )
+        largest = max(row.difference for row in self.rows)
+        judged = f"the largest relative difference is {largest:.3g}, the tolerance {self.tolerance:g}"
+        return f"{'the same up to rounding' if self.same else 'NOT the same'}: {judged}"
+
+
+Run = Callable[..., Result]
+
+
+def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float | None = None) -> Verdict:
+    """Run the job on each number of workers, all in one session, and compare every run with the first.
+
+    Bitwise jobs and predictions must give the same bits. Other jobs are compared by the largest relative difference,
+    of a training's weights or an evaluation's metrics, against `tolerance`. Raises JobError for an impossible count,
+    and the Errors of the runs.
+    """
+    _check(job, counts)
+    alone = job.num_shards
+    job = job.model_copy(update={"shards": job.shards or max(1, *counts), "metrics": _metrics(job)})
+    tolerance = TOLERANCE[job.precision] if tolerance is None else tolerance
+
+    def on(count: int) -> Job:
+        return job.model_copy(update={"name": f"{job.run_name}-verify-{count}", "workers": count})
+
+    with running([on(count) for count in counts], options) as execute:
+
+        def run(count: int, **changes: Any) -> Result:
+            try:
+                return execute(on(count).model_copy(update=changes))
+            except RunInterrupted:
+                raise RunInterrupted("interrupted; run verify again, it begins anew") from None
+
+        runs = [run(count) for count in counts]
+        verdict = _verdict(job, counts, runs, tolerance, run, alone)
+    if verdict.same:
+        for one in runs:
+            one.storage().remove()
+    return verdict
+
+
+def _verdict(job: Job, counts: Sequence[int], runs: list[Result], tolerance: float, run: Run, alone: int) -> Verdict:
+    bitwise = job.bitwise or job.task == "predict"
+    rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
+    different = [at for at, row in enumerate(rows) if not row.same]
+    first = None
+    if different and bitwise:
+        first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
+    kept = [one.run_dir for one in (runs if different else [])]
+    return Verdict(rows, bitwise, tolerance, job.num_shards, alone, first, kept)
+
+
+def _check(job: Job, counts: Sequence[int]) -> None:
+    if len(counts) < 2 or len(set(counts)) != len(counts):
+        raise JobError(f"--workers: verify compares at least two different numbers of workers, got {list(counts)}")
+    if DIGEST in job.metrics:
+        raise JobError(f"metrics.{DIGEST}: is what verify compares the outputs by; rename yours")
+    if job.finds_shards:
+        raise JobError("shards: auto: verify compares runs with one number of shards; set it, like --set shards=8")
+    if job.shards and max(counts) > job.num_shards:
+        raise JobError(f"--workers: {max(counts)} workers cannot share {job.num_shards} shards")
+
+
+def _metrics(job: Job) -> dict[str, Any]:
+    if job.task == "predict" or job.step is not None:
+        return dict(job.metrics)
+    return {**job.metrics, DIGEST: Target(target="dp_ray.tensors.files:outputs_digest")}
+
+
+def _row(count: int, first: Result, one: Result, bitwise: bool, tolerance: float) -> Row:
+    history = _history(one)
+    difference = _difference(first, one)
+    same = _hashes(first) == _hashes(one) if bitwise else difference <= tolerance
+    losses = [row["loss"] for row in history]
+    return Row(
+        workers=count,
+        first_loss=losses[0] if losses else one.metrics.get("loss"),
+        last_loss=losses[-1] if losses else None,
+        weights=one.weights_sha256,
+        outputs=one.outputs_sha256 or _digest([row.get(DIGEST) for row in history] or [one.metrics.get(DIGEST)]),
+        seconds=one.seconds,
+        difference=difference,
+        same=same,
+    )
+
+
+def _history(result: Result) -> list[dict[str, Any]]:
+    """The rows of a training's history, without its speed."""
+    if result.task != "train":
+        return []
+    return [{name: value for name, value in row.items() if name not in NOT_COMPARED} for row in result.history]
+
+
+def _hashes(result: Result) -> tuple[Any, ...]:
+    """All values that must be the same, with NaN equal to NaN."""
+    average = result.ema and result.ema["sha256"]
+    return result.weights_sha256, average, result.outputs_sha256, repr(result.metrics), repr(_history(result))
+
+
+def _digest(values: list[Any]) -> str | None:
+    if values == [None] or any(value is None for value in values):
+        return None
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def _difference(first: Result, other: Result) -> float:
+    """The largest relative difference of a tensor: of the weights, the metrics, or the outputs, by task."""
+    if first.task == "train":
+        return max((apart(first.weights[name], other.weights[name])[0] for name in first.weights), default=0.0)
+    if first.task == "evaluate":
+        names = [name for name in first.metrics if name != DIGEST]
+        return max(apart(torch.tensor(first.metrics[name]), torch.tensor(other.metrics[name]))[0] for name in names)
+    batches = zip(first.batches(), other.batches(), strict=True)
+    return max(apart(one, two)[0] for a, b in batches for one, two in zip(_leaves(a), _leaves(b), strict=True))
+
+
+def _leaves(batch: Any) -> list[torch.Tensor]:
+    return [torch.as_tensor(leaf) for leaf in flatten(batch)[0]]
+
+
+def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors: relative to the first one's largest magnitude, and absolute.
+
+    Both are infinite if the shapes differ.
+    """
+    if one.shape != two.shape:
+        return float("inf"), float("inf")
+    a, b = one.double(), two.double()
+    if torch.equal(a, b) or not a.numel():
+        return 0.0, 0.0
+    largest = float((a - b).abs().nan_to_num(0.0 if torch.equal(a.isnan(), b.isnan()) else float("inf")).max())
+    return largest / max(float(a.abs().nan_to_num().max()), 1e-30), largest
+
+
+def _first_difference(run: Run, first: tuple[int, Result], other: tuple[int, Result]) -> str:
+    """Where the runs on two numbers of workers first differ: the step, and the first parameter after it."""
+    who = f"on {other[0]} workers against {first[0]}"
+    if first[1].task != "train":
+        return f"{who}, the outputs differ by up to {_difference(first[1], other[1]):.3g} of the largest"
+    ours, theirs = _history(first[1]), _history(other[1])
+    rows = [step for step, (a, b) in enumerate(zip(ours, theirs, strict=False)) if repr(a) != repr(b)]
+    step = rows[0] if rows else len(ours) - 1
+    seen = [name for name in ours[step] if repr(ours[step][name]) != repr(theirs[step][name])]
+    told = dict.fromkeys("the outputs" if is_inner(name) else name for name in seen)
+    # A step's values are computed before its update, so the weights may differ since the step before.
+    for until in (step, step + 1):
+        if until and (found := _first_parameter(run, first[0], other[0], until)):
+            return f"{who}, first after step {until - 1}: {found}"
+    values = ", ".join(told) or "no value that is kept"
+    return f"{who}, first in step {step}: {values} differs, and no parameter does"
+
+
+def _first_parameter(run: Run, first: int, other: int, steps: int) -> str | None:
+    """The first tensor of the state that differs after `steps` steps, and by how much; None if none differs."""
+    ends = [run(count, max_steps=steps, name=f"verify-{count}-until-{steps}") for count in (first, other)]
+    states = [load_checkpoint(one.storage().child(CHECKPOINTS), name_of(steps))[1]["model"] for one in ends]
+    for one in ends:
+        one.storage().remove()
+    for name, tensor in states[0].items():
+        if isinstance(tensor, torch.Tensor) and not torch.equal(tensor, states[1][name]):
+            relative, absolute = apart(tensor, states[1][name])
+            return f"{name} differs by up to {absolute:.3g} ({relative:.3g} of its largest)"
+    return None
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    losses = ["-" if loss is None else f"{loss:.9g}" for loss in (row.first_loss, row.last_loss)]
+    hashes = ["-" if value is None else value[:12] for value in (row.weights, row.outputs)]
+    difference = "0" if row.difference == 0 else f"{row.difference:.3g}"
+    return (str(row.workers), *losses, *hashes, f"{row.seconds:.1f}", difference, "yes" if row.same else "NO")

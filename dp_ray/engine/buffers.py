@@ -1,0 +1,675 @@
+"""What a forward writes of a model: buffers (BatchNorm's statistics), and parameters (a momentum encoder's).
+
+It is treated as nn.DataParallel treats buffers. Every shard of a step starts from the same values. After the step,
+every worker has those of shard 0. An evaluation or a prediction leaves none of it.
+
+Buffers are copied in each step, and so are frozen parameters if they are SMALL together. Of other parameters those
+are copied that a forward was seen to write. In the EARLY steps of an attempt the content of all is compared with a
+copy, so a write through `.data` shows too. Later, version counters and addresses show a write. Then it is too late
+for a copy, so it is an error, unless nobody needs the value of before. What shows in neither is found at checkpoints,
+where the content of frozen parameters is compared.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from dp_ray.engine.world import gathered, has_peers
+from dp_ray.errors import ModelError
+from dp_ray.system.threads import waiting
+from dp_ray.tensors.files import Stored, as_bytes, is_sharded, local, overlaps
+from dp_ray.text import listed
+
+TOGETHER = (torch.float32, torch.int64)  # the dtypes of BatchNorm's buffers
+ALIGNED = 16  # bytes: each tensor starts at a multiple of it, so its bytes can be viewed as any dtype
+EARLY = 3  # steps: a momentum encoder that is a copy of another begins to change in the second one
+KEPT = 1 << 31  # bytes: the largest model of which a copy is made in early steps, in memory of the CPU
+SMALL = 1 << 18  # bytes: to copy and to send them takes about as long as the smallest collective
+
+VERSION = operator.attrgetter("_version")
+PIECE = 1 << 23  # bytes of a tensor whose digest is computed at once
+
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+Values = dict[str, torch.Tensor | None]
+Place = tuple[Any, str]  # a module's buffers, and a key of them
+Stamp = tuple[int | None, int]
+Blocks = Iterable[tuple[nn.Module, list[Any]]]
+ADVICE = "write it in one of these too, or make it a buffer (register_buffer)"
+
+
+class _Layout(NamedTuple):
+    """The size and dtype of a buffer or parameter."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def padded(self) -> int:
+        """Its bytes in a broadcast."""
+        return -(-self.nbytes // ALIGNED) * ALIGNED
+
+
+class _SeesReplaced(TorchFunctionMode):
+    """Raises ModelError where the data of a sharded parameter is replaced, which nothing else shows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == SET_DATA and is_sharded(args[0]):
+            raise ModelError(_of_sharded([f"the data of a parameter of size {list(args[0].shape)}"]))
+        return func(*args, **(kwargs or {}))
+
+
+class _Writable:
+    """The buffers of a model, and the parameters that its forwards write, by their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        self._known = {id(one) for one in self._parameters.values()}
+        self._is_sharded = any(map(is_sharded, self._parameters.values()))
+        self._plain = {name: one for name, one in self._parameters.items() if _is_plain(one)}
+        self._places = _places(model)
+        self._static = frozenset(self._followed_anyway())
+        self._followed = {name: self._plain[name] for name in self._static}
+        self._watched: dict[str, nn.Parameter] = {}
+        self._versioned: list[nn.Parameter] = []
+        self._placed: list[nn.Parameter] = []
+        self._stamps: tuple[list[int], list[int]] = ([], [])
+
+    def _followed_anyway(self) -> Iterator[str]:
+        """The parameters that are always copied: those of an embedding with `max_norm`, and small frozen ones."""
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                weight = f"{name}.weight".lstrip(".")
+                yield from [weight] if weight in self._plain else []
+        # Of a sharded model, each worker holds few parameters whole.
+        frozen = {name: one for name, one in self._plain.items() if self._is_sharded or not one.requires_grad}
+        if sum(one.nbytes for one in frozen.values()) <= SMALL:
+            yield from frozen
+
+    def _now(self) -> Values:
+        buffers = {name: held[key] for name, (held, key) in self._places.items() if key in held}
+        return {**buffers, **self._followed}
+
+    def _take(self) -> Values:
+        """Copies of all values as they are now."""
+        now = self._now()
+        if not now:
+            return {}
+        copies = iter(_copies([one for one in now.values() if one is not None]))
+        return {name: None if one is None else next(copies) for name, one in now.items()}
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, torch.Tensor | None]) -> None:
+        """Set buffers and followed parameters to the values; a buffer of another size is made anew."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, (held, key) in self._places.items():
+            now, value = _get(held, key), values.get(name)
+            if now is not None and value is not None and now.shape == value.shape and now.dtype is value.dtype:
+                pairs.append((now, value))
+            elif name in values:
+                held[key] = None if value is None else value.clone()
+            elif key in held:
+                del held[key]
+        for name, parameter in self._followed.items():
+            if (value := values.get(name)) is not None:
+                if _layout(value) != _layout(parameter):
+                    raise ModelError(f"the forward gave the parameter {name} another size or dtype")
+                pairs.append((parameter, value))
+        if pairs:
+            copy_all([now for now, _ in pairs], [value for _, value in pairs])
+
+    def _check_parameters(self) -> None:
+        """Raise ModelError if the model has a parameter that was not there before."""
+        for name, one in self._model.named_parameters():
+            if name not in self._parameters or (not self._is_sharded and id(one) not in self._known):
+                raise ModelError(
+                    f"the forward made the parameter {name}, which no optimizer trains and each worker draws by "
+                    "itself: make it in the constructor, or run a batch through the model where it is made"
+                )
+
+    def _stamp(self) -> None:
+        """Note the versions and addresses of the parameters that are not copied."""
+        if len(self._watched) + len(self._followed) != len(self._plain):
+            self._watched = {name: one for name, one in self._plain.items() if name not in self._followed}
+            self._versioned = [one for one in self._watched.values() if not one.is_inference()]
+            self._placed = [one for one in self._watched.values() if _has_address(one)]
+        self._stamps = self._stamps_now()
+
+    def _stamps_now(self) -> tuple[list[int], list[int]]:
+        return list(map(VERSION, self._versioned)), list(map(torch.Tensor.data_ptr, self._placed))
+
+    def _written(self) -> list[str]:
+        """The parameters that were written since `_stamp` and are not copied."""
+        if (now := self._stamps_now()) == self._stamps:
+            return []
+        pairs = [*zip(self._versioned, now[0], self._stamps[0], strict=True)]
+        pairs += zip(self._placed, now[1], self._stamps[1], strict=True)
+        changed = {id(one) for one, at, before in pairs if at != before}
+        return [name for name, one in self._watched.items() if id(one) in changed and name not in self._followed]
+
+
+class _Checking:
+    """The context of a forward after the early steps: what follows it is checked."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self._check()
+
+
+# How many forwards of a model in eval mode were compared, and the parameters that they have written.
+_seen_in_eval: "WeakKeyDictionary[nn.Module, tuple[int, frozenset[str]]]" = WeakKeyDictionary()
+
+
+class Buffers(_Writable):
+    """What the forwards of a training write, during a step.
+
+    A step calls `begin`, `restore` before each later shard, `keep` after shard 0, `share` and `finish`. Each forward
+    runs in `forward`. `blocks` are those of a sharded model, with torch's records of their parameters, which no
+    forward may write.
+    """
+
+    def __init__(self, model: nn.Module, is_compiled: bool = False, blocks: Blocks = ()) -> None:
+        super().__init__(model)
+        self._is_compiled = is_compiled
+        self._built = frozenset(self._places)
+        self._blocks = [(block, list(units)) for block, units in blocks]
+        self._versions: list[int] = []
+        self._digests: dict[str, int] = {}
+        self._changed: set[str] = set()  # non-persistent buffers
+        self._start: Values = {}
+        self._before: dict[str, torch.Tensor] = {}  # in early steps, the parameters
+        self._kept: Values | None = None
+        self._num_steps = 0
+        self._is_alone = self._was_alone = True
+        self._layouts: dict[str, _Layout | None] = {}
+        self._flat: torch.Tensor | None = None
+        self._work: Any = None
+
+    @property
+    def _is_early(self) -> bool:
+        return self._num_steps < EARLY
+
+    def begin(self, num_shards: int) -> None:
+        """Begin a step in which this worker runs `num_shards` shards."""
+        self._kept = None
+        self._is_alone = num_shards <= 1 and not has_peers()
+        self._was_alone = self._was_alone and self._is_alone
+        self._start = self._take() if num_shards > 1 or self._is_early else {}
+        self._stamp()
+        if self._is_early and not self._before:
+            self._before = _all_copies(self._watched)
+        self._versions = self._versions_of_sharded()
+
+    def _versions_of_sharded(self) -> list[int]:
+        if not self._is_sharded:
+            return []
+        whole = [getattr(unit, "_unsharded_param", None) for _, units in self._blocks for unit in units]
+        return [
+            *(one._version for one in self._parameters.values() if is_sharded(one)),
+            *(0 if one is None else one._version for one in whole),
+        ]
+
+    def forward(self) -> AbstractContextManager[None]:
+        """The context of a shard's forward; raises ModelError for a write that cannot be undone."""
+        return self._early_forward() if self._is_early else _Checking(self._check)
+
+    @contextmanager
+    def _early_forward(self) -> Iterator[None]:
+        with self._comparing():
+            yield
+        for name in _different(self._before, self._plain):
+            if name not in self._followed:
+                self._follow(name, self._before[name])
+        self._check()
+        self._check_parameters()
+        self._places = _places(self._model)
+
+    def _check(self) -> None:
+        """Follow the parameters that a forward has written; raises ModelError if no value of before is known."""
+        for name in self._written():
+            if not self._is_alone and name not in self._before:
+                raise ModelError(self._cannot_follow(name))
+            self._follow(name, self._before.get(name))
+        if self._is_sharded:
+            self._check_sharded()
+
+    def _follow(self, name: str, before: torch.Tensor | None) -> None:
+        """Copy a parameter from now on; it had the value `before` when the step began, if that is given."""
+        self._followed[name] = self._plain[name]
+        if before is not None:
+            before = before.to(self._plain[name].device)
+            self._start[name] = before
+            if self._kept is not None:
+                self._kept[name] = before
+
+    def _cannot_follow(self, name: str) -> str:
+        says = f"the forward wrote the parameter {name}"
+        unknown = "so its value of before is not known, from which each shard must start"
+        if self._is_early:
+            return (
+                f"{says} of a model that has more than {KEPT} bytes, of which no copy is made, {unknown}; make it a "
+                "buffer (register_buffer)"
+            )
+        return f"{says}, and not in the first {EARLY} steps since the workers started, {unknown}; {ADVICE}"
+
+    def _check_sharded(self) -> None:
+        now = self._versions_of_sharded()
+        if now == self._versions:
+            return
+        sharded = [name for name, one in self._parameters.items() if is_sharded(one)]
+        names = [*sharded, *(self._name_of(unit) for _, units in self._blocks for unit in units)]
+        pairs = zip(names, now, self._versions, strict=True)
+        raise ModelError(_of_sharded([name for name, one, other in pairs if one != other]))
+
+    def _name_of(self, unit: Any) -> str:
+        return next((name for name, one in self._parameters.items() if one is unit.sharded_param), "of a block")
+
+    @contextmanager
+    def _comparing(self) -> Iterator[None]:
+        """Raise ModelError in the forward of a block that has changed what was gathered for it, in whatever way."""
+        before: dict[int, dict[str, int]] = {}
+
+        def digests(units: list[Any]) -> dict[str, int]:
+            there = {self._name_of(unit): getattr(unit, "_unsharded_param", None) for unit in units}
+            return _digests({name: one.detach() for name, one in there.items() if one is not None})
+
+        def begin(units: list[Any], block: nn.Module, *_: Any) -> None:
+            before[id(block)] = digests(units)
+
+        def end(units: list[Any], block: nn.Module, *_: Any) -> None:
+            was, now = before.pop(id(block)), digests(units)
+            if written := [name for name, one in now.items() if was.get(name) != one]:
+                raise ModelError(_of_sharded(written))
+
+        hooks = []
+        for block, units in self._blocks:  # after torch's own hook that gathers, and before the one that frees
+            hooks.append(block.register_forward_pre_hook(functools.partial(begin, units)))
+            hooks.append(block.register_forward_hook(functools.partial(end, units), prepend=True))
+        try:
+            with _SeesReplaced() if self._blocks and not self._is_compiled else nullcontext():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def keep(self) -> None:
+        """Keep the current values, those of shard 0, as the values after the step."""
+        self._kept = self._take() if self._places or self._followed else None
+
+    def restore(self) -> None:
+        """Set all to the values before the step, for the next shard."""
+        self._put(self._start)
+
+    def share(self) -> None:
+        """Start the broadcast of rank 0's values; every rank calls this once a step."""
+        if not has_peers():
+            return
+        if self._is_early:
+            self._agree()
+        if any(self._layouts.values()):
+            self._share()
+
+    def _agree(self) -> None:
+        """Follow each parameter that any worker's forward wrote, and have the buffers that rank 0 has."""
+        values = self._kept or self._now()
+        layouts = {name: _layout(values[name]) for name in self._places if name in values}
+        everybodys = gathered((list(self._followed), layouts, sorted(_non_persistent(self._model))))
+        for names, *_ in everybodys:
+            for name in names:
+                if name not in self._followed:
+                    self._follow(name, None)
+        _, of_buffers, lasting = everybodys[0]
+        for name in of_buffers.keys() - self._places.keys():
+            _register(self._model, name, name not in lasting)
+        self._places = _places(self._model)
+        of_parameters = {name: _layout(one) for name, one in self._plain.items() if name in self._followed}
+        self._layouts = {**of_buffers, **of_parameters}
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        device = next(iter(self._parameters.values())).device
+        if dist.get_rank() == 0:
+            values = {**self._now(), **(self._kept or {})}
+            now = {name: _layout(one) for name, one in values.items()}
+            if now != self._layouts:
+                names = [name for name in {**now, **self._layouts} if now.get(name) != self._layouts.get(name)]
+                raise ModelError(
+                    f"the forward changed the size or dtype of {listed(names)} after the first {EARLY} steps since "
+                    "the workers started: make such a buffer in the constructor, as large as it will be"
+                )
+            sent = [values[name] for name in self._layouts]
+            self._flat = torch.cat([_bytes(one.detach()).to(device) for one in sent if one is not None])
+        else:
+            size = sum(one.padded for one in self._layouts.values() if one is not None)
+            self._flat = torch.empty(size, dtype=torch.uint8, device=device)
+        self._work = dist.broadcast(self._flat, src=0, async_op=True)
+
+    def finish(self) -> None:
+        """End the step: wait for the broadcast and set all to shard 0's values."""
+        if self._work is not None:
+            with waiting("rank 0's buffers"):
+                self._work.wait()
+            assert self._flat is not None
+            self._put(_unpacked(self._flat, self._layouts))
+            self._work = self._flat = None
+        elif self._kept is not None:
+            self._put(self._kept)
+        self._num_steps, self._before, self._kept = self._num_steps + 1, {}, None
+
+    def state(self) -> dict[str, Any]:
+        """What a state_dict of the model lacks; empty if a forward writes nothing but persistent buffers.
+
+        `parameters` names those that forwards write. `buffers` are the non-persistent ones that have changed. `made`
+        names the buffers that forwards made, and whether they are persistent. Raises ModelError if frozen parameters
+        have changed in a way that nothing else shows, so that the workers' may differ.
+        """
+        self._check_parameters()
+        lasting = _non_persistent(self._model)
+        now = {name: one for name, one in self._now().items() if name in lasting and one is not None}
+        digests = _digests({**now, **{name: local(one.detach()) for name, one in self._unseen().items()}})
+        before = self._digests or digests
+        written = [name for name in self._unseen() if before.get(name, digests[name]) != digests[name]]
+        if written and not self._was_alone:
+            raise ModelError(
+                f"the forward wrote {listed(written)} through .data, or numpy, and not in the first {EARLY} steps "
+                f"since the workers started; {ADVICE}"
+            )
+        self._changed |= {name for name in now if before.get(name) != digests[name]}
+        self._digests = digests
+        found = {
+            "parameters": sorted(self._followed.keys() - self._static),
+            "made": [[name, name not in lasting] for name in self._places if name not in self._built],
+            "buffers": {name: one for name, one in now.items() if name in self._changed},
+        }
+        return {key: value for key, value in found.items() if value}
+
+    def _unseen(self) -> dict[str, nn.Parameter]:
+        """The frozen parameters that no forward was seen to write."""
+        frozen = {name: one for name, one in self._parameters.items() if not one.requires_grad}
+        return {
+            name: one
+            for name, one in frozen.items()
+            if name not in self._followed and one.layout is torch.strided and not one.is_quantized
+        }
+
+    def make(self, state: Mapping[str, Any]) -> None:
+        """Make the buffers that forwards had made when `state` was taken, before the model's state is loaded."""
+        for name, is_persistent in state.get("made", ()):
+            if name not in self._places:
+                _register(self._model, name, is_persistent)
+        self._places = _places(self._model)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load what `state` returned, once the model's state is loaded."""
+        for name in state.get("parameters", ()):
+            if name in self._plain:
+                self._followed[name] = self._plain[name]
+        device = next(iter(self._parameters.values())).device
+        for name, value in state.get("buffers", {}).items():
+            if name not in self._places:
+                raise ModelError(f"the checkpoint has the buffer {name}, unlike this model")
+            held, key = self._places[name]
+            now = _get(held, key)
+            held[key] = value.to(device if now is None else now.device)
+            self._changed.add(name)
+
+
+class UnchangedBuffers(_Writable):
+    """What a forward may write of a model in eval mode: every shard must start from the same values.
+
+    Some modules change buffers in eval mode too, as the observers of quantization do, and `nn.Embedding` with
+    `max_norm` its weight. Forwards run in `forward`, which compares all parameters after the EARLY ones of a model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._num_runs, written = _seen_in_eval.get(model, (0, frozenset()))
+        self._has_checked = False
+        for name in written:
+            self._followed[name] = self._plain[name]
+        self._held = [(module._buffers, tuple(module._buffers.keys())) for module in model.modules()]
+        self._values = self._take()
+        self._tensors = self._now()
+        self._large = {
+            name: _stamp_of(one) for name, one in self._tensors.items() if one is not None and one.nbytes > SMALL
+        }
+        self._stamp()
+
+    def forward(self) -> AbstractContextManager[None]:
+        """The context of a forward."""
+        return self._early_forward() if self._num_runs < EARLY else nullcontext()
+
+    @contextmanager
+    def _early_forward(self) -> Iterator[None]:
+        before = _all_copies({name: one for name, one in self._watched.items() if name not in self._followed})
+        self._num_runs += 1
+        try:
+            yield
+        finally:
+            for name in {*_different(before, self._plain), *self._written()} & before.keys():
+                self._followed[name] = self._tensors[name] = self._plain[name]
+                self._values[name] = before[name].to(self._plain[name].device)
+        _seen_in_eval[self._model] = self._num_runs, frozenset(self._followed)
+
+    def restore(self) -> None:
+        """Put back what a forward has changed; raises ModelError for what cannot be put back."""
+        if not self._has_checked:
+            self._check_parameters()
+        self._has_checked = True
+        if written := self._written():
+            raise ModelError(
+                f"the forward wrote {listed(written)}, and not in its first {EARLY} runs, so it cannot be put back; "
+                f"{ADVICE}"
+            )
+        self.put_back()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put back what a forward has changed and of which there is a copy."""
+        for held, keys in self._held:
+            if len(held) != len(keys):
+                for key in set(held) - set(keys):
+                    del held[key]
+        for name, (held, key) in self._places.items():
+            if _get(held, key) is not self._tensors[name]:
+                held[key] = self._tensors[name]
+        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+            name: (one, value)
+            for name, one in self._tensors.items()
+            if one is not None and (value := self._values[name]) is not None
+            if name not in self._large or _stamp_of(one) != self._large[name]
+        }
+        copy_all([one for one, _ in pairs.values()], [value for _, value in pairs.values()])
+        self._large.update((name, _stamp_of(one)) for name, (one, _) in pairs.items() if name in self._large)
+
+
+def _of_sharded(names: list[str]) -> str:
+    return (
+        f"the forward wrote {listed(names)}, of which each worker holds a part, so that what is written would be "
+        "lost (nn.Embedding with max_norm writes its weight): leave it out, or take strategy: ddp"
+    )
+
+
+def _all_copies(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, or none if they are too large."""
+    if sum(one.nbytes for one in parameters.values()) > KEPT:
+        return {}
+    return {name: one.detach().to("cpu", copy=True) for name, one in parameters.items()}
+
+
+def _different(copies: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of the parameters whose content, size or dtype is not that of their copies."""
+    return [
+        name
+        for name, copy in copies.items()
+        if _layout(now := parameters[name].detach()) != _layout(copy) or not torch.equal(now, copy.to(now.device))
+    ]
+
+
+def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Give memory to the buffers that are None, and of which there are weights: a first forward had made them."""
+    device = next((one.device for one in model.parameters()), None)
+    for name, (held, key) in _places(model).items():
+        if _get(held, key) is None and (given := weights.get(name)) is not None:
+            whole = given.whole() if isinstance(given, Stored) else given
+            held[key] = torch.empty_like(whole, device=device)
+
+
+def same_buffers(model: nn.Module, copy: nn.Module) -> None:
+    """Give a copy of a model the buffers that the model's forwards have made since."""
+    lasting, theirs = _non_persistent(model), _places(copy)
+    for name, place in _places(model).items():
+        if name not in theirs:
+            _register(copy, name, name not in lasting)
+        held, key = _places(copy)[name] if name not in theirs else theirs[name]
+        if _layout(_get(held, key)) != _layout(one := _get(*place)):
+            held[key] = None if one is None else one.detach().clone()
+
+
+def _places(model: nn.Module) -> dict[str, Place]:
+    """Where each dense buffer is, by its name, each tensor once; a buffer that is None too."""
+    found: dict[str, Place] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, one in module._buffers.items():
+            if one is not None:
+                if id(one) in seen or one.layout is not torch.strided or one.is_quantized:
+                    continue
+                seen.add(id(one))
+            found[f"{prefix}.{key}".lstrip(".")] = (module._buffers, key)
+    return found
+
+
+def _get(held: Any, key: str) -> torch.Tensor | None:
+    found: torch.Tensor | None = held[key] if key in held else None  # noqa: SIM401  TorchScript's has no `get`
+    return found
+
+
+def _register(model: nn.Module, name: str, is_persistent: bool) -> None:
+    prefix, _, key = name.rpartition(".")
+    model.get_submodule(prefix).register_buffer(key, None, is_persistent)
+
+
+def _non_persistent(model: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{key}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_non_persistent_buffers_set", ())
+    }
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether a parameter can be copied and sent as it is."""
+    return not (
+        is_lazy(parameter)
+        or parameter.is_meta
+        or is_sharded(parameter)
+        or parameter.layout is not torch.strided
+        or parameter.is_quantized
+        or overlaps(parameter)
+    )
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """The tensor's version counter, which a write increments; None for an inference tensor, which has none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _stamp_of(tensor: torch.Tensor) -> Stamp:
+    """What a write changes: the version, or the address if `.data` is replaced; neither, if `.data` is written."""
+    try:
+        return _version(tensor), tensor.data_ptr()
+    except RuntimeError:  # a fake tensor
+        return _version(tensor), 0
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # a fake tensor
+        return False
+
+
+def _layout(tensor: torch.Tensor | None) -> _Layout | None:
+    return None if tensor is None else _Layout(tensor.shape, tensor.dtype)
+
+
+@torch.no_grad()
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    copy_all(made, tensors)
+    return made
+
+
+@torch.no_grad()
+def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy the values into the tensors, those of BatchNorm together: on a GPU each single copy is a kernel."""
+    pairs = list(zip(into, values, strict=True))
+    for device, dtype in dict.fromkeys((tensor.device, tensor.dtype) for tensor in into):
+        here = [pair for pair in pairs if (pair[0].device, pair[0].dtype) == (device, dtype)]
+        if dtype in TOGETHER:
+            torch._foreach_copy_([tensor for tensor, _ in here], [value for _, value in here])
+        else:
+            for tensor, value in here:
+                tensor.copy_(value)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    raw = as_bytes(tensor)
+    return nn.functional.pad(raw, (0, _Layout(tensor.shape, tensor.dtype).padded - raw.numel()))
+
+
+def _unpacked(flat: torch.Tensor, layouts: Mapping[str, _Layout | None]) -> Values:
+    """The values that `flat` holds one after another."""
+    pieces = iter(torch.split(flat, [one.padded for one in layouts.values() if one is not None]))
+    return {
+        name: None if one is None else next(pieces)[: one.nbytes].view(one.dtype).view(one.shape)
+        for name, one in layouts.items()
+    }
+
+
+@torch.no_grad()
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """A number of 64 bits for the content of each tensor; devices are waited for once each."""
+    made = {name: _digest(one) for name, one in tensors.items()}
+    return {name: int(one) for name, one in zip(made, _read(list(made.values())), strict=True)}
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's words, each times an odd number of its place: other orders have other sums."""
+    raw = as_bytes(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    for piece in torch.split(raw, PIECE):
+        words = nn.functional.pad(piece, (0, -len(piece) % 8)).view(torch.int64)
+        odd = torch.arange(len(words), device=raw.device) * 2 + 1
+        total = total * 31 + (words * odd).sum()
+    return total
+
+
+def _read(numbers: list[torch.Tensor]) -> list[int]:
+    devices = dict.fromkeys(one.device for one in numbers)
+    read = {
+        device: iter(torch.stack([one for one in numbers if one.device == device]).tolist()) for device in devices
+    }
+    return [next(read[one.device]) for one in numbers]

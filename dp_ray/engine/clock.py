@@ -1,0 +1,232 @@
+"""Split the time of a worker's steps into parts: each moment belongs to the part that was entered last.
+
+The floating-point operations of a row, and what share of the devices' peak a run makes of them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dp_ray.job.job import Job
+
+
+class Part(IntEnum):
+    """The parts of a step, in the order of their columns."""
+
+    DATA_WAIT = 0  # the loop waits for its next batch
+    HOST_TO_DEVICE = 1  # copies of the batch to the device
+    FORWARD = 2  # the model and the loss
+    BACKWARD = 3
+    EXCHANGE = 4  # from the worker's last gradient to the sum over all workers, with the wait for late workers
+    UPDATE = 5  # the optimizer
+    OUTPUTS = 6  # a prediction's outputs: moved to the host, converted, written
+    EVALUATION = 7
+    CHECKPOINT = 8  # what of a checkpoint the loop waits for
+    OTHER = 9
+
+
+PARTS = tuple(part.name.lower() for part in Part)
+
+
+class TimedStep(NamedTuple):
+    """A step of one worker: the rows that it ran, and the seconds of each Part."""
+
+    step: int
+    rows: int
+    seconds: list[float]
+
+
+class StepClock:
+    """Splits the steps of a worker whose model runs on the host: each `enter` costs a fraction of a microsecond."""
+
+    def __init__(self) -> None:
+        self._seconds = [0.0] * len(Part)
+        self._part = Part.OTHER
+        self._at = time.perf_counter()
+
+    def restart(self) -> None:
+        """Begin the first step now."""
+        self._seconds = [0.0] * len(Part)
+        self._at = time.perf_counter()
+
+    def enter(self, part: Part) -> Part:
+        """Begin a part, and return the one that ends."""
+        now = time.perf_counter()
+        self._seconds[self._part] += now - self._at
+        self._at = now
+        before, self._part = self._part, part
+        return before
+
+    def end_step(self, step: int, rows: int) -> list[TimedStep]:
+        """End a step; return the steps that are measured by now and were not returned before."""
+        self.enter(Part.OTHER)
+        seconds, self._seconds = self._seconds, [0.0] * len(Part)
+        return [TimedStep(step, rows, seconds)]
+
+    def rest(self) -> list[TimedStep]:
+        """The steps that `end_step` has not returned; called after the last one."""
+        return []
+
+
+class SilentClock(StepClock):
+    """Measures nothing."""
+
+    def restart(self) -> None:
+        pass
+
+    def enter(self, part: Part) -> Part:
+        """Nothing."""
+        return part
+
+    def end_step(self, step: int, rows: int) -> list[TimedStep]:
+        """No steps."""
+        return []
+
+
+class DeviceClock(StepClock):
+    """Splits the steps on the time line of a device's stream, which no mark makes wait.
+
+    A mark is an event in the stream. Its time is read some steps later, when the device has passed it. While the
+    device has work queued, what the host does counts nothing; once it runs dry, the host's part does.
+    `record` puts an event into the stream.
+    """
+
+    def __init__(self, record: Callable[[], Any]) -> None:
+        self._record = record
+        self._part = Part.OTHER
+        self._parts: list[Part] = []
+        self._events = [record()]
+        self._unread: deque[tuple[int, int, list[Part], list[Any]]] = deque()
+
+    def restart(self) -> None:
+        """Begin the first step now."""
+        self._parts, self._events = [], [self._record()]
+
+    def enter(self, part: Part) -> Part:
+        """Begin a part, and return the one that ends."""
+        self._parts.append(self._part)
+        self._events.append(self._record())
+        before, self._part = self._part, part
+        return before
+
+    def end_step(self, step: int, rows: int) -> list[TimedStep]:
+        """End a step; return the earlier steps that the device has passed since."""
+        self.enter(Part.OTHER)
+        self._unread.append((step, rows, self._parts, self._events))
+        self._parts, self._events = [], self._events[-1:]
+        return self.rest()
+
+    def rest(self) -> list[TimedStep]:
+        """The steps that the device has passed and that were not returned; it waits for none."""
+        passed = []
+        while self._unread and self._unread[0][-1][-1].query():
+            step, rows, parts, events = self._unread.popleft()
+            passed.append(TimedStep(step, rows, seconds_between(parts, events)))
+        return passed
+
+
+def seconds_between(parts: Sequence[Part], events: Sequence[Any]) -> list[float]:
+    """The seconds of each Part, if part i lasted from event i to event i + 1."""
+    seconds = [0.0] * len(Part)
+    for part, begin, end in zip(parts, events, events[1:], strict=False):
+        seconds[part] += begin.elapsed_time(end) / 1000
+    return seconds
+
+
+def clock_on(device: torch.device) -> StepClock:
+    """A clock for the steps of a worker whose model is on `device`."""
+    if device.type != "cuda":
+        return StepClock()
+
+    def record() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return DeviceClock(record)
+
+
+Peaks = dict[str, float]
+
+# Dense peaks in TFLOP/s from the vendors' data sheets, by the beginning of the device's name; the first match counts.
+# tf32 is what float32 matrices take if torch may use it for them.
+PEAKS: tuple[tuple[str, Peaks], ...] = (
+    ("NVIDIA B200", {"bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75}),
+    ("NVIDIA H200 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ("NVIDIA H200", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
+    ("NVIDIA H100 PCIe", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    ("NVIDIA H100 NVL", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    ("NVIDIA H100", {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
+    ("NVIDIA A100", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
+    ("NVIDIA A40", {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4}),
+    ("NVIDIA A30", {"bf16": 165, "fp16": 165, "tf32": 82, "fp32": 10.3}),
+    ("NVIDIA A10G", {}),  # another device than the A10, without a data sheet of its own
+    ("NVIDIA A10", {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2}),
+    ("NVIDIA L40S", {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}),
+    ("NVIDIA L40", {"bf16": 181, "fp16": 181, "tf32": 90.5, "fp32": 90.5}),
+    ("NVIDIA L4", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    ("Tesla T4", {"fp16": 65, "fp32": 8.1}),
+    ("Tesla V100-SXM2", {"fp16": 125, "fp32": 15.7}),
+    ("Tesla V100-PCIE", {"fp16": 112, "fp32": 14}),
+)
+
+
+class Flops(NamedTuple):
+    """The operations of a row, and the device on which it ran with its arithmetic: a key of the peaks."""
+
+    per_row: float
+    device_name: str
+    arithmetic: str
+
+
+class _OwnWork(FlopCounterMode):
+    """Counts operations; what `uncounted` has left out is in `repeated`."""
+
+    running: "_OwnWork | None" = None
+    repeated = 0
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count no operations of the block: they run a second time, to save memory."""
+    counter = _OwnWork.running
+    before = counter.get_total_flops() if counter is not None else 0
+    try:
+        yield
+    finally:
+        if counter is not None:
+            counter.repeated += counter.get_total_flops() - before
+
+
+def counted_flops(run: Callable[[], object], rows: int, job: Job, device: torch.device) -> Flops:
+    """Count the operations of the matrix products and convolutions of `run`, which runs over `rows` rows."""
+    # A compiled model's kernels cannot be counted; setting the stance imports the compiler, which takes seconds.
+    eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
+    counter = _OwnWork.running = _OwnWork(display=False)
+    try:
+        with eager, counter:
+            run()
+    finally:
+        _OwnWork.running = None
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else device.type
+    takes_tf32 = is_gpu and job.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    return Flops((counter.get_total_flops() - counter.repeated) / rows, name, "tf32" if takes_tf32 else job.precision)
+
+
+def peak_of(device_name: str, arithmetic: str) -> float | None:
+    """The dense peak of a device in FLOP/s; None if it is not known."""
+    peaks = next((peaks for name, peaks in PEAKS if device_name.startswith(name)), {})
+    return peaks[arithmetic] * 1e12 if arithmetic in peaks else None
+
+
+def utilization(flops: Flops, rows_per_second: float, devices: int) -> float | None:
+    """The share of the devices' peak that the rows' operations make up (MFU); None if the peak is not known."""
+    peak = peak_of(flops.device_name, flops.arithmetic)
+    return None if peak is None else round(flops.per_row * rows_per_second / (peak * devices), 4)

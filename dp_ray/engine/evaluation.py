@@ -1,0 +1,324 @@
+"""Evaluation: means over a whole dataset, each sample counted once, the same bits on any number of workers."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_ray.engine.buffers import UnchangedBuffers
+from dp_ray.engine.clock import Part, SilentClock, StepClock
+from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
+from dp_ray.engine.quarantine import Real, as_planned
+from dp_ray.engine.random import ForwardSeeds
+from dp_ray.engine.sharded.rounds import Passes
+from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, as_tensor, row_of, run_step
+from dp_ray.engine.user_code import at, got, loaded, raising
+from dp_ray.engine.world import gathered
+from dp_ray.errors import DataError, JobError
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
+from dp_ray.job.samples import Indices
+from dp_ray.job.targets import bound, build, keeps_state, resolve
+from dp_ray.plan.split import Shard, Work
+from dp_ray.system.threads import waiting
+
+# Metrics whose compute takes the states of several shards stacked, and gives what the whole gives.
+# NormalizedRootMeanSquaredError's takes them too, and gives another value for more than two.
+STACKED = {
+    f"torchmetrics.regression.{name}" for name in ("pearson.PearsonCorrCoef", "concordance.ConcordanceCorrCoef")
+}
+
+
+def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
+    """The job's metrics: the functions of (outputs, target), and by name the torchmetrics objects, with a state.
+
+    Raises JobError if a metric cannot be imported, built or called, or put together from the states of shards.
+    """
+    functions: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    for name, given in job.metrics.items():
+        made = _make(f"metrics.{name}", given)
+        (states if keeps_state(made) else functions)[name] = made
+        if keeps_state(made) and job.num_shards > 1:
+            check_merges(name, made)
+    return Metrics(functions, job.batch_dim), states
+
+
+def _make(where: str, given: Any) -> Any:
+    if not isinstance(given, Target):
+        return given
+    found = resolve(where, given)
+    made = build(where, given) if isinstance(found, type) else bound(where, given)
+    if not callable(made):
+        raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
+    return made
+
+
+def check_watched(job: Job, states: Mapping[str, Any]) -> None:
+    """Raise JobError if the job watches a name that no metric can give.
+
+    A metric with a state may give several numbers, each with a name. A function gives one.
+    """
+    for where, name in job.watched.items():
+        if name not in job.eval_names and not set(job.owners(name)) & states.keys():
+            raise JobError(
+                f"{where}: eval measures {', '.join(job.eval_names)}, and the elements of a metric that has several, "
+                f"like eval_recall_0; got {name!r}"
+            )
+
+
+def check_measured(job: Job, measured: Mapping[str, float]) -> None:
+    """Raise JobError if the job watches a name that the evaluation did not measure."""
+    for where, name in job.watched.items():
+        if name not in measured:
+            raise JobError(f"{where}: eval measures {', '.join(measured)}; got {name!r}")
+
+
+class Evaluation:
+    """The evaluation of one worker's shards. Each shard has its own sums, so no result depends on who ran it."""
+
+    def __init__(
+        self,
+        job: Job,
+        step: Step,
+        measures: Metrics,
+        states: Mapping[str, Any],
+        device: torch.device,
+        clock: StepClock | None = None,
+        passes: Passes | None = None,
+    ) -> None:
+        self.job = job
+        self._clock = clock or SilentClock()
+        self._passes = passes or Passes()
+        self._step = step
+        self._measures = measures
+        self._states = {name: metric.to(device) for name, metric in states.items()}
+        self._device = device
+        self.rows = 0.0  # over which `run` measured
+        has_loss = job.loss is not None or job.step is not None
+        self._names = measures.names(has_loss)
+        self._has_loss = has_loss
+        self._batch_size = "eval.batch_size" if job.task == "train" else "batch_size"
+
+    @torch.no_grad()
+    def run(
+        self,
+        model: nn.Module,
+        work: Work,
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: OnShard = lambda *_: None,
+        on_step: Callable[[int], None] = lambda _: None,
+        real: Real = as_planned,
+    ) -> dict[str, float]:
+        """The mean of the loss and of each metric over all samples, on every rank; every rank calls this.
+
+        `on_shard` is called with each shard, its batch and its output; `on_step` with each finished step. `real`
+        gives a shard without the samples set aside. Raises DataError if all were.
+        """
+        with evaluating(model) as buffers:
+            found = self._run(model, work, batches, on_shard, on_step, real, buffers)
+        self._passes.end()
+        return found
+
+    def _run(
+        self,
+        model: nn.Module,
+        work: Work,
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: OnShard,
+        on_step: Callable[[int], None],
+        real: Real,
+        buffers: UnchangedBuffers,
+    ) -> dict[str, float]:
+        seeds = ForwardSeeds(self.job.seed, model, self._device)
+        sums = torch.zeros(work.split.shards, 2 * len(self._names) + 1, dtype=torch.float64, device=self._device)
+        kept: dict[int, dict[str, Any]] = {}
+        rows, cut = 0, (work.split.largest_batch, work.split.shards)
+        for step, shards in work:
+            ran, batches = 0, self._passes.before(shards, batches, real)
+            for shard in shards:
+                where = f"evaluation step {shard.step}, shard {shard.shard}"
+                with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
+                    _, batch = loaded(batches, where)
+                    if not (shard := real(shard)).rows:
+                        continue
+                    rows += shard.rows
+                    ran += 1
+                    seeds.begin(shard)
+                    with at(where):
+                        with buffers.forward():
+                            step_output, row = self._passes.run(self._shard, model, shard, batch)
+                        buffers.restore()
+                        if row is not None:
+                            sums[shard.shard, :-1] += row
+                        self._update_states(step_output, kept.setdefault(shard.shard, {}))
+                on_shard(shard, batch, step_output)
+            for batch in self._passes.missing(work, step, ran):
+                self._passes.run(self._shard, model, None, batch)
+                buffers.restore()
+            on_step(step)
+        sums[0, -1] = rows
+        with waiting("the other workers' sums"):
+            if dist.is_initialized():
+                dist.all_reduce(sums)
+            *totals, self.rows = sums.sum(0).tolist()
+        if not self.rows:
+            raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
+        means = {name: _mean(*totals[2 * at : 2 * at + 2]) for at, name in enumerate(self._names)}
+        computed = self._computed(kept)
+        if twice := means.keys() & computed.keys():
+            raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
+        return {**means, **computed}
+
+    def _shard(self, model: nn.Module, shard: Shard | None, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
+        """A shard's output and its row of sums; only its output if it stands in for a shard."""
+        self._clock.enter(Part.FORWARD)
+        with autocast(self.job.precision, self._device):
+            step_output = run_step(self._step, model, batch)
+            if shard is None:
+                return step_output, None
+            loss = [self._measures.loss(step_output, shard.rows)] if self._has_loss else []
+            measured = [*loss, *self._measures(step_output, shard.rows)]
+            row = as_tensor(row_of(measured, self._device), self._device) if measured else None
+        self._clock.enter(Part.OTHER)
+        return step_output, row
+
+    def _update_states(self, step_output: StepOutput, kept: dict[str, Any]) -> None:
+        """Update the shard's own copies of the metrics with a state."""
+        for name, metric in self._states.items():
+            self._update(name, kept.setdefault(name, copy.deepcopy(metric)), step_output)
+
+    def _update(self, name: str, metric: Any, step_output: StepOutput) -> None:
+        with raising(f"metrics.{name}", lambda _: got(step_output.outputs, step_output.target)):
+            if isinstance(step_output.outputs, torch.Tensor):
+                metric.to(step_output.outputs.device)
+            metric.update(step_output.outputs, step_output.target)
+
+    def _computed(self, kept: dict[int, dict[str, Any]]) -> dict[str, float]:
+        """The values of the metrics with a state, from the shards' states merged in shard order."""
+        if not self._states:
+            return {}
+        if dist.is_initialized():
+            kept = {shard: _on_cpu(own) for shard, own in kept.items()}
+        everybodys = gathered(kept)
+        by_shard = {shard: own for theirs in everybodys for shard, own in theirs.items()}
+        measured: dict[str, float] = {}
+        for name in self._states:
+            with raising(f"metrics.{name}.merge_state"):
+                whole = merged(name, [by_shard[shard][name] for shard in sorted(by_shard)])
+            found = self._numbers_of(name, whole)
+            if twice := measured.keys() & found.keys():
+                raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")
+            measured.update(found)
+        return measured
+
+    def _numbers_of(self, name: str, metric: Any) -> dict[str, float]:
+        with raising(f"metrics.{name}.compute"):
+            return _named_numbers(name, metric.compute())
+
+
+def check_merges(name: str, metric: Any) -> None:
+    """Raise JobError if a metric of torchmetrics cannot be put together from the states of several shards."""
+    if not _is_torchmetrics(metric):
+        return
+    kinds = {f"{one.__module__}.{one.__qualname__}" for one in type(metric).__mro__}
+    inner = [type(one).__qualname__ for one in metric.modules() if one is not metric and keeps_state(one)]
+    stacked = [
+        state for state, how in _states(metric) if how is None and not isinstance(getattr(metric, state), list)
+    ]
+    if stacked and not kinds & STACKED:
+        says = f"has a state, {stacked[0]!r}, that those of several shards do not tell; give another metric"
+    elif inner:
+        says = f"wraps a metric ({inner[0]}), whose state it does not merge; give the {inner[0]} itself"
+    elif metric.dist_sync_on_step:
+        says = "has dist_sync_on_step, which no evaluation needs; leave it out"
+    else:
+        return
+    kind = type(metric).__qualname__
+    own = f"a subclass of {kind} with a merge_state of its own"
+    raise JobError(f"metrics.{name}: {kind} {says}, or {own}, or set shards to 1")
+
+
+def merged(name: str, metrics: Sequence[Any]) -> Any:
+    """The metric of all shards, from those of each, in shard order; the first of them is changed.
+
+    Raises JobError if a state is a mean, which the means of the shards do not tell.
+    """
+    first, *others = metrics
+    if others and _is_torchmetrics(first):
+        _check_means(name, metrics)
+    if others and _is_torchmetrics(first) and first.full_state_update is not False:  # merge_state refuses it
+        _put_together(first, others)
+    else:
+        for other in others:
+            first.merge_state(other)
+    for one in first.modules() if hasattr(first, "modules") else ():
+        # Each rank has merged the states of all. torchmetrics would add up those of all ranks once more.
+        one.distributed_available_fn = _never
+    return first
+
+
+def _never() -> bool:
+    return False
+
+
+def _is_torchmetrics(metric: Any) -> bool:
+    """Whether torchmetrics' own `merge_state` merges the metric, and none of a subclass."""
+    has_it = next((one for one in type(metric).__mro__ if "merge_state" in vars(one)), None)
+    return has_it is not None and (has_it.__module__, has_it.__qualname__) == ("torchmetrics.metric", "Metric")
+
+
+def _states(metric: Any) -> list[tuple[str, Any]]:
+    """The names of a metric's states, each with what torchmetrics reduces it by."""
+    return list(metric._reductions.items())
+
+
+def _put_together(first: Any, others: Sequence[Any]) -> None:
+    """Reduce the states of all shards at once, as torchmetrics itself does those of several processes."""
+    for state, how in _states(first):
+        values = [getattr(one, state) for one in (first, *others)]
+        if isinstance(values[0], list):
+            setattr(first, state, [inner for value in values for inner in value])
+        else:
+            stacked = torch.stack(values)
+            setattr(first, state, stacked if how is None else how(stacked))
+    first._update_count = sum(one._update_count for one in (first, *others))
+    first._computed = None
+
+
+def _check_means(name: str, metrics: Sequence[Any]) -> None:
+    for state, how in _states(metrics[0]):
+        if getattr(how, "__name__", "") == "dim_zero_mean":
+            values = [getattr(one, state) for one in metrics]
+            if not all(torch.equal(values[0], value) for value in values[1:]):
+                raise JobError(
+                    f"metrics.{name}: {type(metrics[0]).__qualname__} reduces its state {state!r} by a mean, which "
+                    "the means of several shards do not tell; keep a sum and a count in its place, or set shards to 1"
+                )
+
+
+def _on_cpu(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: metric.cpu() for name, metric in own.items()}
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else float("nan")
+
+
+def _named_numbers(name: str, value: Any) -> dict[str, float]:
+    """A metric's value as named numbers: a mapping's by key, a vector's and a tuple's by index."""
+    if isinstance(value, tuple | list):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return {
+            inner: number
+            for key, one in value.items()
+            for inner, number in _named_numbers(f"{name}_{key}", one).items()
+        }
+    values = torch.as_tensor(value).double()
+    if values.ndim == 0:
+        return {name: float(values)}
+    return {f"{name}_{place}": number for place, number in enumerate(values.reshape(-1).tolist())}

@@ -1,0 +1,273 @@
+"""The prediction loop of one worker: shard in, outputs out. It uses neither Ray nor files.
+
+What a prediction keeps of a shard's outputs: `after` computes it, `keep` picks from it, `dtype` converts it.
+
+All of this happens on the device. What is left out is never copied from there.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dp_ray.engine.buffers import UnchangedBuffers
+from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
+from dp_ray.engine.items import Plain, unloaded
+from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
+from dp_ray.engine.quarantine import Real, as_planned
+from dp_ray.engine.random import ForwardSeeds, seed_all
+from dp_ray.engine.sharded.rounds import Passes
+from dp_ray.engine.user_code import at, it_got, loaded, place, raising
+from dp_ray.errors import JobError, ModelError
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
+from dp_ray.job.samples import Indices
+from dp_ray.job.targets import bound, build, resolve
+from dp_ray.plan.order import derive_seed
+from dp_ray.plan.split import Shard, Work
+from dp_ray.tensors.tree import Keys, Leaf, copied, ends, flatten, subtree, unflatten
+from dp_ray.text import did_you_mean
+
+AFTER = "outputs.after"
+WHOLE = "output"  # the path of outputs that are one tensor, as its column is named
+
+
+class Kept:
+    """Reduces the outputs of each shard to what the job keeps of them.
+
+    `after` is the user's function, or None. `tell` is called once for each output that `dtype` makes infinite.
+    """
+
+    def __init__(self, job: Job, device: torch.device, tell: Callable[[str], None]) -> None:
+        self.after = None if job.outputs.after is None else _built(job, device)
+        self._takes_inputs = self.after is not None and takes_inputs(self.after)
+        self._keep = job.outputs.keep
+        self._dtype: torch.dtype | None = job.outputs.dtype and getattr(torch, job.outputs.dtype)
+        self._tell = tell
+        self._told: set[str] = set()
+
+    def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> Any:
+        """What is kept of the outputs of a shard; an error names step and shard."""
+        if self.after is not None:
+            with raising(f"{place(shard)}: {AFTER}", lambda _, got=outputs: it_got(got)):  # type: ignore[misc]
+                outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
+            _check_holds_tensors(outputs, shard)
+        if self._keep is not None:
+            wanted = chosen(ends(flatten(outputs)[1]), self._keep, place(shard))
+            outputs = subtree(outputs, wanted)
+        return outputs if self._dtype is None else self._converted(outputs, self._dtype, shard)
+
+    def _converted(self, outputs: Any, dtype: torch.dtype, shard: Shard) -> Any:
+        leaves, spec = flatten(outputs)
+        made = []
+        for path, leaf in zip(spec.paths, leaves, strict=True):
+            made.append(_as_dtype(path or WHOLE, leaf, dtype))
+            if path not in self._told and _overflows(leaf, made[-1]):
+                self._told.add(path)
+                what = f"{path or WHOLE} has numbers too large for {_name(dtype)}, which are kept as inf"
+                self._tell(f"outputs.dtype: {what} (first in {place(shard)})")
+        return unflatten(spec, made)
+
+
+def chosen(there: Sequence[Keys], patterns: Sequence[str], where: str) -> set[Keys]:
+    """The keys of which the path, or that of a container around them, fits one of the patterns.
+
+    Raises JobError, which lists all paths, if a pattern fits none.
+    """
+    found = {pattern: {keys for keys in there if _fits(keys, pattern)} for pattern in patterns}
+    for pattern, keys in found.items():
+        if not keys:
+            paths = [_path(keys) for keys in there]
+            lacks = f"the outputs of {where} have no {pattern!r}{did_you_mean(pattern, paths)}"
+            raise JobError(f"outputs.keep: {lacks}; they have {', '.join(paths)}")
+    return set[Keys]().union(*found.values())
+
+
+def _fits(keys: Keys, pattern: str) -> bool:
+    paths = [_path(keys[:length]) for length in range(1, len(keys) + 1)] or [WHOLE]
+    return any(path == pattern or fnmatchcase(path, pattern) for path in paths)
+
+
+def _path(keys: Keys) -> str:
+    return ".".join(map(str, keys)) or WHOLE
+
+
+def check_after(given: Any) -> None:
+    """Raise JobError if what `outputs.after` names cannot be imported, called, or called with its args."""
+    found = resolve(AFTER, given) if isinstance(given, Target) else given
+    if not callable(found):
+        raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(found).__qualname__}")
+    args = given.args if isinstance(given, Target) else {}
+    leading = [] if isinstance(found, type) else [None]
+    more = {"inputs": None} if takes_inputs(found) and leading else {}
+    try:
+        inspect.signature(found).bind(*leading, **{**more, **args})
+    except TypeError as error:
+        label = given.label if isinstance(given, Target) else type(given).__qualname__
+        raise JobError(f"{AFTER}: {label} {error}") from None
+    except ValueError:
+        pass  # some built-in callables have no signature
+
+
+def takes_inputs(after: Any) -> bool:
+    """Whether a function has a parameter `inputs` beside its first one, which is for the outputs."""
+    try:
+        parameters = inspect.signature(after.forward if isinstance(after, nn.Module) else after).parameters
+    except (TypeError, ValueError):  # a C function may have no signature
+        return False
+    return "inputs" in list(parameters)[1:]
+
+
+def _built(job: Job, device: torch.device) -> Any:
+    """The function, or the object of the class, that `after` names; a copy of a module, on the device."""
+    given = job.outputs.after
+    seed_all(derive_seed(job.seed, "after"))  # the weights of a module are the same on all workers
+    is_class = isinstance(given, Target) and isinstance(resolve(AFTER, given), type)
+    made = build(AFTER, given) if is_class else bound(AFTER, given)
+    if not callable(made):
+        raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(made).__qualname__}")
+    return copy.deepcopy(made).to(device).eval() if isinstance(made, nn.Module) else made
+
+
+def _check_holds_tensors(outputs: Any, shard: Shard) -> None:
+    if not flatten(outputs)[0]:
+        raise ModelError(f"{place(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
+
+
+def _as_dtype(path: str, leaf: Leaf, dtype: torch.dtype) -> Leaf:
+    """A floating leaf in the dtype, where it is; any other leaf unchanged."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+    if leaf.dtype.kind != "f":
+        return leaf
+    if dtype == torch.bfloat16:
+        raise JobError(f"outputs.dtype: {path} is a numpy array, which cannot be bfloat16; return a tensor")
+    with np.errstate(over="ignore"):
+        return leaf.astype(_name(dtype))
+
+
+def _overflows(leaf: Leaf, converted: Leaf) -> bool:
+    """Whether a number became infinite. The second look is taken only if there is an infinite number at all."""
+    if leaf is converted:
+        return False
+    here, there = torch.as_tensor(converted), torch.as_tensor(leaf)
+    is_narrower = torch.finfo(here.dtype).max < torch.finfo(there.dtype).max
+    return is_narrower and bool(here.isinf().any()) and bool((here.isinf() & ~there.isinf()).any())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def predict(
+    model: nn.Module,
+    job: Job,
+    device: torch.device,
+    work: Work,
+    batches: Iterator[tuple[Indices, Any]],
+    on_shard: Callable[[Shard, Indices, Any, dict[str, list[Plain]]], None],
+    on_step: Callable[[int], None],
+    goes_on: Callable[[int], bool] = lambda step: True,
+    real: Real = as_planned,
+    tell: Callable[[str], None] = lambda text: None,
+    clock: StepClock | None = None,
+    on_inputs: Callable[[Shard, Indices, Any], None] = lambda shard, indices, inputs: None,
+    on_flops: Callable[[Flops], None] | None = None,
+    passes: Passes | None = None,
+) -> bool:
+    """Run the model over each shard of `work`, in eval and inference mode.
+
+    `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
+    its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
+    worker has no rows in it. The loop ends, with False, before the first step for which `goes_on` is false. `real`
+    gives a shard without the samples set aside. `tell` gets lines for the user. `clock` splits the steps' time.
+    `on_inputs` gets each shard's inputs before they run. `on_flops` gets a row's operations, counted over the first
+    shard, which runs once more. `passes` run a model that is sharded.
+    Raises ModelError, naming step and shard, if the model raises.
+    """
+    kept, clock, passes = Kept(job, device, tell), clock or SilentClock(), passes or Passes()
+    seeds, cut = ForwardSeeds(job.seed, model, device, kept.after), (work.split.largest_batch, work.split.shards)
+    with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
+        for step, shards in work:
+            if not passes.agree(not shards or goes_on(step)):
+                return False
+            ran, batches = 0, passes.before(shards, batches, real)
+            for shard in shards:
+                with advised(job, place(shard), ShardSize(shard.rows, *cut)):
+                    indices, batch = loaded(batches, place(shard))
+                    if (shard := real(shard)).rows:
+                        inputs, carried = unloaded(batch, indices)
+                        on_inputs(shard, indices, inputs)
+                        if on_flops is not None:
+                            on_flops(_flops_of(model, inputs, job, shard, device, buffers, seeds))
+                            on_flops = None
+                        ran += 1
+                        run = functools.partial(_run, passes, seeds, buffers, model, inputs, job.call, shard, clock)
+                        on_shard(shard, indices, kept(run(), inputs=inputs, shard=shard), carried)
+                        clock.enter(Part.OTHER)
+                with at(place(shard)):
+                    buffers.restore()
+            _stand_in(model, job.call, buffers, passes, passes.missing(work, step, ran))
+            on_step(step)
+    return passes.end()
+
+
+def _run(
+    passes: Passes,
+    seeds: ForwardSeeds,
+    buffers: UnchangedBuffers,
+    model: nn.Module,
+    inputs: Any,
+    call: str,
+    shard: Shard,
+    clock: StepClock,
+) -> Any:
+    """A shard's outputs. The caller gives them no name: what is not kept of them is free before the next shard."""
+    clock.enter(Part.FORWARD)
+    seeds.begin(shard)
+    with buffers.forward():
+        return passes.run(_forward, model, inputs, call, shard, clock)
+
+
+def _stand_in(model: nn.Module, call: str, buffers: UnchangedBuffers, passes: Passes, batches: Iterator[Any]) -> None:
+    """Run the rounds in which this worker has no rows, and others need it to gather parameters."""
+    for batch in batches:
+        passes.run(call_model, model, batch, call)
+        buffers.restore()
+
+
+def _flops_of(
+    model: nn.Module,
+    inputs: Any,
+    job: Job,
+    shard: Shard,
+    device: torch.device,
+    buffers: UnchangedBuffers,
+    seeds: ForwardSeeds,
+) -> Flops:
+    seeds.begin(shard)
+    run = functools.partial(_forward, model, copied(inputs), job.call, shard, SilentClock())
+    with buffers.forward():
+        found = counted_flops(run, shard.rows, job, device)
+    buffers.restore()
+    return found
+
+
+def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard, clock: StepClock) -> Any:
+    """The model's outputs; what follows in the step is about them."""
+
+    def hint(error: BaseException) -> str:
+        mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
+        one_dict = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
+        return one_dict * mistaken + (mixed_devices(model, error) or it_got(inputs))
+
+    with raising(f"{place(shard)}: model", hint):
+        outputs = call_model(model, inputs, call)
+    clock.enter(Part.OUTPUTS)
+    return outputs

@@ -1,0 +1,145 @@
+"""Seed random numbers by their use: a sample's augmentations, a shard's dropout.
+
+This covers the global generators of Python, numpy and torch, and generators that are attributes of the dataset or
+of a module of the model. A generator kept anywhere else is not found and not seeded.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from dp_ray.engine.world import is_gpu
+from dp_ray.plan.order import derive_seed
+from dp_ray.plan.split import Shard
+
+Draws = tuple[float, float, float]
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+def seed_all(number: int, device: torch.device | None = None) -> None:
+    """Seed the global generators; given a `device` to compute on, also those of this process's GPUs."""
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
+    if device is None:
+        return
+    if is_gpu(device):
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # before it, torch lists no generator of a GPU
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(number)
+
+
+def has_drawn(number: int) -> bool:
+    """Whether torch's generator has been drawn from since `seed_all(number)`."""
+    return not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(number).get_state())
+
+
+def own_generators(owner: Any) -> list[Generator]:
+    """The generators that are attributes of a dataset, of datasets that it wraps, or of a model's modules."""
+    owners = list(owner.modules()) if isinstance(owner, nn.Module) else _wrapped(owner)
+    values = (value for one in owners for value in getattr(one, "__dict__", {}).values())
+    return list({id(value): value for value in values if isinstance(value, Generator)}.values())
+
+
+def _wrapped(dataset: Any) -> list[Any]:
+    found: list[Any] = []
+    while dataset is not None and all(dataset is not one for one in found):
+        found.append(dataset)
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")
+    return found
+
+
+def seed_own(generators: list[Generator], number: int) -> None:
+    """Seed each generator with a number of its own, derived from `number`, so that no two draw the same numbers."""
+    for place, one in enumerate(generators):
+        seed = derive_seed(number, "generator", place)
+        if isinstance(one, torch.Generator):
+            one.manual_seed(seed)
+        elif isinstance(one, np.random.Generator):
+            fresh: Any = type(one.bit_generator)
+            one.bit_generator.state = fresh(seed).state
+        else:
+            one.seed(seed % 2**32)
+
+
+class ForwardSeeds:
+    """Seeds all generators that a shard's forward, and `after` it, may use, from (seed, epoch, step, shard)."""
+
+    def __init__(self, seed: int, model: nn.Module, device: torch.device, after: Any = None) -> None:
+        self._seed = seed
+        self._device = device
+        self._own = own_generators(model) + own_generators(after)
+
+    def begin(self, shard: Shard) -> None:
+        """Seed the generators for the forward of `shard`."""
+        number = derive_seed(self._seed, "forward", shard.epoch, shard.step, shard.shard)
+        seed_all(number, self._device)
+        seed_own(self._own, number)
+
+
+class RngProbe:
+    """Detects whether a random number was drawn from the global generators, at less cost than seeding them."""
+
+    def __init__(self) -> None:
+        self._undrawn: Draws | None = None
+
+    def begin(self) -> None:
+        """Seed the global generators and start to watch them."""
+        if self._undrawn is None:  # not in __init__: torch's default dtype may change before the first use
+            seed_all(0)
+            self._undrawn = _draw()
+        seed_all(0)
+
+    def is_broken(self) -> bool:
+        """Whether a number was drawn since `begin`: then a generator's next number differs."""
+        return _draw() != self._undrawn
+
+
+def _draw() -> Draws:
+    return random.random(), float(np.random.random_sample()), float(torch.rand(()))
+
+
+@contextmanager
+def preserved(*devices: torch.device) -> Iterator[None]:
+    """Restore the global generators and those of the devices after the block: the process may be the user's own."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=list(dict.fromkeys(one for one in devices if one.type == "cuda"))):
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+def random_state(devices: Sequence[torch.device], own: Sequence[Generator]) -> Callable[[], None]:
+    """What sets the global generators, those of the devices and `own` back to where they are now."""
+    gpus = [torch.cuda.default_generators[one.index or 0] for one in dict.fromkeys(devices) if one.type == "cuda"]
+    generators: list[Generator] = [torch.default_generator, *gpus, *own]
+    python, numpy = random.getstate(), np.random.get_state()
+    setters = [_setter(one) for one in generators]
+
+    def set_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for one in setters:
+            one()
+
+    return set_back
+
+
+def _setter(generator: Generator) -> Callable[[], object]:
+    """What sets a generator back to where it is now."""
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state())
+    return functools.partial(generator.setstate, generator.getstate())

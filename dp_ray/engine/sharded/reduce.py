@@ -1,0 +1,253 @@
+"""A step's gradients where each worker holds a part of the model: FSDP sums each worker's slice in the backward.
+
+`bitwise` where each worker holds a part of the model: gradients are added by the fixed tree in each round.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_ray.engine.reduce import Gradients, Reduction, ShardLoss, ShardSums, Work, add, zeros_that_add_nothing
+from dp_ray.engine.sharded.state import Sharded
+from dp_ray.engine.world import gathered
+from dp_ray.plan.split import worker_shards
+from dp_ray.plan.tree import Node, fold, nodes
+from dp_ray.system.threads import waiting
+
+
+class ShardedReduction(Reduction):
+    """The reduction with `strategy: fsdp`: gradients add up whole on each worker, and the last round sums slices.
+
+    FSDP fills in zeros where a worker left a parameter unused. If no worker used it, it gets no gradient, as in one
+    process. `looks_for_unused` says whether the workers ask each other in each step: True and "auto" do.
+    """
+
+    def __init__(self, loss: ShardLoss, sharded: Sharded, looks_for_unused: bool | str) -> None:
+        super().__init__(loss, None, ())
+        self._sharded = sharded
+        self._looks = bool(looks_for_unused)
+        self._used: set[int] = set()
+        self._units = list(sharded.units)
+        self._unwatched = self._units
+        self._is_standing_in = False
+        self._exchanges = True
+        self.replica = self._forward  # type: ignore[assignment]
+        for one in sharded.replicated.values():
+            self._watch(one, one)
+
+    def begin(self, shards: Any, filled: int) -> None:
+        """Begin a step; without shards with rows, this worker's gradients count nothing."""
+        self._used = set()
+        self._sharded.round.is_silent = not shards
+
+    @contextmanager
+    def shard(self, is_last: bool) -> Iterator[None]:
+        """The context of a round: gradients are exchanged in the last round's backward only."""
+        if is_last != self._exchanges:  # both walk through all modules
+            self._sharded.root.set_requires_gradient_sync(is_last)
+            self._sharded.root.set_is_last_backward(is_last)
+        self._exchanges = is_last
+        yield
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """The context of a round in which this worker's gradients count nothing."""
+        self._is_standing_in = True
+        try:
+            yield
+        finally:
+            self._is_standing_in = False
+
+    def exchange(self, stats: torch.Tensor) -> Work:
+        """Start the all-reduce of `stats`, in place."""
+        work: Work = dist.all_reduce(stats, async_op=True)
+        return work
+
+    def backward(self) -> AbstractContextManager[object]:
+        """The context of the step's last backward, which waits for the other workers."""
+        return waiting("the other workers' gradients")
+
+    def after(self, shard: int, is_last: bool) -> None:
+        """Do nothing: FSDP keeps the gradients until the last round."""
+
+    def finish(self) -> None:
+        """Sum the gradients of replicated parameters, and drop the gradients of unused ones."""
+        unused = self._unused()
+        self._sum_replicated(
+            [one for one in self._sharded.replicated.values() if one.requires_grad and id(one) not in unused]
+        )
+        for unit in self._units:
+            if id(unit.sharded_param) in unused:
+                unit.sharded_param.grad = None
+        for one in self._sharded.replicated.values():
+            if id(one) in unused:
+                one.grad = None
+
+    def _forward(self, batch: Any, rows: int) -> torch.Tensor:
+        loss: torch.Tensor = self._sharded.run(self._own_loss, batch, rows)
+        for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
+            if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
+                self._watch(gathered, unit.sharded_param)
+        if self._exchanges:
+            self._sharded.round.ask()
+        self._unwatched = [unit for unit in self._unwatched if not hasattr(unit, "_unsharded_param")]
+        return loss
+
+    def _own_loss(self, batch: Any, rows: int) -> torch.Tensor:
+        """The loss in memory of its own: torch warns of hooks on views."""
+        loss: torch.Tensor = self.loss(batch, rows).clone()
+        return loss
+
+    def _watch(self, gathered: torch.Tensor, parameter: nn.Parameter) -> None:
+        """Note when a backward gives a parameter a gradient.
+
+        The garbage collector does not see such a hook; if that held the model, the model would stay for ever.
+        """
+        if gathered.requires_grad:
+            note = functools.partial(_note, weakref.ref(self), id(parameter))
+            gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def note(self, number: int) -> None:
+        """Note that the parameter of this id got a gradient."""
+        if not self._is_standing_in:
+            self._used.add(number)
+            self._sharded.round.used.add(number)
+
+    def _unused(self) -> set[int]:
+        """The parameters that no worker used in this step; every rank calls this."""
+        if not self._looks:
+            return set()
+        trained = [unit.sharded_param for unit in self._units] + list(self._sharded.replicated.values())
+        trained = [one for one in trained if one.requires_grad]
+        counts = torch.tensor([id(one) in self._used for one in trained], dtype=torch.int32)
+        with waiting("the other workers' unused parameters"):
+            dist.all_reduce(counts, group=self._sharded.round.group)
+            found = counts.tolist()
+        return {id(one) for one, count in zip(trained, found, strict=True) if not count}
+
+    def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of parameters that each worker holds whole; every rank calls this."""
+        for one in parameters:
+            self._sum(one)
+
+    def _sum(self, parameter: nn.Parameter) -> None:
+        """Sum a parameter's gradients over the workers, as numbers without a layout."""
+        if parameter.grad is None or self._sharded.round.is_silent:
+            parameter.grad = torch.zeros_like(parameter)
+        numbers = parameter.grad.detach().contiguous()
+        with waiting("the other workers' gradients"):
+            dist.all_reduce(torch.view_as_real(numbers) if numbers.is_complex() else numbers)
+        parameter.grad.copy_(numbers)
+
+
+def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tensor) -> None:
+    if (one := reduction()) is not None:
+        one.note(number)
+
+
+class TreeShardedReduction(ShardedReduction):
+    """The reduction with `strategy: fsdp` and `bitwise`: each round's slices are exchanged and added by the tree.
+
+    `may_lose` says whether samples are set aside: then the workers tell each other which shards have rows left.
+    """
+
+    def __init__(self, loss: ShardLoss, sharded: Sharded, looks: bool | str, shards: int, may_lose: bool) -> None:
+        super().__init__(loss, sharded, looks)
+        self.sums = ShardSums(list(sharded.replicated.values()), shards)
+        self._shards = shards
+        self._may_lose = may_lose
+        self._ran = 0
+        self._filled = 0
+        self._by_rank: list[Sequence[int]] = []
+
+    def begin(self, shards: Sequence[int], filled: int) -> None:
+        """Begin a step, and find out which shards each worker runs."""
+        super().begin(shards, filled)
+        assert self.sums is not None
+        self._leaves = self.sums.leaves(shards)
+        self._ran, self._filled = 0, filled
+        size = self._sharded.world.world_size
+        self._by_rank = (
+            gathered(list(shards))
+            if self._may_lose
+            else [[one for one in worker_shards(self._shards, size, rank) if one < filled] for rank in range(size)]
+        )
+
+    @contextmanager
+    def shard(self, is_last: bool) -> Iterator[None]:
+        """The context of a round, in which all gradients are exchanged."""
+        current = self._sharded.round
+        current.number += 1
+        current.is_last = is_last
+        current.used = set()
+        current.shards = [theirs[self._ran] if self._ran < len(theirs) else None for theirs in self._by_rank]
+        self._ran += 1
+        with super().shard(True):
+            yield
+        if not is_last:
+            for unit in self._units:
+                unit.sharded_param.grad = None
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """The context of a round in which this worker's gradients count nothing."""
+        with super().standing_in():
+            yield
+        for one in self._sharded.replicated.values():
+            one.grad = None
+
+    def after(self, shard: int, is_last: bool) -> None:
+        """Take a shard's gradients of the parameters that each worker holds whole."""
+        super(ShardedReduction, self).after(shard, is_last)
+
+    def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
+        assert self.sums is not None
+        held, self.sums.held = self.sums.held, {}
+        by_rank = [self._nodes(rank) for rank in range(self._sharded.world.world_size)]
+        for number, parameter in enumerate(self.sums.parameters):
+            if any(parameter is one for one in parameters):
+                sums = {node: [one[number]] for node, one in held.items()}
+                mine = [fold(sums, node, add) for node in by_rank[self._sharded.world.rank]]
+                parameter.grad = self._over_workers(
+                    parameter, [None if one is None else one[0] for one in mine], by_rank
+                )
+
+    def _nodes(self, rank: int) -> list[Node]:
+        """A worker's nodes with rows."""
+        mine = worker_shards(self._shards, self._sharded.world.world_size, rank)
+        return [node for node in nodes(mine, (0, self._shards)) if node[0] < self._filled]
+
+    def _over_workers(
+        self, parameter: nn.Parameter, mine: Sequence[torch.Tensor | None], by_rank: list[list[Node]]
+    ) -> torch.Tensor:
+        """A parameter's gradient, from this worker's sums for its nodes and all others'."""
+        nothing = zeros_that_add_nothing(_numbers(parameter.detach()))
+        rows = [nothing if one is None else _numbers(one) for one in mine]
+        rows += [nothing] * (max(map(len, by_rank)) - len(rows))
+        sent = torch.stack(rows)
+        received = [torch.empty_like(sent) for _ in by_rank]
+        with waiting("the other workers' gradients"):
+            dist.all_gather(received, sent)
+        sums: dict[Node, Gradients] = {}
+        for theirs, got in zip(by_rank, received, strict=True):
+            sums.update((node, [row]) for node, row in zip(theirs, got, strict=False))
+        whole = fold(sums, (0, self._shards), add)
+        gradient = torch.empty_like(parameter)
+        assert whole is not None and whole[0] is not None, "every step has rows"
+        _viewed(gradient).copy_(whole[0].view(_viewed(gradient).shape))
+        return gradient
+
+
+def _viewed(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers, in one row and without its layout."""
+    return _viewed(tensor).reshape(-1)

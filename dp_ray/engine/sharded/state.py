@@ -1,0 +1,658 @@
+"""A sharded model as a training uses it: its passes, its gradient's norm, and its state.
+
+`replica.sharding` builds it. This module does not import torch's FSDP, which takes seconds.
+
+Load a state of whole tensors into a training of which each worker holds a part, row by row.
+
+The norm of a sharded gradient, with the bits that one worker with the whole gradient computes.
+
+A norm's bits depend on the order of its additions. So for each parameter one worker gets the whole gradient, and
+computes its norm. The parameters go round: the first to rank 0, the next to rank 1.
+
+Update a worker's part of each parameter with the bits that an update of the whole parameter gives.
+
+On a CPU an update runs over whole vectors of numbers, and over the last numbers one by one. The two round
+differently. So the optimizer gets each part as a flat tensor that begins and ends where vectors do, filled up
+with zeros.
+
+FSDP's collectives: its all-gather, and its reduce-scatter, which adds by the fixed tree with `bitwise`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from dp_ray.engine.buffers import make_room
+from dp_ray.engine.optimizer import load_optimizer, norm_of_norms, norms_of
+from dp_ray.engine.world import CPU, World
+from dp_ray.errors import JobError, ModelError
+from dp_ray.plan.tree import Node, climb, fold, parents
+from dp_ray.system.threads import waiting
+from dp_ray.tensors.files import Stored, is_sharded, laid_out, local, rows_of
+from dp_ray.text import listed
+
+
+def load_rows(model: nn.Module, weights: Mapping[str, Stored], where: str, world: World) -> None:
+    """Copy this worker's rows of the weights into a sharded model, one tensor after another.
+
+    Raises ModelError, which names missing, unexpected and mis-sized tensors.
+    """
+    make_room(model, weights)
+    state = model.state_dict()
+    own = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    weights = {name: one for name, one in weights.items() if isinstance(one, Stored)}
+    missing, unexpected = own.keys() - weights.keys(), weights.keys() - state.keys()
+    sizes = [
+        f"{name} {list(weights[name].shape)} in place of {list(one.shape)}"
+        for name, one in own.items()
+        if name in weights and tuple(weights[name].shape) != tuple(one.shape)
+    ]
+    kinds = {"missing": sorted(missing), "unexpected": sorted(unexpected), "of another size": sizes}
+    if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names):
+        raise ModelError(f"the weights of {where} are not this model's: {found}")
+    for name, one in own.items():
+        weights[name].copy_to(one, world.world_size, world.rank)
+
+
+def rows_of_optimizer(state: Any, parameters: list[nn.Parameter], world: World) -> Any:
+    """An optimizer's state_dict in which each tensor is what this worker holds of it.
+
+    A tensor of its parameter's size is sharded as the parameter; any other is whole.
+    """
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return state
+    by_number = {
+        number: {key: _of_parameter(one, parameters[number], world) for key, one in kept.items()}
+        for number, kept in state["state"].items()
+    }
+    rest = {key: whole_tensors(one) for key, one in state.items() if key != "state"}
+    return {**rest, "state": by_number}
+
+
+def whole_tensors(value: Any) -> Any:
+    """A state in which each stored tensor is read whole."""
+    if isinstance(value, Stored):
+        whole = value.whole()
+        return whole if value.strides is None else laid_out(whole, value.strides)
+    if isinstance(value, dict):
+        return {key: whole_tensors(one) for key, one in value.items()}
+    return type(value)(map(whole_tensors, value)) if isinstance(value, list | tuple) else value
+
+
+def _of_parameter(value: Any, parameter: nn.Parameter, world: World) -> Any:
+    if not isinstance(value, Stored) or not is_sharded(parameter) or tuple(value.shape) != tuple(parameter.shape):
+        return whole_tensors(value)
+    return sharded_as(parameter, value.like(parameter, world.world_size, world.rank).to(local(parameter).device))
+
+
+def sharded_as(parameter: nn.Parameter, rows: torch.Tensor) -> Any:
+    """A tensor that is sharded as a parameter is, of which this worker holds `rows`."""
+    sharded: Any = parameter
+    return type(sharded).from_local(
+        rows,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+CHUNK_BYTES = 1 << 25  # of a worker's slices, sent at once
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This worker's slice of a gradient, flat, and the gradient's shape."""
+
+    numbers: torch.Tensor
+    shape: tuple[int, ...]
+
+    def count(self, world_size: int, rank: int) -> int:
+        """How many numbers a rank's slice has."""
+        first, end = rows_of(self.shape[0], world_size, rank)
+        return (end - first) * torch.Size(self.shape[1:]).numel()
+
+
+def norms_of_slices(slices: Sequence[Slice], world: World, device: torch.device) -> list[torch.Tensor]:
+    """The norm of each whole gradient, of which `slices` are this worker's; every rank calls this."""
+    if not slices:
+        return []
+    found: dict[int, torch.Tensor] = {}
+    for start, stop in _chunks(slices):
+        mine = range(start + (world.rank - start) % world.world_size, stop, world.world_size)
+        whole = _exchanged(slices, start, stop, world, device)
+        found |= dict(zip(mine, norms_of(whole) if whole else [], strict=True))
+    known = norms_of([slices[0].numbers[:0].to(device)])[0]  # for the dtype
+    norms = known.new_zeros(len(slices))
+    for number, norm in found.items():
+        norms[number] = norm
+    with waiting("the other workers' norms"):
+        dist.all_reduce(norms)
+    return list(norms.unbind())
+
+
+def _chunks(slices: Sequence[Slice]) -> Iterator[tuple[int, int]]:
+    """Ranges of gradients to exchange at once, the same on all workers."""
+    cuts, size = [0], 0
+    for number, one in enumerate(slices):
+        size += torch.Size(one.shape).numel() * one.numbers.itemsize
+        if size >= CHUNK_BYTES:
+            cuts.append(number + 1)
+            size = 0
+    yield from pairwise(dict.fromkeys([*cuts, len(slices)]))
+
+
+def _exchanged(
+    slices: Sequence[Slice], start: int, stop: int, world: World, device: torch.device
+) -> list[torch.Tensor]:
+    """The whole gradients that this worker gets, of those from `start` to `stop`."""
+    size, rank = world.world_size, world.rank
+    by_owner = [
+        [one for at, one in enumerate(slices[start:stop], start) if at % size == owner] for owner in range(size)
+    ]
+    sent = torch.cat([one.numbers for theirs in by_owner for one in theirs]).to(device)
+    counts = [sum(one.numbers.numel() for one in theirs) for theirs in by_owner]
+    mine = by_owner[rank]
+    from_each = [sum(one.count(size, sender) for one in mine) for sender in range(size)]
+    received = sent.new_empty(sum(from_each))
+    with waiting("the other workers' gradients"):
+        dist.all_to_all_single(received, sent, from_each, counts)
+    parts = [
+        torch.split(one, [each.count(size, at) for each in mine])
+        for at, one in enumerate(torch.split(received, from_each))
+    ]
+    return [torch.cat([theirs[at] for theirs in parts]).view(one.shape) for at, one in enumerate(mine)]
+
+
+VECTOR = 64  # numbers: a multiple of what torch's CPU kernels take at once, for each dtype and instruction set
+
+# These use of a parameter, its gradient and its state nothing but the number that they update.
+ELEMENTWISE = (
+    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
+    *(optim.RMSprop, optim.Rprop, optim.SGD),
+)
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise JobError for an optimizer whose update of a part may differ from the part of its update."""
+    if type(optimizer) not in ELEMENTWISE:
+        names = listed([one.__name__ for one in ELEMENTWISE])
+        raise JobError(
+            f"optimizer: {type(optimizer).__qualname__} may use all of a parameter to update a part of it, so with "
+            f"strategy: fsdp it cannot be bitwise; take one of torch.optim's {names}, or leave bitwise out"
+        )
+
+
+def span_of(start: int, stop: int, size: int) -> tuple[int, int]:
+    """The vectors that hold the numbers `start` to `stop` of `size`: where the first begins, and the last ends.
+
+    >>> span_of(100, 130, 1000), span_of(960, 1000, 1000), span_of(70, 70, 1000)
+    ((64, 192), (960, 1000), (70, 70))
+    """
+    if start == stop:
+        return start, stop
+    return start - start % VECTOR, min(size, -(-stop // VECTOR) * VECTOR)
+
+
+class Part:
+    """A worker's part of a sharded parameter; `flat` is what the optimizer gets in its place."""
+
+    def __init__(self, parameter: nn.Parameter, world: World) -> None:
+        self.parameter = parameter
+        mine = local(parameter.detach())
+        width = parameter.numel() // parameter.shape[0]
+        start, stop = (row * width for row in rows_of(parameter.shape[0], world.world_size, world.rank))
+        first, end = span_of(start, stop, parameter.numel())
+        self._inner = slice(start - first, stop - first)
+        self._is_whole = (first, end) == (start, stop)
+        self.flat = nn.Parameter(self._filled_up(mine, end - first))
+
+    def take(self) -> None:
+        """Take the part's numbers and gradient; where nothing is to be filled up, they are shared."""
+        gradient = self.parameter.grad
+        mine, size = local(self.parameter.detach()), self.flat.numel()
+        if self._is_whole:
+            self.flat.data = mine.view(-1)
+        else:
+            self.inner(self.flat.detach()).copy_(mine.view(-1))
+        self.flat.grad = None if gradient is None else self._filled_up(local(gradient.detach()), size)
+
+    def give(self) -> None:
+        """Give the updated numbers to the part, and drop its gradient."""
+        if not self._is_whole:
+            local(self.parameter.detach()).view(-1).copy_(self.inner(self.flat.detach()))
+        self.parameter.grad = None
+
+    def inner(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part's own numbers in a flat tensor."""
+        return flat[self._inner]
+
+    def sharded(self, value: Any) -> Any:
+        """A tensor of the optimizer's state as one that is sharded as the parameter is; any other value itself."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.flat.shape:
+            return value
+        return sharded_as(self.parameter, self.inner(value).view(local(self.parameter).shape))
+
+    def flattened(self, value: Any) -> Any:
+        """The inverse of `sharded`."""
+        return self._filled_up(local(value), self.flat.numel()) if is_sharded(value) else value
+
+    def _filled_up(self, mine: torch.Tensor, size: int) -> torch.Tensor:
+        if self._is_whole:
+            return mine.reshape(-1)
+        made = mine.new_zeros(size)
+        self.inner(made).copy_(mine.reshape(-1))
+        return made
+
+
+class AlignedParts:
+    """This worker's parts of all sharded parameters, and the state of the optimizer that updates them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+        self.optimizer: Any = None
+        self._world = world
+        self.parts = [Part(one, world) for one in parameters if is_sharded(one)]
+        self._by_flat = {id(one.flat): one for one in self.parts}
+
+    @property
+    def flats(self) -> dict[int, nn.Parameter]:
+        """What the optimizer gets for each parameter, by the parameter's id."""
+        return {id(one.parameter): one.flat for one in self.parts}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take all gradients, before an update."""
+        for one in self.parts:
+            one.take()
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """Give back what the update has changed."""
+        for one in self.parts:
+            one.give()
+
+    def total_norm(
+        self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> torch.Tensor:
+        """The norm of the whole gradient, to the bit that of one worker; every rank calls this.
+
+        `device` is that of collectives.
+        """
+        parts = [self._by_flat.get(id(one)) for one in parameters]
+        slices = [
+            Slice(part.inner(gradient), part.parameter.shape)
+            for part, gradient in zip(parts, gradients, strict=True)
+            if part is not None
+        ]
+        whole = [one for part, one in zip(parts, gradients, strict=True) if part is None]
+        of_slices = iter(norms_of_slices(slices, self._world, device))
+        of_whole = iter(norms_of(whole) if whole else [])
+        return norm_of_norms([next(of_whole if part is None else of_slices) for part in parts], gradients)
+
+    def originals(self) -> list[nn.Parameter]:
+        """The model's parameters, in the order of the optimizer's groups."""
+        given = [one for group in self.optimizer.param_groups for one in group["params"]]
+        return [self._by_flat[id(one)].parameter if id(one) in self._by_flat else one for one in given]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, with sharded tensors for the parts."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return {**state, "state": self._of_parts(state["state"], Part.sharded)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of whole tensors that are stored, or of plain values."""
+        rows = rows_of_optimizer(state, self.originals(), self._world)
+        load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], Part.flattened)})
+
+    def _of_parts(self, state: dict[int, Any], convert: Any) -> dict[int, Any]:
+        given = [one for group in self.optimizer.param_groups for one in group["params"]]
+        found = {number: self._by_flat.get(id(given[number])) for number in state}
+        return {
+            number: kept
+            if (part := found[number]) is None
+            else {key: convert(part, one) for key, one in kept.items()}
+            for number, kept in state.items()
+        }
+
+
+@contextmanager
+def one_thread(parameter: torch.Tensor) -> Iterator[None]:
+    """Update in one thread on a CPU: where several threads cut a tensor is where its vectors end, too."""
+    threads = torch.get_num_threads()
+    is_many = parameter.device.type == "cpu" and threads > 1
+    try:
+        if is_many:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        if is_many:
+            torch.set_num_threads(threads)
+
+
+# torch 2.13 renames them, and deprecates the old names.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Round:
+    """The round that the workers run: in each, every worker runs one shard, or a stand-in.
+
+    `shards` are those of the ranks, None for one that stands in. `used` are the ids of the parameters to which this
+    worker's backward gave a gradient. While `is_silent`, this worker adds nothing to a sum. If it `is_alone`, no
+    worker waits for another: its own numbers take the place of the others', in the same memory.
+    """
+
+    is_silent: bool = False
+    number: int = 0  # counts all rounds
+    is_last: bool = True
+    shards: Sequence[int | None] = ()
+    used: set[int] = field(default_factory=set)
+    group: dist.ProcessGroup | None = None  # of the CPUs
+    is_alone: bool = False
+    _path: int = 0
+    _asked: tuple[Any, torch.Tensor] | None = None
+
+    def runs(self, block: int) -> None:
+        """Note that this worker runs a block."""
+        self._path = (self._path * 1_000_003 + block + 1) % 2**61
+
+    def ask(self) -> None:
+        """Start to ask whether all workers have run the same blocks; every rank calls this after a forward."""
+        if self.is_alone:
+            return
+        largest = torch.tensor([self._path, -self._path])
+        self._asked = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True), largest
+        self._path = 0
+
+    def check(self) -> None:
+        """Raise ModelError if they have not; a gradient of one block must not be added to that of another."""
+        if self._asked is None:
+            return
+        (work, largest), self._asked = self._asked, None
+        with waiting("the other workers' forward"):
+            work.wait()
+        if int(largest.sum()):
+            raise ModelError(
+                "the workers did not run the same blocks in the same order, but with strategy: fsdp each holds a "
+                "part of every block; set fsdp.blocks to the classes of larger modules, which all rows run"
+            )
+
+
+class Collective:
+    """A collective of FSDP's; it names what this worker waits for."""
+
+    def __init__(self, current: Round, block: str) -> None:
+        self._round = current
+        self._block = block or "the parameters outside the blocks"
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(Collective):
+    """FSDP's all-gather of a block: if a worker does not run the block, the others wait here."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather the workers' parts of the block."""
+        if self._round.is_alone:
+            _fill(output_tensor, input_tensor, group)
+            return None
+        with waiting(f"the other workers to gather {self._block}, which all must run (strategy: fsdp)"):
+            work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class SumScatter(Collective):
+    """FSDP's reduce-scatter, which sums: losses are divided by the rows of the whole batch already."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum the workers' inputs; each gets its slice of the sums."""
+        self._round.check()
+        with waiting("the other workers' gradients"):
+            return self._sum(output_tensor, input_tensor, group, async_op)
+
+    def _sum(
+        self, output: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        if self._round.is_alone:
+            output.copy_(gradients[: output.numel()])
+            return None
+        if self._round.is_silent:
+            gradients.zero_()
+        work: dist.Work | None = _reduce_scatter(
+            output, gradients, op=dist.ReduceOp.SUM, group=group, async_op=async_op
+        )
+        return work
+
+
+class TreeScatter(SumScatter):
+    """FSDP's reduce-scatter of one block, which adds the shards' gradients by the fixed tree.
+
+    In each round every worker gets its slice of all workers' gradients. It adds those that are siblings in the tree,
+    and keeps the other sums. The last round gives the sum of all; what earlier rounds give means nothing.
+    """
+
+    def __init__(self, current: Round, block: str, units: Sequence[Any], shards: int) -> None:
+        super().__init__(current, block)
+        self._units = units
+        self._root: Node = (0, shards)
+        self._above = parents(self._root)
+        self._held: dict[Node, torch.Tensor] = {}
+        self._ran = 0
+
+    def _sum(self, output: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+        """Exchange slices, and add them; the output is this worker's slice of the whole batch's gradient."""
+        self._prepare(gradients.view(group.size(), -1))
+        received = torch.empty_like(gradients)
+        if self._round.is_alone:
+            received.copy_(gradients)
+        else:
+            dist.all_to_all_single(received, gradients, group=group)
+        self._take(received.view(group.size(), -1), output)
+
+    def alone(self, gradient: torch.Tensor) -> None:
+        """FSDP's all-reduce hook on a worker that is alone: FSDP does not call its reduce-scatter then."""
+        self._prepare(gradient.view(1, -1))
+        self._take(gradient.clone().view(1, -1), gradient)
+
+    def _prepare(self, slices: torch.Tensor) -> None:
+        """Replace zeros that stand for no gradient by such that add nothing: FSDP fills in +0, and -0 + 0 is 0."""
+        if self._ran == self._round.number:
+            raise ModelError(
+                f"bitwise: {self._block} runs twice in a forward, so with strategy: fsdp its "
+                "gradients cannot be added in a fixed order; name other fsdp.blocks, or leave bitwise or strategy out"
+            )
+        self._ran = self._round.number
+        start = 0
+        for unit in self._units:
+            stop = start + unit.padded_sharded_param_size.numel()
+            if id(unit.sharded_param) not in self._round.used:
+                slices[:, start:stop].neg_()
+            start = stop
+
+    def _take(self, slices: torch.Tensor, output: torch.Tensor) -> None:
+        for shard, one in zip(self._round.shards, slices, strict=True):
+            if shard is not None:
+                climb(self._held, (shard, shard + 1), one, self._above, _add)
+        if self._round.is_last:
+            held, self._held = self._held, {}
+            whole = fold(held, self._root, _add)
+            output.zero_() if whole is None else output.copy_(whole)
+            return
+        received = slices.untyped_storage().data_ptr()  # so that it is freed, keep copies of what is held of it
+        for node, one in self._held.items():
+            if one.untyped_storage().data_ptr() == received:
+                self._held[node] = one.clone()
+
+
+def _fill(gathered: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Put this worker's part, which may be a part of `gathered` itself, in the place of each worker's."""
+    for rank, theirs in enumerate(gathered.view(group.size(), -1)):
+        if rank != group.rank():
+            theirs.copy_(mine.view(-1))
+
+
+def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return right.add_(left)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A sharded model. `root` is torch's FSDPModule, and `round` is what its gradients' sums go by.
+
+    `replicated` are the parameters that each worker holds whole, by name. With `recasts`, a training under autocast
+    casts its weights anew for each operation and for its backward.
+    """
+
+    model: nn.Module
+    root: Any
+    replicated: dict[str, nn.Parameter]
+    round: Round
+    world: World
+    recasts: bool
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the model, with the parameters outside its blocks gathered."""
+        with casting_anew() if self.recasts or not torch.is_grad_enabled() else nullcontext():
+            return self.root(function, *args)
+
+    def end_of_evaluation(self) -> None:
+        """Free what a forward without a backward has left gathered."""
+        self.root.reshard()
+
+    def load_weights(self, weights: Mapping[str, Stored], where: str) -> None:
+        """Load this worker's rows of the weights; raises ModelError if they are not this model's."""
+        load_rows(self.model, weights, where, self.world)
+
+    def rows_of(self, part: Any, state: Any) -> Any:
+        """A stored state of an optimizer, a scheduler or a scaler, with what this worker holds of each tensor."""
+        if isinstance(part, AlignedParts):
+            return state
+        if not isinstance(part, torch.optim.Optimizer):
+            return whole_tensors(state)
+        parameters = [one for group in part.param_groups for one in group["params"]]
+        return rows_of_optimizer(state, parameters, self.world)
+
+    @property
+    def blocks(self) -> Iterator[tuple[nn.Module, list[Any]]]:
+        """The root and each block, with torch's own records of the parameters that are gathered for it."""
+        for module in self.root.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                group = module._get_fsdp_state()._fsdp_param_group
+                yield module, [] if group is None else group.fsdp_params
+
+    @property
+    def units(self) -> Iterator[Any]:
+        """Torch's own record of each sharded parameter."""
+        for _, units in self.blocks:
+            yield from units
+
+    def total_norm(self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """The norm of the whole gradient, of which `gradients` are this worker's parts; every rank calls this."""
+        whole = {id(one) for one in self.replicated.values()}
+        is_first = dist.get_rank() == 0
+        mine = [
+            gradient
+            for gradient, one in zip(gradients, parameters, strict=True)
+            if gradient.numel() and (is_first or id(one) not in whole)
+        ]
+        device = comm_device(gradients[0].device) if gradients else CPU
+        squares = [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)).double().square().to(device) for one in mine]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+        with waiting("the other workers' norms"):
+            dist.all_reduce(total)
+        return total.sqrt().float()
+
+    def infinite_if_any(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A scalar: infinite if a number of any worker's `gradients` is not finite, else 0; every rank calls this."""
+        largest = [torch.linalg.vector_norm(one, torch.inf) for one in gradients if one.numel()]
+        device = self.world.device
+        bad = [one.isfinite().logical_not().to(device) for one in largest]
+        found = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
+        with waiting("the other workers' gradients"):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return torch.where(found > 0, torch.inf, 0.0)
+
+
+@contextmanager
+def casting_anew() -> Iterator[None]:
+    """While a sharded model runs: autocast's copies of the gathered weights are freed with their operations.
+
+    Else torch keeps a copy of each weight until the forward's end, in case it is cast again, and one until the
+    backward, which may need it: in the end, the whole model. What is computed are the same numbers, but for a weight
+    that is used twice: its gradients are added after their cast to its own dtype, and no longer before it.
+    """
+    before = torch.is_autocast_cache_enabled()
+    saving = torch.autograd.graph.saved_tensors_hooks(_without_cast, _cast_again)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with saving if torch.is_grad_enabled() else nullcontext():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class _Cast(NamedTuple):
+    """A tensor that a backward needs, as a view of a parameter's cast; and the parameter's version by then."""
+
+    parameter: nn.Parameter
+    version: int
+    dtype: torch.dtype
+    view: tuple[Sequence[int], Sequence[int], int]
+
+
+def _without_cast(saved: torch.Tensor) -> Any:
+    """What to keep of a tensor for the backward: of a parameter's cast, only how to make it."""
+    cast = saved if saved._base is None else saved._base
+    node = cast.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or cast._version:
+        return saved
+    one = getattr(node.next_functions[0][0], "variable", None)  # a leaf's
+    if not isinstance(one, nn.Parameter) or one.dtype == cast.dtype:
+        return saved
+    if one.device != cast.device or one.stride() != cast.stride():
+        return saved
+    return _Cast(one, one._version, cast.dtype, (saved.size(), saved.stride(), int(saved.storage_offset())))
+
+
+def _cast_again(kept: Any) -> torch.Tensor:
+    """What was saved for the backward; in it, FSDP has gathered the parameter again."""
+    if not isinstance(kept, _Cast):
+        saved: torch.Tensor = kept
+        return saved
+    if kept.parameter._version != kept.version:
+        raise RuntimeError(
+            f"a parameter of shape {list(kept.parameter.shape)} was changed in place after the forward has used it"
+        )
+    return kept.parameter.detach().to(kept.dtype).as_strided(*kept.view)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def comm_device(device: torch.device) -> torch.device:
+    """The device of this group's collectives: gradients that are offloaded are on the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else device

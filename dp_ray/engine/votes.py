@@ -1,0 +1,196 @@
+"""What the workers sum in a step beside the gradients.
+
+Let all workers agree on when to stop, without a collective of its own.
+
+Ends a training at a loss that is NaN or infinite, for `stop_on_nan`: all workers after the same step.
+
+Between two steps, a worker reports its progress, and stops if it is asked to.
+"""
+
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from dp_ray.engine.step import Row
+from dp_ray.engine.world import World, is_gpu
+from dp_ray.errors import Error, ModelError
+from dp_ray.plan.split import worker_shards
+from dp_ray.system.threads import waiting
+from dp_ray.text import replay_command
+
+VOTES, MISSING = -2, -1  # the columns of the votes to stop, and of the samples set aside
+
+
+class Stats:
+    """Sums and weights of each shard, votes to stop, and the number of samples set aside.
+
+    `numbers` is float64 [shards, 2 * measures + 2] on the device: a row for each shard, zero until it has run. A
+    worker votes, and counts what it has set aside, in the row of its first shard: all others leave that row at zero.
+    """
+
+    def __init__(self, shards: int, measures: int, world: World) -> None:
+        size, device = (shards, 2 * measures + 2), world.device
+        self._own = worker_shards(shards, world.world_size, world.rank).start
+        self._cells: Any
+        if is_gpu(device):
+            self._cells = self.numbers = torch.zeros(size, dtype=torch.float64, device=device)
+        else:  # numpy sets a few cells of the same memory sooner than torch
+            self._cells = np.zeros(size)
+            self.numbers = torch.from_numpy(self._cells)
+
+    def put(self, shard: int, row: Row) -> None:
+        """Set a shard's sums and weights."""
+        self._cells[shard, :VOTES] = row
+
+    def vote(self) -> None:
+        """Ask all workers to stop."""
+        self._cells[self._own, VOTES] = 1.0
+
+    def set_aside(self, samples: int) -> None:
+        """Count this worker's samples of the step that were set aside."""
+        self._cells[self._own, MISSING] = samples
+
+
+class Lagged:
+    """Reads a number of each step from a GPU, `lag` steps later, so that no step waits for it.
+
+    A number that is known already, as on a CPU, is read at once.
+    """
+
+    def __init__(self, lag: int) -> None:
+        self._lag = lag
+        self._numbers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def take(self, number: torch.Tensor | float) -> float | None:
+        """Add this step's number, a scalar; returns that of `lag` steps before, None if there is none."""
+        if not isinstance(number, torch.Tensor):
+            return number
+        here = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(number.device))
+        self._numbers.append((here, copied))
+        return _read(*self._numbers.popleft()) if len(self._numbers) > self._lag else None
+
+    def ahead(self) -> list[float]:
+        """The numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
+        return [_read(*one) for one in self._numbers]
+
+
+def _read(number: torch.Tensor, ready: "torch.cuda.Event") -> float:
+    with waiting("the GPU, which may be in a collective"):
+        ready.synchronize()
+        return float(number.item())
+
+
+class StopVote:
+    """Stop requests ride on each step's all-reduce, so all workers stop after the same step.
+
+    On a GPU the sum is read LAG steps later, so that no step waits for the GPU.
+    """
+
+    LAG = 16
+
+    def __init__(self) -> None:
+        self._votes = Lagged(self.LAG)
+
+    def stops(self, votes: torch.Tensor | float) -> bool:
+        """Add this step's votes, the number of workers that ask to stop; returns whether to stop now."""
+        return bool(self._votes.take(votes))
+
+
+class NotFinite(ModelError):
+    """The loss of a step is NaN or infinite; every attempt would find it again."""
+
+
+class LossWatch:
+    """Looks at the sum of each step's losses over all workers, which is the same on each of them.
+
+    On a GPU it is read as many steps later as a stop request, so that no step waits for the GPU. `run_dir` is the
+    run's directory, for the message.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self._sums = Lagged(StopVote.LAG)
+        self._run_dir = run_dir
+        self._read = 0  # steps whose sums were read
+        self._first: int | None = None  # the first step of this attempt
+        self._found: tuple[int, float] | None = None
+
+    def take(self, step: int, total: torch.Tensor | float) -> None:
+        """Take in the sum of a step's losses."""
+        self._first = step if self._first is None else self._first
+        found = self._sums.take(total)
+        if found is not None:
+            self._note(found)
+            self._read += 1
+
+    @property
+    def has_found(self) -> bool:
+        """Whether a loss that was read is not finite; the same on all workers after the same step."""
+        return self._found is not None
+
+    def is_finite(self) -> bool:
+        """Whether all losses so far are finite; this waits for the device."""
+        return self._found is None and all(map(math.isfinite, self._sums.ahead()))
+
+    def check(self) -> None:
+        """Raise NotFinite, on all workers after the same step, if a loss that was read is not finite."""
+        if self._found is not None:
+            step, total = self._found
+            raise NotFinite(
+                f"step {step}: the loss is {total}, and stop_on_nan is true; look at its rows: "
+                f"{replay_command(self._run_dir, step)}"
+            )
+
+    def check_all(self) -> None:
+        """The same for all steps so far; every rank calls this after its last step."""
+        for total in self._sums.ahead():
+            self._note(total)
+            self._read += 1
+        self.check()
+
+    def _note(self, total: float) -> None:
+        if self._found is None and not math.isfinite(total):
+            self._found = (self._first or 0) + self._read, total
+
+
+class StopRequested(Error):
+    """The worker stopped between two steps, as it was asked, and kept all its work; this is no failure."""
+
+
+class StepControl:
+    """What a worker's loop calls between two steps; this base class asks the worker for nothing.
+
+    `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one.
+    `take_save` asks, once, to keep the work so far now. `slows` says whether `take_delay` may ask to sleep.
+    """
+
+    wants_stop = False
+    slows = False
+
+    def before(self, step: int) -> None:
+        """The worker is about to run `step`."""
+
+    def touch(self) -> None:
+        """The worker is still at work in its step, on an evaluation for instance."""
+
+    def through(self) -> None:
+        """The worker has run its last step; its remaining writes have no time limit."""
+
+    def take_save(self) -> bool:
+        """Whether to keep the work so far now; true once for each request."""
+        return False
+
+    def take_delay(self, rank: int) -> float:
+        """The seconds by which the worker's current step is to be slower; 0 from its second call in a step on."""
+        return 0.0
+
+    def leave(self) -> None:
+        """Called when this worker has kept all its work: wait until the others have, then raise StopRequested."""
+        raise StopRequested("stopped as it was asked")
+
+    def end(self) -> None:
+        """The worker has nothing left to run."""

@@ -1,0 +1,240 @@
+"""A worker's place among the others (rank, node, devices), and collectives that also work in one process.
+
+Why a collective failed, or a process group could not be formed.
+
+torch raises the same few exceptions for every cause: only their texts tell a lost worker from a mistake in the job.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dp_ray.errors import DataError, Error, JobError, ModelError, WorkerError
+from dp_ray.system.threads import waiting
+
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it; `timeouts.step` is usually shorter
+
+
+@functools.cache
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU; each look at a device's `type` makes a string."""
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class World:
+    """One worker's place, in torch.distributed's and Ray Train's terms; by default a single worker.
+
+    Its inputs go to `device`. If its model is on several devices, `all_devices` lists them.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    node_rank: int = 0
+    node: str = "localhost"
+    device: torch.device = CPU
+    all_devices: tuple[torch.device, ...] = ()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All devices of the worker's model, at least one."""
+        return self.all_devices or (self.device,)
+
+    def with_inputs_on(self, device: torch.device) -> "World":
+        """A copy whose inputs go to `device`."""
+        return replace(self, device=device)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.node}"
+
+
+def begin_sum(tensor: torch.Tensor) -> dist.Work:
+    """Start to sum a tensor over all workers, in place; `dist.all_reduce` does the same after many checks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group.allreduce([tensor])
+
+
+def form_group(backend: str, store: TCPStore, world: World) -> None:
+    """Form the group of the workers that have the store open.
+
+    The store waits longer from then on: a collective may need it, and workers come to one minutes apart.
+    """
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=TIMEOUT,
+        device_id=bound_gpu(backend, world),
+    )
+    store.set_timeout(TIMEOUT)
+
+
+def bound_gpu(backend: str, world: World) -> torch.device | None:
+    """The GPU for which NCCL connects at once, not in the first collective; None if it has to wait for that.
+
+    Where a worker has several GPUs, NCCL connects for each one that is used: a group bound to one refuses the others.
+    """
+    gpus = {one for one in world.devices if one.type == "cuda"}
+    if "nccl" not in backend or len(gpus) != 1 or not dist.is_nccl_available():
+        return None
+    (gpu,) = gpus
+    return gpu if gpu.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def new_group(backend: str | None = None) -> Any:
+    """Another group of all workers, with the same time-out: NCCL's default is 10 minutes. Every rank calls this."""
+    return dist.new_group(backend=backend, timeout=TIMEOUT)
+
+
+def has_peers() -> bool:
+    """Whether other workers run beside this one, in its process group."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_rank_0() -> bool:
+    """Whether this is rank 0 of the process group; True without a process group."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def broadcast(text: str) -> str:
+    """Rank 0's text on every rank; without a process group, the text itself. Every rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    texts = [text]
+    with waiting("rank 0"):
+        dist.broadcast_object_list(texts, src=0)
+    return texts[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's value on every rank, in rank order; without a process group, one value. Every rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    with waiting("all ranks"):
+        dist.all_gather_object(values, value)
+    return values
+
+
+def check_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
+    """Raise DataError, on every rank, unless all ranks and the driver have a dataset of the same length.
+
+    Every rank calls this. `rows` is this rank's length of the dataset `key`. `on_driver` maps keys to the lengths
+    that the driver found.
+    """
+    holders: dict[int, list[str]] = {on_driver[key]: ["the driver"]} if key in on_driver else {}
+    for rank, found in enumerate(gathered(rows)):
+        holders.setdefault(found, []).append(f"rank {rank}")
+    if len(holders) > 1:
+        says = "; ".join(f"{found} rows on {', '.join(where)}" for found, where in holders.items())
+        raise DataError(f"{key}: its length differs: {says}; all must read the same data: see what each node holds")
+
+
+class Cause(Enum):
+    """Why a collective failed."""
+
+    NOT_BUILT = auto()  # this worker's torch lacks the backend
+    SHARED_GPU = auto()  # two workers use one GPU
+    MISUSED = auto()  # NCCL refuses what it is asked to do
+    OUT_OF_MEMORY = auto()  # NCCL found no memory left on the GPU
+    LOST_PEER = auto()  # another worker, or the connection to it
+    UNKNOWN = auto()  # which may be a lost worker too
+
+
+class FailedCollective(NamedTuple):
+    """The cause, and the line of the error's text that tells it."""
+
+    cause: Cause
+    line: str
+
+
+# gloo's errors are plain RuntimeErrors, and so is any error of a communication hook: only the text tells them apart.
+_OF_A_GROUP = re.compile(r"gloo/|\bGloo |NCCL|Connection (reset|closed) by peer|Distributed package")
+
+# The first that is found counts: NCCL's own cause says more than its result code, which differs between versions.
+_CAUSES = {
+    Cause.NOT_BUILT: r"Distributed package doesn't have \w+ built in",
+    Cause.SHARED_GPU: r"Duplicate GPU detected",
+    Cause.MISUSED: r"ncclInvalid(Usage|Argument)|tensor not on device passed to init_process_group",
+    Cause.OUT_OF_MEMORY: r"(?s)ncclUnhandledCudaError.*(out of memory|Failed to CUDA [cm]alloc)",
+    Cause.LOST_PEER: r"ncclRemoteError|remote peer|[Cc]onnect(ion|FullMesh)? |[Tt]imed out|[Tt]imeout|got 0 bytes"
+    r"|Call to (recv|send)|Broken pipe",
+}
+
+
+def failed_collective(error: BaseException) -> FailedCollective | None:
+    """What an error says of the process group; None if it is about something else."""
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error).partition("\nException raised from ")[0]  # C++ frames follow
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return FailedCollective(Cause.LOST_PEER, _line(text))
+    if not isinstance(error, dist.DistError) and not _OF_A_GROUP.search(text):
+        return None
+    found = (cause for cause, pattern in _CAUSES.items() if re.search(pattern, text))
+    return FailedCollective(next(found, Cause.UNKNOWN), _line(text))
+
+
+def failed_in_group(error: BaseException) -> FailedCollective | None:
+    """What an error says of the process group in which this process is; None without one, and for other errors."""
+    failed = failed_collective(error) if dist.is_initialized() else None
+    needs_peers = failed is not None and failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
+    return None if needs_peers and not has_peers() else failed
+
+
+def passes(error: BaseException) -> bool:
+    """Whether an error is the process group's, and so none of the user code in which it was raised.
+
+    Memory that runs out in a collective is told like that which runs out elsewhere: with where, and what to change.
+    """
+    failed = failed_in_group(error)
+    return failed is not None and failed.cause is not Cause.OUT_OF_MEMORY
+
+
+def error_of(failed: FailedCollective) -> Error:
+    """What to raise: a WorkerError if another worker is, or may be, lost; a JobError for what no retry mends."""
+    line = failed.line
+    match failed.cause:
+        case Cause.NOT_BUILT:
+            advice = "install a torch with CUDA on every node, or set gpus_per_worker: 0 to run on CPUs"
+            return JobError(f"this worker's torch cannot do collectives between GPUs: {line}; {advice}")
+        case Cause.SHARED_GPU:
+            advice = "set gpus_per_worker: 1 or more without devices, so that each worker has its own; with 0.5 and "
+            return JobError(
+                f"two workers use the same GPU, as NCCL never does: {line}; {advice}the like they share one"
+            )
+        case Cause.MISUSED:
+            advice = "check gpus_per_worker, devices and NCCL's variables; env: {NCCL_DEBUG: WARN} has NCCL say more"
+            return JobError(f"NCCL refuses what it is asked to do, and would again: {line}; {advice}")
+        case Cause.OUT_OF_MEMORY:
+            advice = "end what else holds its memory, or take more or larger GPUs (gpus_per_worker, accelerator_type)"
+            return ModelError(f"NCCL found no memory left on the GPU: {line}; {advice}")
+        case Cause.LOST_PEER:
+            return WorkerError(f"another worker was lost: {line}")
+        case Cause.UNKNOWN:
+            return WorkerError(f"a collective failed, perhaps because another worker was lost: {line}")
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error: of a failed collective the line that tells the cause, else all of it."""
+    failed = failed_collective(error)
+    return str(error) if failed is None else failed.line
+
+
+def _line(text: str) -> str:
+    """The line that tells the cause: NCCL has it last, after its result code and what that may mean."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
+    told = [line for line in lines if not line.startswith("Last error:")]
+    return told[-1] if told else lines[-1]

@@ -1,0 +1,401 @@
+"""The job: its keys, what must hold among them, and what follows from them.
+
+What a job measures, and the metrics by which its training decides.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import ValidationError, model_validator
+
+from dp_ray.errors import JobError
+from dp_ray.job.errors import explain
+from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target, with_args
+from dp_ray.plan.costs import profiled_of
+from dp_ray.text import hide, hide_in, hide_in_as_before
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# The columns that every history has; each metric adds one of its own name.
+COLUMNS = (
+    *("step", "epoch", "loss", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"),
+    "epoch_loss",
+)
+# What a training measures without an evaluation: the epoch's mean loss.
+_OF_EPOCHS = {"scheduler.metric": ("loss",), "early_stopping.metric": ("loss", "epoch_loss")}
+
+
+class MeasuringKeys(JobKeys):
+    """The keys of a job, with what follows from its metrics and its evaluations."""
+
+    @property
+    def eval_names(self) -> tuple[str, ...]:
+        """What an evaluation during a training measures, like `eval_loss`."""
+        if self.eval is None:
+            return ()
+        has_loss = self.loss is not None or self.step is not None
+        return tuple(f"eval_{name}" for name in [*["loss"] * has_loss, *self.metrics])
+
+    @property
+    def watched(self) -> dict[str, str]:
+        """The metrics of evaluations by which a training decides, by the keys that name them."""
+        best, stopping = self.checkpoint.best, self.early_stopping
+        named = {
+            "checkpoint.best.metric": best and best.metric,
+            "scheduler.metric": getattr(self.scheduler, "metric", None),
+            "early_stopping.metric": stopping and stopping.metric,
+        }
+        is_train = self.task == "train"
+        return {key: name for key, name in named.items() if is_train and name and name not in _OF_EPOCHS.get(key, ())}
+
+    def owners(self, name: str) -> list[str]:
+        """The metrics of which `name` may be an element: `eval_recall_0` of recall, if that gives a vector."""
+        if self.eval is None:
+            return []
+        return [metric for metric in self.metrics if name.startswith(f"eval_{metric}_")]
+
+    def _of_metrics(self) -> Iterator[str]:
+        """Metrics whose name is taken, and names of metrics that nothing measures."""
+        for name in self.metrics:
+            if not NAME.fullmatch(name) or name == "loss":
+                yield f"metrics.{name}: must be a name of letters, digits, '.', '_' and '-' other than 'loss'"
+            elif self.task == "train" and (name in COLUMNS or name.startswith("eval_")):
+                yield f"metrics.{name}: is a column of the history, like {', '.join(COLUMNS)} and eval_...; rename it"
+        for key, name in self.watched.items():
+            if name not in self.eval_names and not self.owners(name):
+                others = "".join(f"{other} or " for other in _OF_EPOCHS.get(key, ())[-1:])
+                yield f"{key}: must be {others}one that eval measures ({_listed(self.eval_names)}), got {name!r}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing: there is no eval"
+
+
+class Job(MeasuringKeys):
+    """One job: a model over a dataset, in global batches of `batch_size` rows that are cut into `shards` shards.
+
+    A target is `module:attribute` with args or, from Python, a class, a function, a partial or an object. The args
+    may also stand in a key of their own: `model_args`, `dataset_args` and so on. Keys of other tasks are ignored.
+    `Job.make` raises JobError, which names each wrong key, what it got and what it may be.
+    """
+
+    TARGETED: ClassVar = ("model", "dataset", "collate", "loss", "step", "optimizer", "scheduler")
+
+    # A job that differs in these keys only resumes the same run.
+    CANNOT_CHANGE_THE_RESULT: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("name", "workers", "gpus_per_worker", "cpus_per_worker", "resources_per_worker", "accelerator_type"),
+            *("placement", "devices", "input_device", "device_map", "blocks", "loader", "checkpoint", "retries"),
+            *("timeouts", "trackers", "storage", "env", "outputs.file_bytes", "profile", "flops", "strategy", "fsdp"),
+            *("activation_checkpointing", "stop_on_nan", "hooks"),
+        )
+    )
+
+    # A training that differs in one of these only is the same one, for longer or shorter.
+    LENGTHS: ClassVar = ("epochs", "max_steps", "early_stopping")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Job":
+        if self.name is not None and not NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name: must be one folder's name of letters, digits, '.', '_' and '-', got {self.name!r}"
+            )
+        if self.max_workers > self.num_shards:
+            raise ValueError(
+                f"workers: {self.max_workers} workers cannot share {self.num_shards} shards; "
+                f"set shards to at least {self.max_workers}, or workers to at most {self.num_shards}"
+            )
+        of_data = (self._missing, self._of_items, self._of_errors)
+        of_keys = (self._of_devices, self._of_training, self._of_sharding, self._of_metrics, self._of_profile)
+        checks = (*of_data, *of_keys)
+        for problem in (found for check in checks for found in check()):
+            raise ValueError(problem)
+        return self
+
+    def _missing(self) -> Iterator[str]:
+        """Keys that the task needs and the job does not set."""
+        if self.task == "train" and self.optimizer is None:
+            yield "optimizer: is missing; task train needs one, like {target: 'torch.optim:AdamW', args: {lr: 0.001}}"
+        if self.task == "train" and self.loss is None and self.step is None:
+            yield "loss: is missing; task train needs a loss, like 'torch.nn:CrossEntropyLoss', or a step"
+        if self.task == "evaluate" and self.loss is None and self.step is None and not self.metrics:
+            yield "loss: is missing; task evaluate needs a loss, metrics or a step"
+
+    def _of_items(self) -> Iterator[str]:
+        """Keys of items that contradict each other."""
+        by_keys = isinstance(self.inputs, list)
+        if self.target is not None and not by_keys:
+            yield f"target: needs inputs to be a list of keys, like [image]; got inputs: {self.inputs}"
+        if by_keys and self.target is None and self.task != "predict" and self.step is None:
+            yield f"target: is missing; task {self.task} with inputs: {self.inputs} needs the key of its target"
+
+    def _of_errors(self) -> Iterator[str]:
+        """What leaving samples out contradicts."""
+        if self.skipped and self.sync_batchnorm:
+            yield "skip: sync_batchnorm would wait for a shard without samples; leave one of them out"
+        if self.on_error is None:
+            return
+        if self.sync_batchnorm:
+            yield "on_error: sync_batchnorm would wait for a shard without samples; leave one of them out"
+        given, limit = self.on_error.timeout, self.timeouts.step
+        if given is not None and limit is not None and given >= limit:
+            yield f"on_error.timeout: must be below timeouts.step ({limit:g}), which includes it; got {given:g}"
+        if "rows" in self.metrics and self.eval is not None:
+            yield "metrics.rows: with on_error, eval_rows counts the samples of an evaluation; rename the metric"
+
+    def _of_devices(self) -> Iterator[str]:
+        """Keys of devices that contradict each other."""
+        gpus = self.gpus_per_worker
+        if gpus != "auto" and gpus > 1 and gpus != int(gpus):
+            yield f"gpus_per_worker: must be 'auto', at most 1, or a whole number, got {gpus:g}"
+        if gpus != "auto" and gpus > 1 and self.devices is not None and len(self.devices) != gpus:
+            yield f"devices: {len(self.devices)} are named, and gpus_per_worker is {gpus:g}; leave one of them out"
+        if gpus != "auto" and self.own_gpus > math.ceil(gpus):
+            yield (
+                f"devices: {', '.join(self.devices or ())} are of each worker's own GPUs, {self.own_gpus} each, and "
+                f"gpus_per_worker is {gpus:g}; leave one of them out"
+            )
+        if self.blocks is not None and self.device_map is None:
+            yield "blocks: are what device_map: auto places; set device_map: auto, or leave blocks out"
+        if self.device_map is not None and self.num_devices == 1:
+            yield "device_map: a worker has one device; set gpus_per_worker to 2 or more, or devices: [cpu, cpu]"
+
+    def _of_training(self) -> Iterator[str]:
+        """Keys of the model, the loss and the step that contradict each other."""
+        if self.sync_batchnorm and self.num_shards > max(1, self.min_workers):
+            yield (
+                f"sync_batchnorm: needs a worker for each shard, since a worker runs its shards one after another; "
+                f"got {self.num_shards} shards on {self.min_workers} workers"
+            )
+        if self.sync_batchnorm and self.finds_shards:
+            yield "sync_batchnorm: needs a worker for each shard, and shards: auto may find more; set shards"
+        if self.sync_batchnorm and self.bitwise:
+            yield "sync_batchnorm: its sums depend on the workers, so it cannot be bitwise"
+        for key in ("compile", "sync_batchnorm"):
+            if getattr(self, key) and self.activation_checkpointing is not False:
+                yield f"activation_checkpointing: is not possible with {key}; leave one of them out"
+        if isinstance(self.scheduler, Scheduler) and self.scheduler.is_plateau and self.scheduler.per != "epoch":
+            yield "scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch"
+        if self.step is not None and self.loss is not None:
+            yield "loss: is not used, because step computes the loss; leave loss or step out"
+
+    def _of_sharding(self) -> Iterator[str]:
+        """What `strategy: fsdp` contradicts."""
+        if not self.is_sharded:
+            return
+        if self.num_devices > 1:
+            yield f"strategy: fsdp shards over the workers, each with one device; got {self.num_devices} devices each"
+        if self.task == "predict" and self.on_error is not None:
+            yield "on_error: task predict with strategy: fsdp sets no samples aside; leave one of them out"
+        if self.bitwise and self.precision == "fp16":
+            yield "precision: fp16 cannot be bitwise with strategy: fsdp; take bf16, or leave bitwise out"
+        if self.bitwise and self.fsdp.offload:
+            yield "fsdp.offload: cannot be bitwise: a host's update rounds otherwise than a GPU's; leave one out"
+        if self.bitwise and self.compile:
+            yield (
+                "compile: cannot be bitwise with strategy: fsdp, since one worker alone compiles the model as a "
+                "whole; leave one of them out"
+            )
+        if self.sync_batchnorm:
+            yield "sync_batchnorm: is not possible with strategy: fsdp; leave one of them out"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each worker holds only a part of each parameter."""
+        return self.strategy == "fsdp"
+
+    def _of_profile(self) -> Iterator[str]:
+        """A profile that cannot be."""
+        if self.profile is None:
+            return
+        try:
+            wanted = profiled_of(self.profile)
+        except ValueError as error:
+            yield f"profile: {error}"
+            return
+        if wanted.rank is None and self.task != "train":
+            yield f"profile: only the workers of a training know which is slowest; name a rank, got {self.profile!r}"
+        elif (wanted.rank or 0) >= max(1, self.max_workers):
+            yield f"profile: the job has {max(1, self.max_workers)} workers, ranks from 0; got {self.profile!r}"
+
+    @property
+    def gives_first(self) -> bool:
+        """Whether items must be pairs (inputs, target): the model gets the first."""
+        if isinstance(self.inputs, list):
+            return self.target is not None and self.task != "predict"
+        return self.inputs == "first" or (self.inputs == "auto" and self.task != "predict")
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the samples are taken in a random order: `shuffle` says so in a training, else `order`."""
+        return self.shuffle is not False if self.task == "train" else self.order == "shuffled"
+
+    @property
+    def block_shuffle(self) -> ShuffleBlocks | None:
+        """How a training shuffles by blocks; None if it does not."""
+        return self.shuffle if self.task == "train" and isinstance(self.shuffle, ShuffleBlocks) else None
+
+    @property
+    def dataset_key(self) -> str:
+        """The key that holds the task's own dataset."""
+        return "eval.dataset" if self.task == "evaluate" and self.eval is not None else "dataset"
+
+    def for_task(self) -> "Job":
+        """The job over the dataset of its task: evaluate uses that of `eval` if there is one."""
+        return self.over_eval() if self.dataset_key == "eval.dataset" else self
+
+    def over_eval(self) -> "Job":
+        """The job over all samples of the dataset of `eval`, in their order, in batches of its size."""
+        assert self.eval is not None
+        size = self.eval.batch_size or self.batch_size
+        changed = {"dataset": self.eval.dataset, "batch_size": size, "shuffle": False, "drop_last": False}
+        return self.model_copy(update={**changed, "order": "dataset", "skip": None})
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of each worker over which its model is placed."""
+        if self.devices is not None:
+            return len(self.devices)
+        return 1 if self.gpus_per_worker == "auto" else max(1, int(self.gpus_per_worker))
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of each global batch: `shards`, or else the largest number of workers, where auto begins."""
+        return self.shards if isinstance(self.shards, int) else max(1, self.max_workers)
+
+    @property
+    def finds_shards(self) -> bool:
+        """Whether the number of shards is still to be found, by `shards: auto`."""
+        return self.shards == "auto"
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run's directory in `storage`."""
+        assert self.name is not None, "Job.make names every job"
+        return self.name
+
+    @property
+    def targets(self) -> dict[str, Any]:
+        """All targets and objects, by their dotted keys; None where a key is not set."""
+        found = {key: getattr(self, key) for key in self.TARGETED}
+        found.update({f"metrics.{name}": metric for name, metric in self.metrics.items()})
+        found["outputs.after"] = self.outputs.after
+        found.update({f"hooks.{name}": target for name, target in self.hooks.given.items()})
+        return found if self.eval is None else {**found, "eval.dataset": self.eval.dataset}
+
+    @property
+    def is_all_targets(self) -> bool:
+        """Whether all targets are names with args that a file can tell, so that the keys alone identify the job."""
+        return not self.untold
+
+    @property
+    def untold(self) -> list[str]:
+        """The keys that hold Python objects of which a file cannot tell whether they are the same."""
+        found: list[str] = []
+        for key, given in self.targets.items():
+            if given is None or key.startswith("hooks."):
+                continue
+            if isinstance(given, Target) and given.is_named:
+                found += [f"{key}.{path}" for path in given.untold]
+            else:
+                found.append(key)
+        return found
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any], default_name: str) -> "Job":
+        """The job with these keys and values. Raises JobError, which lists every wrong key."""
+        named = {**values, "name": default_name if values.get("name") is None else values["name"]}
+        for key in cls.TARGETED:
+            if (args := named.pop(f"{key}_args", None)) is not None:
+                named[key] = with_args(named.get(key), args)
+        try:
+            return cls.model_validate(named)
+        except ValidationError as error:
+            raise JobError("\n".join(explain(error, named.get("workers")))) from None
+
+    def describe(self, as_objects: bool = False) -> dict[str, Any]:
+        """The job as plain JSON values, without secrets; an object from Python is shown as its type.
+
+        `as_objects` leaves the args of targets as they are, which earlier versions kept by their text.
+        """
+        described: dict[str, Any] = hide_in(self._described(as_objects))
+        return described
+
+    def _described(self, as_objects: bool = False) -> dict[str, Any]:
+        described = functools.partial(describe_target, as_objects=as_objects)
+        values = self.model_dump(exclude={*self.TARGETED, "metrics", "eval", "outputs", "hooks"})
+        values["hooks"] = {name: described(target) for name, target in self.hooks}
+        values["eval"] = self.eval and {
+            **self.eval.model_dump(exclude={"dataset"}),
+            "dataset": described(self.eval.dataset),
+        }
+        values["outputs"] = {
+            **self.outputs.model_dump(exclude={"after"}),
+            "after": described(self.outputs.after),
+        }
+        values |= {key: described(getattr(self, key)) for key in self.TARGETED}
+        if self.metrics:
+            values["metrics"] = {name: described(metric) for name, metric in self.metrics.items()}
+        return {**values, "shards": "auto" if self.finds_shards else self.num_shards}
+
+    def __repr__(self) -> str:
+        return hide(super().__repr__())
+
+    def __str__(self) -> str:
+        return hide(super().__str__())
+
+    def fingerprint(self, with_lengths: bool = False) -> str:
+        """A hash of every key that can change a step's result."""
+        return self._hash(self.describe(), with_lengths)
+
+    def _hash(self, described: Mapping[str, Any], with_lengths: bool) -> str:
+        left_out = set(() if with_lengths else self.LENGTHS)
+        kept = {key: value for key, value in that_count(described).items() if key not in left_out}
+        kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self._shuffled}
+        kept["skip"] = self.skipped or None
+        del kept["order"]  # which is_shuffled tells
+        kept = {key: value for key, value in kept.items() if (key, value) not in _AS_BEFORE}
+        del kept["on_error"]  # a run may be resumed with another limit, or with the first one
+        if self.on_error is not None and self.on_error.finite:
+            kept["finite"] = True
+        if self.is_sharded and self.fsdp.mixed_precision is not None:
+            kept["mixed_precision"] = self.fsdp.mixed_precision.model_dump()
+        try:
+            return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise JobError(f"args: must be plain YAML values with keys of one kind: {error}") from None
+
+    @property
+    def _shuffled(self) -> bool | dict[str, Any]:
+        return self.is_shuffled if self.block_shuffle is None else self.block_shuffle.model_dump()
+
+    def has_fingerprint(self, given: str | None) -> bool:
+        """Whether a run or checkpoint with this fingerprint is of this job.
+
+        Earlier versions hashed the lengths too, hid less, and of args that are no plain values hashed their text.
+        """
+        for as_objects, hides in itertools.product((False, True), (hide_in, hide_in_as_before)):
+            described = hides(self._described(as_objects))
+            if given in (self._hash(described, False), self._hash(described, True)):
+                return True
+        return False
+
+
+def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a described job that can change its result; `outputs` without what is not set."""
+    inner = job.get("outputs") or {} if job.get("task") == "predict" else {}
+    outputs = {key: value for key, value in inner.items() if value is not None and f"outputs.{key}" not in _LEFT_OUT}
+    return {**{key: value for key, value in job.items() if key not in _LEFT_OUT}, "outputs": outputs}
+
+
+_LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
+# Keys that earlier versions did not have.
+_AS_BEFORE: tuple[tuple[str, Any], ...] = (
+    *(("target", None), ("skip", None), ("outputs", {})),
+    *(("early_stopping", None), ("ema", None)),
+)

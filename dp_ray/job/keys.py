@@ -1,0 +1,1046 @@
+"""The args of a target as plain JSON values, by which a run is told to be of the same job.
+
+A target: what a job names to be called, as `module:attribute` with args.
+
+The parts of a job: mappings with keys of their own, as strict frozen models.
+
+The part `outputs` of a job: what is kept of a prediction's outputs, and how it is written.
+
+The keys of a job: the type, the default and the meaning of each.
+
+The job file's reference and its JSON schema are made from these descriptions.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import os
+import re
+import sys
+import uuid
+from collections import deque
+from collections.abc import Mapping
+from datetime import date, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from functools import partial
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
+
+from dp_ray.text import hide_in
+
+# Their text holds all that they are.
+IN_FULL = (complex, date, time, timedelta, timezone, Decimal, Fraction, PurePath, uuid.UUID, range, slice)
+BY_BYTES = "biufcmMSUV"  # kinds of numpy's dtypes whose elements are their bytes
+FEW = 4  # elements of an array that are shown beside its digest
+LONGEST = 64  # bytes that are shown as they are
+DIGITS = 32  # of a digest
+MARKED = re.compile(r"\((set|partial|type|enum|pattern|bytes|bytearray|named|numpy|torch|object)\)|<[\w.]+:[^:]+>$")
+
+
+class _Bare:
+    """A class without anything; an object of a larger size has state that Python does not show."""
+
+
+class Told(NamedTuple):
+    """Args as plain JSON values, and the paths of the objects in them that cannot be told, like `args.transform`."""
+
+    values: Any
+    unknown: tuple[str, ...]
+
+
+def told_args(args: Any) -> Told:
+    """Args as plain JSON values: two that differ are told differently, but for the kinds of lists and mappings.
+
+    Arrays and tensors are told by dtype, size and a digest of their bytes; dataclasses by their fields; classes and
+    functions by the names under which they are imported; other objects of plain Python classes by a digest of their
+    attributes. What is left is told by its type alone, and its path is in `unknown`. The order of a mapping's keys
+    does not count. Raises ValueError if a list or a mapping holds itself.
+    """
+    unknown: list[str] = []
+    values = _plain(args, "", unknown, frozenset())
+    return Told(values, tuple(unknown))
+
+
+def object_in(values: Any, path: str = "args") -> str | None:
+    """The path of the first Python object in args as `told_args` tells them, of which they hold less than it is."""
+    if isinstance(values, str):
+        return path if MARKED.match(values) else None
+    if isinstance(values, list):
+        inner = [object_in(one, _inside(path, at)) for at, one in enumerate(values)]
+    elif isinstance(values, Mapping):
+        inner = [
+            path if MARKED.match(str(key)) else object_in(one, _inside(path, key)) for key, one in values.items()
+        ]
+    else:
+        return None
+    return next((one for one in inner if one is not None), None)
+
+
+def _plain(value: Any, path: str, unknown: list[str], around: frozenset[int]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if id(value) in around:
+        raise ValueError(f"{path}: holds itself")
+    around = around | {id(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(one, _inside(path, key), unknown, around) for key, one in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [_plain(one, _inside(path, at), unknown, around) for at, one in enumerate(value)]
+    if isinstance(value, set | frozenset):
+        return {"(set)": sorted((_plain(one, path, unknown, around) for one in value), key=_text)}
+    if (parts := _parts(value)) is not None:
+        return {key: _plain(one, _inside(path, key), unknown, around) for key, one in parts.items()}
+    found = _in_full(value) or _name(value) or _array(value) or _tensor(value) or _by_state(value, around)
+    if found is None:
+        unknown.append(path)
+        return f"<{type(value).__module__}:{type(value).__qualname__}>"
+    return found
+
+
+def _inside(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _text(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True)
+
+
+def _digest(raw: Any) -> str:
+    return f"sha256 {hashlib.sha256(raw).hexdigest()[:DIGITS]}"
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    """What a partial, a pydantic model or a dataclass is made of; None of all others."""
+    if isinstance(value, partial):
+        return {"(partial)": value.func, "args": list(value.args), "keywords": dict(value.keywords)}
+    kind = type(value)
+    if isinstance(value, BaseModel):
+        parts = dict(value)
+    elif dataclasses.is_dataclass(kind):
+        parts = {one.name: getattr(value, one.name, None) for one in dataclasses.fields(kind)}
+        if vars(value).keys() - parts.keys() if hasattr(value, "__dict__") else False:
+            return None  # it has more than its fields
+    else:
+        return None
+    return parts if kind.__module__.startswith("dp_ray.") else {"(type)": kind, **parts}
+
+
+def _in_full(value: Any) -> str | None:
+    if isinstance(value, Enum):
+        return f"(enum) {type(value).__module__}:{type(value).__qualname__}.{value.name or value.value}"
+    if isinstance(value, IN_FULL):
+        return str(value)
+    if isinstance(value, re.Pattern):
+        return f"(pattern) {value.pattern!r}, flags {int(value.flags)}"
+    if isinstance(value, bytes | bytearray):
+        return str(value) if len(value) <= LONGEST else f"({type(value).__name__}) [{len(value)}] {_digest(value)}"
+    torch: Any = sys.modules.get("torch")
+    return str(value) if torch is not None and isinstance(value, torch.dtype | torch.device) else None
+
+
+def _name(value: Any) -> str | None:
+    """`module:name` of a class or function that is found there; one of a script or a cell may have been edited."""
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        return None
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    found: Any = sys.modules.get(module or "")
+    for part in (name or "").split("."):
+        found = getattr(found, part, None)
+    is_found = found is not None and module != "__main__" and found == value
+    return f"(named) {module}:{name}" if is_found else None
+
+
+def _array(value: Any) -> str | None:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic | numpy.dtype):
+        return None
+    if isinstance(value, numpy.dtype):
+        return f"(numpy) dtype {value!s}"
+    if isinstance(value, numpy.ma.MaskedArray):
+        return f"(numpy) {_array(value.data)}, masked {_array(numpy.ma.getmaskarray(value))}"
+    array = numpy.asarray(value)
+    if array.dtype.kind in BY_BYTES and array.dtype.names is None:
+        raw = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    else:
+        elements = told_args(array.tolist())
+        if elements.unknown:
+            return None
+        raw = _text(elements.values).encode()
+    return (
+        f"(numpy) {array.dtype.str if array.dtype.byteorder == '>' else array.dtype} {_sized(array)} {_digest(raw)}"
+    )
+
+
+def _tensor(value: Any) -> str | None:
+    torch: Any = sys.modules.get("torch")
+    if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return None
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_nested:
+        return None
+    here = value.detach().cpu().resolve_conj().resolve_neg()
+    dtype = str(value.dtype).removeprefix("torch.")
+    raw = here.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"(torch) {dtype} {_sized(here)} {_digest(raw)}"
+
+
+def _sized(array: Any) -> str:
+    """The size of an array or tensor; with its elements, if they are few."""
+    few = array.reshape(-1).tolist() if 0 < array.reshape(-1).shape[0] <= FEW else []
+    return str(list(array.shape)) + (f": {', '.join(map(str, few))}," if few else "")
+
+
+def _by_state(value: Any, around: frozenset[int]) -> str | None:
+    """A digest of the state that pickle sees of an object of a plain Python class; None of all others."""
+    kind = type(value)
+    is_plain = kind.__basicsize__ == _Bare.__basicsize__ and not kind.__itemsize__ and hasattr(value, "__dict__")
+    reduced = ("__reduce__", "__reduce_ex__")
+    if not is_plain or any(getattr(kind, name) is not getattr(object, name) for name in reduced):
+        return None
+    name, unknown = _name(kind), list[str]()
+    try:
+        state = _text(hide_in(_plain(value.__getstate__(), "", unknown, around)))
+    except Exception:  # it holds itself, or what no file can hold; or its own __getstate__ raises
+        return None
+    return None if unknown or name is None else f"{name.replace('named', 'object', 1)} {_digest(state.encode())}"
+
+
+TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+class Strict(BaseModel):
+    """A frozen model in which unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+
+
+class Target(Strict):
+    """What to call, with `args` as keywords: `module:attribute`, or from Python a class or function itself."""
+
+    EXAMPLE: ClassVar[str] = "jobs.digits:Net"
+
+    target: Annotated[Any, WithJsonSchema({"type": "string", "pattern": f"^{TARGET.pattern}$"})] = Field(
+        description="`module:attribute`, imported from the current folder. From Python, a class or function too."
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Keywords with which the target is called.")
+    _told: Told = PrivateAttr()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _opened(cls, values: Any) -> Any:
+        """A partial becomes its function or class, and its keywords become args."""
+        given = values.get("target") if isinstance(values, dict) else None
+        if not isinstance(given, functools.partial) or (keywords := _keywords(given)) is None:
+            return values
+        return {**values, "target": given.func, "args": {**keywords, **values.get("args", {})}}
+
+    @model_validator(mode="after")
+    def _is_a_target(self) -> "Target":
+        if not (TARGET.fullmatch(self.target) if isinstance(self.target, str) else _is_called(self.target)):
+            or_object = "" if isinstance(self.target, str) else ", or a class or function"
+            raise ValueError(f"must be 'module:attribute', like {self.EXAMPLE!r}{or_object}, got {self.target!r:.80}")
+        return self
+
+    @model_validator(mode="after")
+    def _tells_args(self) -> "Target":
+        """Tell them as they are given: what is called with them may change them in place."""
+        try:
+            self._told = told_args({key: value for key, value in self if key != "target"})
+        except RecursionError:
+            raise ValueError("args: must be plain YAML values, got some that are nested too deeply") from None
+        return self
+
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """The paths of Python objects in the args of which a file cannot tell whether they are the same."""
+        return self._told.unknown
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is a name, not a class or function from Python."""
+        return isinstance(self.target, str)
+
+    @property
+    def label(self) -> str:
+        """Its name, for messages."""
+        return self.target if isinstance(self.target, str) else _qualified(self.target)
+
+
+def _is_called(value: Any) -> bool:
+    """Whether a Python object is called with args; other objects are used as they are."""
+    return inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, functools.partial)
+
+
+def _keywords(given: functools.partial[Any]) -> dict[str, Any] | None:
+    """The arguments of a partial as keywords; None if they cannot be: a function gets other arguments first."""
+    if not given.args or not inspect.isclass(given.func):
+        return None if given.args else given.keywords
+    try:
+        takes = inspect.signature(given.func)
+        found = takes.bind_partial(*given.args, **given.keywords).arguments
+    except (TypeError, ValueError):
+        return None
+    by_name = all(takes.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in found)
+    return dict(found) if by_name else None
+
+
+def _qualified(value: Any) -> str:
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def target_parser(cls: type[Target]) -> BeforeValidator:
+    """The validator of a key that holds a target of this class, or an object from Python."""
+
+    def parse(value: Any) -> Any:
+        """Make text, a mapping, a class or a function a target; leave other objects as they are."""
+        if isinstance(value, str) or _is_called(value):
+            return cls(target=value)
+        if isinstance(value, Mapping):
+            return cls.model_validate(dict(value))
+        if value is None or isinstance(value, int | float):
+            raise ValueError(f"must be a target, like {{target: 'jobs.digits:Net', args: {{}}}}, got {value!r}")
+        return value
+
+    return BeforeValidator(parse, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | cls)
+
+
+Targeted = Annotated[Any, target_parser(Target)]
+
+
+def describe_target(value: Any, as_objects: bool = False) -> Any:
+    """A target as plain JSON values; an object from Python is shown as its type.
+
+    `as_objects` leaves the args as they are, which earlier versions kept by their text.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Target):
+        return f"<{_qualified(value)}>"
+    rest = value.model_dump(exclude={"target"}) if as_objects else value._told.values
+    return {"target": value.label if value.is_named else f"<{value.label}>", **rest}
+
+
+def with_args(given: Any, args: Any) -> Any:
+    """A target with these args, which a key such as `model_args` holds."""
+    if isinstance(given, Target):
+        return {**dict(given), "args": args}
+    return {**given, "args": args} if isinstance(given, Mapping) else {"target": given, "args": args}
+
+
+class Group(Strict):
+    """Parameters with optimizer args of their own."""
+
+    match: str = Field(description="A regular expression that is searched in the parameters' names.")
+    args: dict[str, Any] = Field(description="The optimizer's args for these parameters.")
+
+    @model_validator(mode="after")
+    def _is_a_pattern(self) -> "Group":
+        try:
+            re.compile(self.match)
+        except re.error as error:
+            raise ValueError(f"match must be a regular expression, got {self.match!r}: {error}") from None
+        return self
+
+
+class Optimizer(Target):
+    """A target that is called with the trainable parameters and `args`."""
+
+    EXAMPLE: ClassVar[str] = "torch.optim:Adam"
+
+    groups: list[Group] = Field(
+        default_factory=list,
+        description="Parameters with args of their own. A parameter belongs to the first group whose `match` finds "
+        "it.",
+    )
+
+
+class Shape(Strict):
+    """The short form of a scheduler: a warm-up, and then a shape, over all updates of the training."""
+
+    shape: Literal["cosine", "linear", "constant"] = Field(
+        default="constant",
+        description="In place of a target: how the learning rate goes on after the warm-up. cosine and linear: down "
+        "to 0 at the training's end. constant: it stays.",
+    )
+    warmup: Annotated[float, Field(ge=0, lt=1)] | PositiveInt = Field(
+        default=0.0,
+        description="In place of a target: the updates in which the learning rate rises to the optimizer's, in equal "
+        "steps. A share of all updates, below 1, or their number.",
+    )
+
+
+class Scheduler(Target):
+    """A target that is called with the optimizer and `args`."""
+
+    EXAMPLE: ClassVar[str] = "torch.optim.lr_scheduler:StepLR"
+    SHAPED: ClassVar[str] = "dp_ray.engine.optimizer:warmed_up"  # what the short form calls; it stands in run.json
+    LENGTHS: ClassVar = ("T_max", "total_steps", "total_iters", "num_training_steps")
+
+    per: Literal["step", "epoch"] = Field(
+        default="step", description="Step the scheduler after each step, or each epoch."
+    )
+    metric: str | None = Field(
+        default=None,
+        description="What a ReduceLROnPlateau watches: `loss`, the epoch's mean, or a metric that `eval` measures, "
+        "like `eval_loss`. It needs `scheduler.per: epoch`.",
+    )
+
+    @model_validator(mode="after")
+    def _has_lengths(self) -> "Scheduler":
+        for name, value in self.args.items():
+            if value == "auto" and isinstance(value, str) and name not in self.LENGTHS and self.is_torchs:
+                raise ValueError(
+                    f"args.{name}: auto, the length of the training, is for {', '.join(self.LENGTHS)}; give a number"
+                )
+        return self
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it is one of torch's own, by its name: torch is not imported for that."""
+        return self.label.startswith("torch.optim.lr_scheduler:")
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """The args that say how often it is stepped in all, a number or `auto`."""
+        return {name: value for name, value in self.args.items() if name in self.LENGTHS}
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it is made for the length of the training, whatever that is."""
+        return any(isinstance(value, str) and value == "auto" for value in self.lengths.values())
+
+    def planned(self, length: int) -> "Scheduler":
+        """The same with the length of the training in place of `auto`."""
+        numbers = {name: length for name, value in self.lengths.items() if isinstance(value, str) and value == "auto"}
+        return self.model_copy(update={"args": {**self.args, **numbers}})
+
+    @property
+    def is_plateau(self) -> bool:
+        """Whether it is torch's ReduceLROnPlateau, by its name: torch is not imported for that."""
+        return self.label == "torch.optim.lr_scheduler:ReduceLROnPlateau"
+
+    @property
+    def most_steps(self) -> int | None:
+        """How often torch's OneCycleLR can be stepped, by its args; None for others, which have no end."""
+        if self.label != "torch.optim.lr_scheduler:OneCycleLR":
+            return None
+        total, epochs, steps = (self.args.get(name) for name in ("total_steps", "epochs", "steps_per_epoch"))
+        if isinstance(total, int):
+            return total
+        return epochs * steps if isinstance(epochs, int) and isinstance(steps, int) else None
+
+
+def _shaped(value: Any) -> Any:
+    """The short form `scheduler: {warmup: 0.05, shape: cosine}` as the target that makes it."""
+    if not isinstance(value, Mapping) or "target" in value or not Shape.model_fields.keys() & value.keys():
+        return value
+    if others := [str(key) for key in value if key not in Shape.model_fields]:
+        raise ValueError(
+            f"a target, or the short form with the keys shape and warmup alone; got {', '.join(others)} too"
+        )
+    args = Shape.model_validate(dict(value)).model_dump()
+    return {"target": Scheduler.SHAPED, "args": {**args, "total_steps": "auto"}}
+
+
+SchedulerKey = Annotated[
+    Any,
+    target_parser(Scheduler),
+    BeforeValidator(
+        _shaped, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | Scheduler | Shape
+    ),
+]
+
+
+def _metric(value: Any) -> Any:
+    """The short form `best: eval_loss` as a mapping."""
+    return {"metric": value} if isinstance(value, str) else value
+
+
+def location(value: Any) -> Any:
+    """A path, or the run directory of a Result, as text."""
+    if hasattr(value, "run_dir"):
+        return getattr(value, "location", "") or value.run_dir
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+class Best(Strict):
+    """The metric by which a training keeps its best weights."""
+
+    metric: str = Field(description="A metric that `eval` measures, like `eval_loss` or `eval_accuracy`.")
+    mode: Literal["min", "max"] = Field(
+        default="min", description="Whether the smallest or the largest value is best."
+    )
+
+
+class Checkpoint(Strict):
+    """When a training writes checkpoints, besides at its end, and which it keeps."""
+
+    every_steps: PositiveInt | None = Field(default=None, description="Write a checkpoint every so many steps.")
+    every_seconds: Literal["auto"] | NonNegativeFloat | None = Field(
+        default="auto",
+        description="Write a checkpoint every so many seconds. null: never by the clock. auto: every 300 s; without "
+        "`every_steps` also at each epoch's end, and more often if that costs at most 1 % of the time.",
+    )
+    keep: PositiveInt = Field(default=2, description="How many checkpoints are kept: the newest ones.")
+    best: Annotated[Best, BeforeValidator(_metric, json_schema_input_type=str | Best)] | None = Field(
+        default=None,
+        description="Also keep the best weights, `best.safetensors`: by `eval_loss`, or `{metric: eval_accuracy, "
+        "mode: max}`. The search for the best starts again if metric or mode change.",
+    )
+
+
+class OnError(Strict):
+    """What becomes of bad samples: they are set aside, up to a limit."""
+
+    quarantine: PositiveInt = Field(
+        description="The most samples that are set aside. One more ends the job. A sample counts once a run."
+    )
+    timeout: PositiveFloat | None = Field(
+        default=None,
+        description="Seconds after which reading a sample counts as hung. null: no limit. With a limit and "
+        "`loader.processes: 0` one process reads for each worker.",
+    )
+    finite: bool = Field(
+        default=False, description="Whether a sample with a NaN or an infinity in its floating numbers is bad."
+    )
+
+
+class Timeouts(Strict):
+    """How long a step may take, and how long to wait for nodes that were lost."""
+
+    step: PositiveFloat | None = Field(
+        default=600, description="Seconds in one step after which a worker counts as hung. null: no limit."
+    )
+    capacity: PositiveFloat | None = Field(
+        default=600,
+        description="Seconds to wait for capacity after nodes were lost, if no autoscaler can add nodes. null: no "
+        "limit.",
+    )
+
+
+def _blocks(value: Any) -> Any:
+    """The short form `shuffle: blocks` as a mapping."""
+    return {} if value == "blocks" else value
+
+
+class ShuffleBlocks(Strict):
+    """A shuffle of blocks of consecutive samples, and then of the samples in windows of blocks."""
+
+    window_blocks: PositiveInt = Field(
+        default=16,
+        description="How many blocks are shuffled into each other at a time. Each shard draws from its own share of "
+        "them.",
+    )
+    block_rows: PositiveInt | None = Field(
+        default=None,
+        description="Samples in a block. null: the blocks that the dataset's `block_rows` names, like row groups.",
+    )
+
+
+BlocksKey = Annotated[
+    ShuffleBlocks, BeforeValidator(_blocks, json_schema_input_type=Literal["blocks"] | ShuffleBlocks)
+]
+
+
+class Eval(Strict):
+    """When and on which dataset a training evaluates its model, besides at its end."""
+
+    dataset: Targeted = Field(description="The dataset to evaluate on, which task evaluate uses too.")
+    every_steps: PositiveInt | None = Field(default=None, description="Evaluate every so many steps.")
+    every_epochs: PositiveInt | None = Field(
+        default=None, description="Evaluate every so many epochs. Default: 1 if `every_steps` is not set."
+    )
+    batch_size: PositiveInt | None = Field(
+        default=None, description="Samples in a global batch of an evaluation. Default: the job's `batch_size`."
+    )
+
+
+class EarlyStopping(Strict):
+    """Stop a training once a metric has not improved for a while."""
+
+    metric: str = Field(
+        description="A metric that `eval` measures, like `eval_loss`; or `epoch_loss`, the epoch's mean, which "
+        "`loss` names too."
+    )
+    patience: PositiveInt = Field(
+        description="How many evaluations in a row may bring no improvement; of `epoch_loss`, how many epochs."
+    )
+    min_delta: NonNegativeFloat = Field(
+        default=0.0, description="By how much at least a value must be better than the best one to be an improvement."
+    )
+    mode: Literal["min", "max"] = Field(default="min", description="Whether smaller or larger values are better.")
+
+    @property
+    def column(self) -> str:
+        """The metric's name in the history."""
+        return "epoch_loss" if self.metric == "loss" else self.metric
+
+
+class Ema(Strict):
+    """The exponential moving average of the weights."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = Field(
+        description="The share of the average that stays in each update: average = decay * average + (1 - decay) * "
+        "weights."
+    )
+    evaluate: bool = Field(
+        default=True, description="Evaluate the average during the training, in place of the weights."
+    )
+
+
+class Hooks(Strict):
+    """Functions of your own that are called on rank 0 with a view of the training, which they cannot change."""
+
+    on_step: Targeted | None = Field(default=None, description="Called after each step.")
+    on_evaluate: Targeted | None = Field(default=None, description="Called after each evaluation.")
+    on_end: Targeted | None = Field(
+        default=None, description="Called once the training has ended, and its weights are written."
+    )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The hooks that are set, by their names."""
+        return {name: target for name, target in self if target is not None}
+
+
+class Elastic(Strict):
+    """As many workers as the cluster has room for, between `min` and `max`."""
+
+    min: PositiveInt = Field(description="The fewest workers with which the job runs.")
+    max: PositiveInt = Field(description="The most workers with which the job runs.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "Elastic":
+        if self.min > self.max:
+            raise ValueError(f"min must not be above max, got min {self.min} and max {self.max}")
+        return self
+
+
+class MixedPrecision(Strict):
+    """The dtypes in which `fsdp` gathers parameters and sums gradients."""
+
+    param: Literal["bf16", "fp16"] | None = Field(
+        default=None, description="The dtype of the gathered parameters, and so of the model's work. null: their own."
+    )
+    reduce: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None, description="The dtype in which gradients are summed. null: that of the gathered parameters."
+    )
+
+
+class Fsdp(Strict):
+    """How `strategy: fsdp` shards a model over the workers."""
+
+    blocks: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = Field(
+        default="auto",
+        description="The classes of the modules that are gathered as one, by name. auto: those that the model's "
+        "`_no_split_modules` names, else the items of its ModuleLists and Sequentials.",
+    )
+    reshard_after_forward: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Whether a block's parameters are freed after its forward, and gathered again for its backward. "
+        "auto: yes, except for those outside the blocks.",
+    )
+    offload: bool = Field(
+        default=False, description="Keep parameters, gradients and the optimizer's state in the host's memory."
+    )
+    mixed_precision: MixedPrecision | None = Field(
+        default=None, description="Gather parameters and sum gradients in other dtypes. null: in their own."
+    )
+
+
+class ActivationBudget(Strict):
+    """How many blocks keep their activations, where the others compute theirs again."""
+
+    budget: Annotated[float, Field(ge=0, le=1)] = Field(
+        description="The share of the blocks that keep their activations: the last ones of the model. 0 is `true`, "
+        "1 is `false`."
+    )
+
+
+class Loader(Strict):
+    """The torch DataLoader of each worker."""
+
+    processes: NonNegativeInt = Field(
+        default=0,
+        description="Processes that load data for each worker: DataLoader's num_workers. 0: the worker loads itself.",
+    )
+    prefetch: PositiveInt = Field(default=2, description="Batches that each process loads ahead.")
+    pin_memory: Literal["auto"] | bool = Field(
+        default="auto", description="Load batches into pinned memory. auto: if the worker has a GPU."
+    )
+    persistent: bool = Field(default=True, description="Keep the processes from one epoch to the next.")
+    context: Literal["fork", "spawn", "forkserver"] | None = Field(
+        default=None, description="How the processes are started. null: the system's default."
+    )
+
+
+class Outputs(Strict):
+    """What is kept of a prediction's outputs, and how it is written."""
+
+    after: Targeted | None = Field(
+        default=None,
+        description="A function of a shard's outputs, on its device: what it returns is kept in their place. If it "
+        "has a parameter `inputs`, it gets the model's inputs too.",
+    )
+    keep: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The outputs that are kept, by path, like `[logits, hidden_states.0]`, or `hidden_states.*`. "
+        "null: all of them.",
+    )
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
+        default=None,
+        description="The type in which floating outputs are kept. null: as the model gives them.",
+    )
+    carry: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Keys of the dataset's items whose values are written beside each row, like `[id, path]`: "
+        "numbers, text, truth values, lists of these.",
+    )
+    file_bytes: PositiveInt = Field(
+        default=1 << 30,
+        description="About how many bytes each file of the outputs has. A resumed run keeps the files with which it "
+        "began.",
+    )
+
+    @model_validator(mode="after")
+    def _carries_once(self) -> "Outputs":
+        if twice := [key for key in self.carry or () if (self.carry or []).count(key) > 1]:
+            raise ValueError(f"carry names {twice[0]!r} twice")
+        return self
+
+
+def _in_order(samples: list[int]) -> list[int]:
+    return sorted(set(samples))
+
+
+class WorkKeys(Strict):
+    """What to run, on what data, and how it is cut."""
+
+    name: str | None = Field(
+        default=None,
+        description="Name of the run: its directory is STORAGE/NAME. Default: the job file's name; from Python, the "
+        "time.",
+    )
+    task: Literal["predict", "evaluate", "train"] = Field(
+        default="predict",
+        description="What to do. A key that only another task needs is ignored, so one file serves all three. "
+        "evaluate uses `eval.dataset` and `eval.batch_size` if there is an `eval`.",
+    )
+    model: Targeted = Field(
+        description="A class or function that gives a torch.nn.Module. For a TorchScript file: `torch.jit:load` with "
+        "args `{f: PATH}`."
+    )
+    dataset: Targeted = Field(
+        description="A class or function that gives a map-style dataset, with `__len__` and `__getitem__`. "
+        "`__getitems__` is used if there is one."
+    )
+    batch_size: PositiveInt = Field(description="Samples in a global batch, over all workers.")
+    shards: PositiveInt | Literal["auto"] | None = Field(
+        default=None,
+        description="Pieces into which each global batch is cut. Default: the largest number of workers. auto: the "
+        "fewest that fit the workers' GPUs, which the run finds once before its first step. A resumed run keeps the "
+        "number with which it began.",
+    )
+
+
+class WorkerKeys(Strict):
+    """On what to run: the workers, and what each of them takes from the cluster."""
+
+    workers: NonNegativeInt | Elastic = Field(
+        default=1,
+        description="Number of workers. A range, like `{min: 1, max: 8}`, grows and shrinks with the cluster. 0 runs "
+        "in this process, without Ray.",
+    )
+    gpus_per_worker: Literal["auto"] | NonNegativeFloat = Field(
+        default="auto",
+        description="GPUs of each worker. auto: 1 if the cluster has GPUs or its autoscaler may add some, else 0. "
+        "2 or more: for a model over several GPUs. 0.5: two workers share a GPU, and communicate by gloo.",
+    )
+    cpus_per_worker: NonNegativeFloat = Field(
+        default=1,
+        description="CPUs that Ray reserves for each worker, and the threads of torch on it. With `workers: 0` torch "
+        "keeps its own number, but with `bitwise`.",
+    )
+    resources_per_worker: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict, description="Other Ray resources of each worker, like `{slot: 1}`."
+    )
+    accelerator_type: str | None = Field(
+        default=None, description="Use only nodes with this type of accelerator, as Ray names it, like `A100`."
+    )
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK",
+        description="Ray's placement strategy: workers on as few nodes as possible, or on as many. STRICT_PACK needs "
+        "one node for all workers, STRICT_SPREAD a node for each.",
+    )
+    devices: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The devices of each worker, by hand: `[cpu]`, or `[cuda:0, cpu]` for a model over both. With "
+        "several workers `cuda:0` is the first of a worker's own GPUs, which Ray reserves; else it is the machine's.",
+    )
+    timeouts: Timeouts = Field(
+        default=Timeouts(), description="How long a step may take, and how long to wait for nodes that were lost."
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        repr=False,
+        description="Environment variables of the workers, and of the driver while it builds the dataset. Their "
+        "values are not kept in the run directory.",
+    )
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers with which the job runs."""
+        return self.workers.min if isinstance(self.workers, Elastic) else self.workers
+
+    @property
+    def max_workers(self) -> int:
+        """The most workers with which the job runs."""
+        return self.workers.max if isinstance(self.workers, Elastic) else self.workers
+
+    @property
+    def own_gpus(self) -> int:
+        """How many GPUs of its own each worker needs for its `devices`; 0 if a worker is alone on its node.
+
+        The devices of such a worker are those of its machine, as they are named. Others would take the same GPU.
+        """
+        if self.max_workers < 2 or self.placement == "STRICT_SPREAD":
+            return 0
+        return max((number + 1 for number in map(gpu_number, self.devices or ()) if number is not None), default=0)
+
+
+def gpu_number(device: str) -> int | None:
+    """The number in a GPU's name, as of `cuda:1`, which is 0 in `cuda`; None for another device."""
+    kind, _, number = device.partition(":")
+    return int(number or 0) if kind == "cuda" and (number.isdecimal() or not number) else None
+
+
+class JobKeys(WorkerKeys, WorkKeys):
+    """The keys of a job, each by itself; `Job` adds what must hold among them."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=0,
+        description="Seed of the samples' order, of the model's initial weights and of all other random numbers.",
+    )
+    shuffle: bool | BlocksKey = Field(
+        default=False,
+        description="train only: take the samples in another random order in each epoch. blocks: shuffle blocks, "
+        "like the row groups of files, and the samples in windows of them.",
+    )
+    order: Literal["dataset", "shuffled"] = Field(
+        default="dataset",
+        description="predict and evaluate only: take the samples in the dataset's order, or shuffled.",
+    )
+    drop_last: bool = Field(
+        default=False, description="Drop an epoch's last global batch if it is smaller than `batch_size`."
+    )
+    epochs: PositiveInt = Field(
+        default=1,
+        description="train only: how many times to go through the dataset. With more of them a finished run goes on.",
+    )
+    max_steps: PositiveInt | None = Field(
+        default=None,
+        description="train only: the most steps in all. null: no limit. With more of them a finished run goes on.",
+    )
+
+    inputs: Literal["auto", "all", "first"] | Annotated[list[str], Field(min_length=1)] = Field(
+        default="auto",
+        description="What the model gets: all of an item, or the first of a pair (input, target). A list picks "
+        "values of a dict: of `[image]` the value itself, of several keys a dict. auto: first in train and evaluate. "
+        "In predict auto follows the model's `forward`, and a line says if the target is left out.",
+    )
+    target: str | Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The key of an item's target, like `label`, if `inputs` is a list of keys; several give a dict.",
+    )
+    call: Literal["auto", "one", "args", "kwargs"] = Field(
+        default="auto",
+        description="How the model is called. one: `model(inputs)`. args: `model(*inputs)`. kwargs: "
+        "`model(**inputs)`. auto: args for a tuple or list, else one.",
+    )
+    collate: Targeted | None = Field(
+        default=None,
+        description="A function that makes a batch of a list of samples, or a class of such; its args are keywords. "
+        "Default: torch's default_collate.",
+    )
+    scatter: Literal["samples", "batch"] = Field(
+        default="samples",
+        description="samples: collate each shard by itself. batch: collate the whole global batch, then cut it, for "
+        "a collate that pads to the longest sample.",
+    )
+    batch_dim: NonNegativeInt = Field(
+        default=0,
+        description="The dimension of tensors that holds the rows, as `dim` of nn.DataParallel. One-dimensional "
+        "tensors hold them in dimension 0.",
+    )
+    loader: Loader = Field(default=Loader(), description="The torch DataLoader of each worker.")
+    on_error: OnError | None = Field(
+        default=None,
+        description="Set samples aside that raise, hang or cannot be collated, like `{quarantine: 100}`, and go on "
+        "without them. null: such a sample ends the job.",
+    )
+
+    skip: Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_in_order)] | None = Field(
+        default=None,
+        description="train only: samples of `dataset` to leave out, by their indices, like `[812, 1007]`. They are "
+        "not read, and count with weight 0.",
+    )
+    stop_on_nan: bool = Field(
+        default=False,
+        description="train only: end the run with an error at the first step whose loss is NaN or infinite. No "
+        "checkpoint of that step or a later one is kept.",
+    )
+
+    loss: Targeted | None = Field(
+        default=None,
+        description="A function of (outputs, target) that returns a number for each row or element, or (sum, "
+        "weight). A loss of torch.nn or torch.nn.functional, named as a target, is built to do so.",
+    )
+    step: Targeted | None = Field(
+        default=None,
+        description="A function `step(model, batch)` in place of the model's call and the loss, for items or models "
+        "of another kind.",
+    )
+    metrics: dict[str, Targeted] = Field(
+        default_factory=dict,
+        description="Metrics by name. Each returns what a loss returns, or is a torchmetrics class, which is "
+        "measured in evaluations only and needs the extra `metrics`. A name must not be a column of the history.",
+    )
+    eval: Eval | None = Field(default=None, description="Evaluate the model during a training and at its end.")
+    optimizer: Annotated[Any, target_parser(Optimizer)] | None = Field(
+        default=None, description="A class or function that is called with the trainable parameters. train needs one."
+    )
+    scheduler: SchedulerKey | None = Field(
+        default=None,
+        description="A class or function that is called with the optimizer and gives a learning rate scheduler; or "
+        "`{warmup: 0.05, shape: cosine}`. Its args `T_max`, `total_steps`, `total_iters` and `num_training_steps` "
+        "may be `auto`: how often the training steps it in all.",
+    )
+    early_stopping: EarlyStopping | None = Field(
+        default=None,
+        description="train only: end the training once a metric has not improved for a while, like `{metric: "
+        "eval_loss, patience: 3}`. With more patience a run that it has ended goes on.",
+    )
+    ema: Ema | None = Field(
+        default=None,
+        description="train only: also keep the exponential moving average of the weights, `ema.safetensors`, like "
+        "`{decay: 0.999, evaluate: true}`.",
+    )
+    hooks: Hooks = Field(
+        default=Hooks(),
+        description="train only: functions that rank 0 calls with a view of the training, like `{on_step: "
+        "'my_hooks:log'}`.",
+    )
+    grad_clip: PositiveFloat | None = Field(
+        default=None, description="The largest norm of the whole batch's gradient. null: gradients are not clipped."
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="bf16 and fp16 run the model under autocast. fp16 adds a loss scaler on which all workers agree.",
+    )
+    activation_checkpointing: bool | Annotated[list[str], Field(min_length=1)] | ActivationBudget = Field(
+        default=False,
+        description="train only: blocks keep their inputs alone, and their backward runs their forward again. true: "
+        "the blocks that `fsdp.blocks: auto` finds. A list names their classes. The numbers stay the same bits.",
+    )
+    compile: bool = Field(default=False, description="Compile the model with torch.compile.")
+    sync_batchnorm: bool = Field(
+        default=False,
+        description="BatchNorm over the whole global batch, for GPUs only. Needs a worker for each shard.",
+    )
+    find_unused_parameters: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Whether the model may leave parameters unused. auto: with several workers, each looks once: it "
+        "runs its first shard twice, and restores the model; what else a forward changes, it changes twice. Set "
+        "true if the parameters that it uses change from step to step. With `strategy: fsdp`, auto looks every time.",
+    )
+    bitwise: bool = Field(
+        default=False,
+        description="Weights, losses and outputs are the same bits on any number of workers from 1 to `shards`.",
+    )
+    checkpoint: Checkpoint = Field(
+        default=Checkpoint(),
+        description="When a training writes checkpoints, besides at its end, and which it keeps.",
+    )
+    init_from: Annotated[str, Field(min_length=1), BeforeValidator(location)] | None = Field(
+        default=None,
+        description="Start from a weights file (`.safetensors`, `.pt`), a run directory or a checkpoint. From "
+        "Python, a Result too.",
+    )
+
+    input_device: str | None = Field(
+        default=None, description="The device to which inputs go. Default: that of the model's first parameter."
+    )
+    device_map: Literal["auto"] | None = Field(
+        default=None,
+        description="auto: place the model's blocks on the worker's devices, about the same bytes of parameters on "
+        "each. null: the model places its parts itself.",
+    )
+    blocks: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The modules that `device_map: auto` places, by name, in the order in which they run. Default: "
+        "the children of a torch.nn.Sequential.",
+    )
+
+    strategy: Literal["ddp", "fsdp"] = Field(
+        default="ddp",
+        description="ddp: each worker holds the whole model. fsdp: each worker holds a part of each parameter, of "
+        "its gradient and of its optimizer state (torch's FSDP2).",
+    )
+    fsdp: Fsdp = Field(default=Fsdp(), description="How `strategy: fsdp` shards the model over the workers.")
+
+    outputs: Outputs = Field(
+        default=Outputs(), description="predict only: what is kept of the outputs, and how it is written."
+    )
+    retries: NonNegativeInt = Field(
+        default=3,
+        description="How many times all workers are started again, after a loss, a hang or an error that may pass, "
+        "before the job fails.",
+    )
+    flops: bool = Field(
+        default=False,
+        description="train and predict: count the floating-point operations of a row. Rank 0 runs its first shard "
+        "once more for it, without a trace in the result.",
+    )
+    profile: str | None = Field(
+        default=None,
+        description="Steps to trace with torch.profiler, and the rank: `10-20:3`, or `10-20:slowest` in a training. "
+        "Without a rank: rank 0. slowest alone: five steps from step 10 on.",
+    )
+    trackers: list[Literal["tensorboard", "mlflow", "wandb", "trackio"]] | None = Field(
+        default=None,
+        description="Where a run's history goes besides its directory, like `[tensorboard, mlflow]`. null: "
+        "tensorboard. The others are extras, which their own environment variables configure.",
+    )
+    storage: Annotated[str, Field(min_length=1)] = Field(
+        default="runs",
+        description="Folder or URL (`s3://...`, `gs://...`) of the run directories. All workers must share it.",
+    )
+
+    @property
+    def skipped(self) -> list[int]:
+        """The samples that the job's task leaves out, by their indices, in order; none unless it is a training."""
+        return (self.skip or []) if self.task == "train" else []
+
+    @property
+    def may_lose_rows(self) -> bool:
+        """Whether shards may have fewer rows than the split says."""
+        return bool(self.skipped) or self.on_error is not None

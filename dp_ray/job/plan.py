@@ -1,0 +1,153 @@
+"""Makes the plan of a job: what a run will do, from the job's keys and the lengths of its datasets."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from dp_ray.errors import DataError, JobError
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Scheduler
+from dp_ray.plan.costs import (
+    Checkpoints,
+    Due,
+    Evaluations,
+    PlacedBlock,
+    Plan,
+    ends_elsewhere,
+    num_scheduled,
+    profiled_of,
+    remarks,
+    too_short,
+    what_auto_does,
+)
+from dp_ray.plan.split import Split, chunk_sizes
+from dp_ray.text import counted
+
+
+def plan_of(
+    job: Job, rows: Mapping[str, int], more_remarks: Iterable[str] = (), blocks: Iterable[PlacedBlock] = ()
+) -> Plan:
+    """The plan of a job over datasets of these lengths, by their keys: `dataset` and, in a training, `eval.dataset`.
+
+    Raises DataError if no step is left, and JobError if workers without rows would deadlock SyncBatchNorm.
+    """
+    split = split_of(job, rows["dataset"])
+    _check(job, split)
+    return Plan(
+        split=split,
+        min_workers=job.min_workers,
+        max_workers=job.max_workers,
+        evaluations=evaluations_of(job, rows["eval.dataset"]) if has_evaluations(job) else None,
+        checkpoints=checkpoints_of(job) if job.task == "train" else None,
+        blocks=tuple(blocks),
+        remarks=(
+            *remarks(split, job.max_workers),
+            *_auto(job, split),
+            *_skipped(job),
+            *_schedule(job, split),
+            *more_remarks,
+        ),
+    )
+
+
+def _auto(job: Job, split: Split) -> list[str]:
+    """A line on `shards: auto`, if the number is still to be found."""
+    return [what_auto_does(split.largest_batch, job.max_workers)] if job.finds_shards else []
+
+
+def split_of(job: Job, rows: int) -> Split:
+    """How the job cuts a dataset of `rows` samples into steps and shards, over all of its epochs."""
+    epochs, max_steps = (job.epochs, job.max_steps) if job.task == "train" else (1, None)
+    return Split(rows, job.batch_size, job.num_shards, job.drop_last, epochs, max_steps)
+
+
+def with_schedule(job: Job, split: Split) -> Job:
+    """The job whose scheduler has the length of this training in place of `auto`."""
+    if not isinstance(job.scheduler, Scheduler) or not job.scheduler.is_planned:
+        return job
+    length = max(1, num_scheduled(split, job.scheduler.per))
+    return job.model_copy(update={"scheduler": job.scheduler.planned(length)})
+
+
+def _schedule(job: Job, split: Split) -> Iterator[str]:
+    """A line on a scheduler whose stated length is another than the training's."""
+    if job.task == "train" and isinstance(job.scheduler, Scheduler):
+        name = job.scheduler.label.partition(":")[2] if job.scheduler.is_torchs else ""
+        num = num_scheduled(split, job.scheduler.per)
+        if says := ends_elsewhere(name, job.scheduler.args, num, job.scheduler.per, job.epochs):
+            yield says
+
+
+def has_evaluations(job: Job) -> bool:
+    """Whether the job evaluates its model while it trains."""
+    return job.task == "train" and job.eval is not None
+
+
+def evaluations_of(job: Job, rows: int) -> Evaluations:
+    """The evaluations of a training whose `eval.dataset` has `rows` samples."""
+    assert job.eval is not None
+    each = job.eval.every_epochs or (None if job.eval.every_steps else 1)
+    split = Split(rows, job.over_eval().batch_size, job.num_shards)
+    return Evaluations(split, Due(job.eval.every_steps, each))
+
+
+def checkpoints_of(job: Job) -> Checkpoints:
+    """When a training writes checkpoints: by default at the end of each epoch, and more by the clock."""
+    when = job.checkpoint
+    is_auto = when.every_seconds == "auto" and when.every_steps is None
+    due = Due(when.every_steps, 1 if is_auto else None)
+    return Checkpoints(due, when.keep, when.every_seconds, when.best.metric if when.best else None)
+
+
+def _skipped(job: Job) -> Iterator[str]:
+    """A line on the samples that the job skips."""
+    if job.skipped:
+        yield f"skip: {counted(len(job.skipped), 'sample')} of the dataset left out, in each epoch"
+
+
+def _check(job: Job, split: Split) -> None:
+    _check_profile(job, split)
+    _check_skip(job, split)
+    _check_scheduler(job, split)
+    if split.steps == 0:
+        raise DataError(
+            f"drop_last: drops all {split.rows} rows, because batch_size is {split.batch_size}; "
+            "set a smaller batch_size, or drop_last: false"
+        )
+    if job.sync_batchnorm and any(0 in chunk_sizes(rows, split.shards) for _, rows in split.batch_sizes()):
+        raise JobError(
+            "sync_batchnorm: the last batch leaves workers empty, and empty workers would deadlock SyncBatchNorm; "
+            "set drop_last"
+        )
+
+
+def _check_skip(job: Job, split: Split) -> None:
+    """Raise JobError if the job skips a sample that the dataset does not have, or all of them."""
+    if not job.skipped:
+        return
+    if (last := job.skipped[-1]) >= split.rows:
+        raise JobError(f"skip: there is no sample {last}: the dataset has {split.rows}, counted from 0")
+    if len(job.skipped) == split.rows:
+        raise JobError(f"skip: leaves out all {split.rows} samples of the dataset; leave some of them in")
+
+
+def _check_scheduler(job: Job, split: Split) -> None:
+    """Raise JobError if the scheduler ends before the training: one that is stepped further raises an error."""
+    if not isinstance(job.scheduler, Scheduler) or split.steps == 0:
+        return
+    most, needed = job.scheduler.most_steps, num_scheduled(split, job.scheduler.per)
+    if most is not None and most < needed:
+        raise JobError(too_short(most, needed, job.scheduler.per))
+    warmup = job.scheduler.args.get("warmup") if job.scheduler.label == Scheduler.SHAPED else None
+    if job.task == "train" and isinstance(warmup, int) and warmup >= needed:
+        raise JobError(
+            f"scheduler.warmup: {counted(warmup, 'update')}, and the training has {needed}; set fewer, or a share "
+            "below 1, like 0.05"
+        )
+
+
+def _check_profile(job: Job, split: Split) -> None:
+    """Raise JobError if the job asks to trace steps that it does not have."""
+    try:
+        if job.profile is not None:
+            profiled_of(job.profile, split.total_steps)
+    except ValueError as error:
+        raise JobError(f"profile: {error}") from None

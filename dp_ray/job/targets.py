@@ -1,0 +1,193 @@
+"""Import what a target names, and call it; an error names the job's key.
+
+Metrics with a state, as torchmetrics has them: only an evaluation measures them.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from dp_ray.errors import DataError, Error, JobError
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
+from dp_ray.plan.order import derive_seed
+from dp_ray.system.process import importing_from_here
+from dp_ray.text import did_you_mean, listed
+
+
+def build(key: str, target: Any) -> Any:
+    """The object of the job's `key`: its target called with its args, or the object given from Python.
+
+    Raises what `bind` raises, and JobError if the call raises.
+    """
+    if not isinstance(target, Target):
+        return target
+    return bind(key, target)()
+
+
+def bound(key: str, target: Any) -> Any:
+    """The function that the job's `key` names, with its args bound as keywords, or the object given from Python.
+
+    A class whose objects can be called is built. Raises JobError if it cannot be imported or called, or rejects args.
+    """
+    if not isinstance(target, Target):
+        if not _makes_functions(target):
+            return target
+        target = Target(target=target)
+    found = resolve(key, target)
+    if not callable(found):
+        raise JobError(f"{key}: {target.label} is {found!r:.60}, which cannot be called")
+    if _makes_functions(found):
+        return bind(key, target)()
+    with suppress(ValueError):  # some built-in callables have no signature
+        takes = inspect.signature(found)
+        try:
+            takes.bind_partial(**target.args)
+        except TypeError as error:
+            says = _rejection(list(takes.parameters.values()), target.args, error)
+            raise JobError(f"{key}.args: {target.label} {says}") from None
+    return functools.partial(found, **target.args) if target.args else found
+
+
+def _makes_functions(found: Any) -> bool:
+    """Whether it is a class whose objects can be called, as a collator's, unlike `list`."""
+    return inspect.isclass(found) and any("__call__" in vars(one) for one in found.__mro__)
+
+
+def build_dataset(job: Job, key: str = "dataset") -> Any:
+    """The job's dataset; raises JobError if it is not map-style, and DataError if it is empty or has no length."""
+    dataset = build(key, job.dataset)
+    lacking = [name for name in ("__len__", "__getitem__") if not _has(dataset, name)]
+    if lacking:
+        kind = type(dataset).__qualname__
+        advice = "; give the dataset that it loads" if kind == "DataLoader" else ""
+        raise JobError(
+            f"{key}: must be map-style, with __len__ and __getitem__; {kind} lacks {' and '.join(lacking)}{advice}"
+        )
+    try:
+        rows = len(dataset)
+    except Exception as error:
+        raise DataError(f"{key}: its length raised {type(error).__name__}: {error}") from error
+    if rows == 0:
+        raise DataError(f"{key}: {type(dataset).__qualname__} is empty, there is nothing to run")
+    if job.is_shuffled and getattr(dataset, "reads_forward", False):
+        shuffles = "shuffle" if job.task == "train" else "order"
+        raise JobError(f"{shuffles}: a {type(dataset).__qualname__} is read in its own order; leave {shuffles} out")
+    if isinstance(dataset, dict) and all(isinstance(name, str) for name in dataset):
+        raise JobError(f"{key}: {_several(dataset)}")
+    return dataset
+
+
+def _several(datasets: dict[str, Any]) -> str:
+    names, kind = listed(list(datasets)), type(datasets).__qualname__
+    says = f"must be indexed by numbers; {kind} has {names}; give one of them"
+    return says + f": for load_from_disk, the folder FOLDER/{next(iter(datasets))}" * (kind == "DatasetDict")
+
+
+def dataset_seed(job: Job, key: str) -> int:
+    """The seed with which the dataset of the job's `key` is built."""
+    return derive_seed(job.seed, "dataset", key != "dataset")
+
+
+def _has(dataset: Any, name: str) -> bool:
+    """Whether a dataset has a method; torch's base class has a __getitem__ that only raises."""
+    base = getattr(sys.modules.get("torch.utils.data"), "Dataset", None)  # an import would take seconds
+    found = getattr(type(dataset), name, None)
+    return hasattr(dataset, name) and (found is None or found is not getattr(base, name, None))
+
+
+def bind(key: str, target: Target, leading: int = 0) -> Callable[..., Any]:
+    """The target's callable with its args bound; a call adds `leading` positional arguments before them.
+
+    Raises JobError if the target cannot be imported, cannot be called or rejects its args.
+    """
+    found = resolve(key, target)
+    if not callable(found):
+        raise JobError(
+            f"{key}: {target.label} is {found!r:.60}, not a class or function that can be called with args"
+        )
+    try:
+        inspect.signature(found).bind(*[None] * leading, **target.args)
+    except TypeError as error:
+        takes = list(inspect.signature(found).parameters.values())[leading:]
+        raise JobError(f"{key}.args: {target.label} {_rejection(takes, target.args, error)}") from None
+    except ValueError:
+        pass  # some built-in callables have no signature
+    return lambda *given: _call(key, target, found, given)
+
+
+def _rejection(takes: Sequence[inspect.Parameter], args: Mapping[str, Any], error: TypeError) -> str:
+    """How a callable with these parameters rejects args: by the first that it does not know, else as Python says."""
+    names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    unknown = next((name for name in args if name not in names), None)
+    if unknown is None or any(one.kind is one.VAR_KEYWORD for one in takes):
+        return f"rejects {dict(args)}: {error}; it takes {listed(names) or 'nothing'}"
+    return f"takes no {unknown!r}, but {listed(names) or 'nothing'}{did_you_mean(unknown, names)}"
+
+
+def check_gives(key: str, found: Any, kind: type, name: str) -> None:
+    """Raise JobError if `found` is a class whose instances are no `kind`; what a function returns is not known."""
+    if not inspect.isclass(found) or issubclass(found, kind):
+        return
+    if found.__new__ is object.__new__ and type(found).__call__ is type.__call__:
+        raise JobError(f"{key}: must give a {name}, and {found.__qualname__} is no subclass of it")
+
+
+def resolve(key: str, target: Target) -> Any:
+    """Import the attribute that `module:attribute` names, or return the class or function given from Python.
+
+    Raises JobError, with a close match as a hint, if there is no such module or attribute.
+    """
+    if not target.is_named:
+        return target.target
+    module_name, _, attribute = target.target.partition(":")
+    found: Any = _import(key, module_name)
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise JobError(f"{key}: {module_name} has no attribute {name!r}{did_you_mean(name, dir(found))}")
+        found = getattr(found, name)
+    return found
+
+
+def _import(key: str, module_name: str) -> Any:
+    try:
+        with importing_from_here():
+            return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        raise JobError(
+            f"{key}: cannot import {module_name!r}: there is no module {missing!r} "
+            f"(looked from {os.getcwd()} and in what is installed)"
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise JobError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
+
+
+def _call(key: str, target: Target, found: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    try:
+        return found(*given, **target.args)
+    except Error:
+        raise
+    except (Exception, SystemExit) as error:
+        raise JobError(f"{key}: {target.label} raised {type(error).__name__}: {error}") from error
+
+
+def keeps_state(made: Any) -> bool:
+    """Whether a metric, or its class, has the interface of a torchmetrics metric."""
+    return all(hasattr(made, name) for name in ("update", "compute", "merge_state", "reset"))
+
+
+def unmeasured(job: Job) -> Iterator[str]:
+    """Yield a line for each metric with a state in a training without evaluations: nothing measures it."""
+    if job.task != "train" or job.eval is not None:
+        return
+    for name, given in job.metrics.items():
+        found = resolve(f"metrics.{name}", given) if isinstance(given, Target) else given
+        if keeps_state(found):
+            only = "is measured over a whole dataset, so by evaluations only"
+            yield f"metrics.{name}: {only}, and there are none: set eval"

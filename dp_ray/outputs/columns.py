@@ -1,0 +1,394 @@
+"""Between a model's outputs and Arrow columns: one column for each tensor, one row for each sample.
+
+A tensor of at least two dimensions is a fixed-shape tensor column. Rows that differ in shape, or hold no numbers, are
+structs of `data` and `shape`. Floats that Arrow lacks (bfloat16, float8) are stored as float32, which holds them
+exactly. Complex numbers are stored as pairs. The schema's metadata keeps each column's original dtype and shape.
+
+Carried values as Arrow columns: one value of the dataset's item beside each row of the outputs.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from dp_ray.errors import DataError, ModelError, StorageError
+from dp_ray.tables import array_of, plain_values
+from dp_ray.tensors.files import as_bytes
+from dp_ray.tensors.scatter import gather, rows_dim
+from dp_ray.tensors.tree import Keys, TreeSpec, difference, flatten, is_plain, unflatten
+
+SINGLE = {"none": pa.null(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
+KINDS = {**SINGLE, **{f"list of {name}": pa.list_(kind) for name, kind in SINGLE.items()}}
+
+
+@dataclass(frozen=True)
+class CarriedColumn:
+    """The values of a key: its column's name, and their kind, one of KINDS."""
+
+    key: str
+    name: str
+    kind: str
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """The column's type."""
+        return KINDS[self.kind]
+
+    def join(self, other: "CarriedColumn") -> "CarriedColumn":
+        """The column that holds the values of both: of None and any kind, and of whole numbers and others.
+
+        Raises DataError, which names the key, if there is no such kind.
+        """
+        fields = [pa.schema([(self.key, one.arrow_type)]) for one in (self, other)]
+        try:
+            (found,) = pa.unify_schemas(fields, promote_options="permissive").types
+        except (pa.ArrowTypeError, pa.ArrowInvalid):
+            raise DataError(
+                f"outputs.carry: the values of {self.key!r} are {self.kind} in some shards and {other.kind} in "
+                "others; they must be of one kind"
+            ) from None
+        return CarriedColumn(self.key, self.name, kind_of(found))
+
+    def array(self, pieces: Sequence[pa.Array]) -> pa.Array:
+        """The values of all pieces, in order, in the column's type."""
+        return pa.concat_arrays([self.converted(piece) for piece in pieces])
+
+    def converted(self, values: pa.Array) -> pa.Array:
+        """Values of the key in the column's type; raises DataError, which names the key, if it cannot hold one."""
+        try:
+            return values.cast(self.arrow_type)
+        except pa.ArrowInvalid as error:
+            says = f"outputs.carry: the values of {self.key!r} are {self.kind} in some shards: {error}"
+            raise DataError(f"{says}; carry them as text") from error
+
+
+def kind_of(found: pa.DataType) -> str:
+    """The name of an Arrow type in KINDS; raises DataError if it has none."""
+    for name, kind in KINDS.items():
+        if kind == found:
+            return name
+    raise DataError(
+        f"outputs.carry: values of Arrow's type {found} cannot be carried; they may be {', '.join(KINDS)}"
+    )
+
+
+def carried_arrays(
+    carried: Mapping[str, Sequence[Any]], indices: "np.ndarray[Any, np.dtype[np.int64]]"
+) -> dict[str, pa.Array]:
+    """The carried values of some samples as Arrow arrays, by key.
+
+    Raises DataError, which names samples, if the values of a key are of several kinds.
+    """
+    return {key: _array(key, values, indices) for key, values in carried.items()}
+
+
+def _array(key: str, values: Sequence[Any], indices: "np.ndarray[Any, np.dtype[np.int64]]") -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        first: dict[str, int] = {}
+        for index, value in zip(indices.tolist(), values, strict=True):
+            first.setdefault(type(value).__qualname__, index)
+        first.pop("NoneType", None)
+        told = ", ".join(f"{kind} in sample {index}" for kind, index in first.items())
+        why = f"they are of several kinds ({told})" if len(first) > 1 else f"{told}: {error}"
+        raise DataError(f"outputs.carry: the values of {key!r} cannot be one column: {why}") from error
+
+
+METADATA = b"dp_ray"
+SAMPLE_INDEX = "sample_index"
+WIDENED = {torch.bfloat16, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One leaf of the outputs: its column's name, its dtype, and the shape of a row (None where rows differ)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    is_array: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The leaf's dtype; raises StorageError if torch does not know it."""
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise StorageError(f"column {self.name!r} is of the unknown dtype {self.dtype!r}")
+        return found
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether the leaf holds complex numbers."""
+        return self.torch_dtype.is_complex
+
+    @property
+    def is_struct(self) -> bool:
+        """Whether each row is stored with its shape.
+
+        Arrow's tensor columns cannot hold rows that differ in shape or hold no numbers.
+        """
+        return self.shape is None or 0 in self.shape
+
+    @property
+    def is_stored_raw(self) -> bool:
+        """Whether Arrow holds the very bytes of a row's tensor: not widened, no bits in place of bools, no struct."""
+        return not self.is_struct and self.torch_dtype not in {torch.bool, *WIDENED}
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """The column's type: plain for one number a row, else a tensor, or a struct (see `is_struct`)."""
+        value = pa.from_numpy_dtype(_to_numpy(torch.empty(0, dtype=self.torch_dtype)).dtype)
+        if self.shape is None or self.is_struct:
+            return pa.struct([("data", pa.large_list(value)), ("shape", pa.list_(pa.int64()))])
+        shape = [*self.shape, 2] if self.is_complex else [*self.shape]
+        return pa.fixed_shape_tensor(value, shape) if shape else value
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The nesting of the outputs and their columns, as an outputs file describes them in its metadata."""
+
+    spec: TreeSpec
+    columns: tuple[Column, ...]
+    batch_dim: int = 0
+    carried: tuple[CarriedColumn, ...] = ()
+
+    @property
+    def all_columns(self) -> tuple[CarriedColumn | Column, ...]:
+        """The columns of a file after the sample index: what is carried, then the outputs."""
+        return *self.carried, *self.columns
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema: the sample index, then the columns, with this layout as metadata."""
+        fields = [(SAMPLE_INDEX, pa.int64()), *((column.name, column.arrow_type) for column in self.all_columns)]
+        return pa.schema(fields, metadata=self.metadata)
+
+    @property
+    def metadata(self) -> dict[bytes, bytes]:
+        """This layout as the schema's metadata; `from_metadata` is the inverse."""
+        says = {
+            "spec": self.spec.to_json(),
+            "columns": [asdict(column) for column in self.columns],
+            "batch_dim": self.batch_dim,
+        }
+        if self.carried:
+            says["carried"] = [asdict(column) for column in self.carried]
+        return {METADATA: json.dumps(says).encode()}
+
+    @classmethod
+    def from_metadata(cls, metadata: dict[bytes, bytes] | None) -> "Layout":
+        """Read the layout from a schema's metadata; raises StorageError if it has none."""
+        if not metadata or METADATA not in metadata:
+            raise StorageError("this Parquet file does not hold outputs of dp_ray")
+        says = json.loads(metadata[METADATA])
+        columns = [
+            Column(one["name"], one["dtype"], None if one["shape"] is None else tuple(one["shape"]), one["is_array"])
+            for one in says["columns"]
+        ]
+        carried = tuple(CarriedColumn(**one) for one in says.get("carried", []))
+        return cls(TreeSpec.from_json(says["spec"]), tuple(columns), says["batch_dim"], carried)
+
+    def join(self, other: "Layout") -> "Layout":
+        """The layout that holds the rows of both: a column whose row shapes differ becomes variable.
+
+        Raises ModelError, which names the column, if the nesting or the dtypes differ.
+        """
+        if found := difference(self.spec, other.spec):
+            raise ModelError(f"the model's outputs are not nested alike on all shards: {found}")
+        if self.spec != other.spec:
+            raise ModelError(
+                f"the model's outputs have their keys in another order on some shards: {self.spec.paths} "
+                f"and {other.spec.paths}"
+            )
+        columns = tuple(map(_common_column, self.columns, other.columns))
+        carried = tuple(one.join(another) for one, another in zip(self.carried, other.carried, strict=True))
+        return Layout(self.spec, columns, self.batch_dim, carried)
+
+
+# One array for each carried key, then one tensor for each leaf of the outputs, with the rows in dimension 0.
+Rows = list[pa.Array | torch.Tensor]
+
+
+def without_objects(outputs: Any) -> tuple[Any, dict[str, str]]:
+    """Replace what is no tensor, number or text by None; return the outputs, and the class of each removed path.
+
+    A numpy number becomes a plain one.
+    """
+    leaves, spec = flatten(outputs)
+    left_out: dict[str, str] = {}
+    kept = _without_objects(spec, (), left_out)
+    return (outputs if kept is spec else unflatten(kept, leaves)), left_out
+
+
+def _without_objects(spec: TreeSpec, above: Keys, left_out: dict[str, str]) -> TreeSpec:
+    """Remove the objects from a spec; returns the spec itself if nothing changes."""
+    if spec.kind == "constant":
+        if is_plain(spec.value):
+            return spec
+        if isinstance(spec.value, np.generic) and is_plain(spec.value.item()):
+            return replace(spec, value=spec.value.item())
+        left_out[".".join(map(str, above))] = type(spec.value).__qualname__
+        return replace(spec, value=None)
+    below = zip(spec.keys, spec.children, strict=True)
+    children = tuple(_without_objects(child, (*above, key), left_out) for key, child in below)
+    changed = any(one is not other for one, other in zip(children, spec.children, strict=True))
+    return replace(spec, children=children) if changed else spec
+
+
+def rows_of(
+    outputs: Any, rows: int, batch_dim: int, carried: Mapping[str, pa.Array] | None = None
+) -> tuple[Layout, Rows]:
+    """Split a shard's outputs into their layout and their leaves, on the CPU with rows in dimension 0.
+
+    `carried` holds an array for each carried key.
+
+    Raises ModelError, which names the leaf's path, if a leaf does not have one entry for each of the `rows` rows.
+    """
+    leaves, spec = flatten(gather([outputs], [rows], batch_dim))
+    if not leaves:
+        raise ModelError(f"the model returned no tensor to merge, but {outputs!r:.60}")
+    carried = carried or {}
+    names = _column_names([*carried, *spec.paths])
+    beside = [CarriedColumn(key, names.pop(0), kind_of(array.type)) for key, array in carried.items()]
+    tensors = [_rows_first(name, leaf, batch_dim) for name, leaf in zip(names, leaves, strict=True)]
+    columns = [
+        Column(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), isinstance(leaf, np.ndarray))
+        for name, tensor, leaf in zip(names, tensors, leaves, strict=True)
+    ]
+    return Layout(spec, tuple(columns), batch_dim, tuple(beside)), [*carried.values(), *tensors]
+
+
+def to_arrow(column: CarriedColumn | Column, pieces: Sequence[Any]) -> pa.Array:
+    """The rows of all `pieces`, tensors or carried values, in order, as one Arrow array of the column's type."""
+    if isinstance(column, CarriedColumn):
+        return column.array(pieces)
+    if column.is_struct:
+        return _variable(column, pieces)
+    values = _to_numpy(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
+    flat = array_of(values.reshape(-1))
+    kind = column.arrow_type
+    if not isinstance(kind, pa.FixedShapeTensorType):
+        return flat
+    storage = pa.FixedSizeListArray.from_arrays(flat, kind.storage_type.list_size)
+    return pa.ExtensionArray.from_storage(kind, storage)
+
+
+def from_arrow(column: Column, array: pa.Array) -> torch.Tensor | list[torch.Tensor]:
+    """The inverse of `to_arrow`: rows in dimension 0, or a list with one tensor a row if their shapes differ."""
+    if column.shape is None:
+        return [_row_of(column, row["data"], row["shape"]) for row in array]
+    if column.is_struct:
+        return torch.empty(len(array), *column.shape, dtype=column.torch_dtype)
+    flat = array.storage.flatten() if isinstance(array, pa.ExtensionArray) else array
+    return _to_torch(column, plain_values(flat)).reshape(len(array), *column.shape)
+
+
+def converted(before: CarriedColumn | Column, after: CarriedColumn | Column, array: pa.Array) -> pa.Array:
+    """A column's array as that of a column which holds more: rows of any shape, or values of another kind."""
+    if isinstance(after, CarriedColumn):
+        return after.converted(array)
+    assert isinstance(before, Column)
+    if before.shape == after.shape:
+        return array
+    return to_arrow(after, [row.unsqueeze(0) for row in from_arrow(before, array)])
+
+
+def rebuild(layout: Layout, leaves: Sequence[torch.Tensor | list[torch.Tensor]]) -> Any:
+    """Nest the leaves as the model nested its outputs; each leaf has its rows in dimension 0."""
+
+    def as_was(column: Column, leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return [row.numpy() for row in leaf] if column.is_array else leaf
+        moved = leaf.movedim(0, layout.batch_dim) if leaf.ndim > max(1, layout.batch_dim) else leaf
+        return moved.numpy() if column.is_array else moved
+
+    return unflatten(layout.spec, [as_was(*pair) for pair in zip(layout.columns, leaves, strict=True)])
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in C order, whatever its dtype."""
+    if not tensor.numel():
+        return memoryview(b"")  # torch cannot view the strides of an empty numpy array
+    return memoryview(as_bytes(tensor.cpu()).numpy())  # type: ignore[arg-type]
+
+
+def _rows_first(name: str, leaf: Any, batch_dim: int) -> torch.Tensor:
+    """Copy a leaf with its rows in dimension 0.
+
+    It is a copy because the model may overwrite what it returned, and a view would keep its whole base alive.
+    """
+    tensor = _from_numpy(name, leaf) if isinstance(leaf, np.ndarray) else leaf.detach()
+    rows_first = tensor.movedim(rows_dim(tensor, batch_dim), 0)
+    return rows_first.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _from_numpy(name: str, leaf: Any) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(leaf, order="C"))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"output {name!r} is an array of {leaf.dtype}, which cannot be kept: {error}") from None
+
+
+def _column_names(paths: Sequence[str]) -> list[str]:
+    """Name the columns by their keys and paths; a bare tensor is `output`, and a name that is taken gets a `_`."""
+    names: list[str] = []
+    for path in paths:
+        name = path or "output"
+        while name in (SAMPLE_INDEX, "position", *names):
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _common_column(first: Column, other: Column) -> Column:
+    if (first.name, first.dtype, first.is_array) != (other.name, other.dtype, other.is_array):
+        raise ModelError(
+            f"output {first.name!r} is not alike on all shards: {first.dtype} on one, {other.dtype} on another"
+        )
+    return first if first.shape == other.shape else Column(first.name, first.dtype, None, first.is_array)
+
+
+def _to_numpy(tensor: torch.Tensor) -> Any:
+    """Convert exactly to the nearest numpy type that Arrow has too."""
+    tensor = tensor.detach().contiguous().resolve_conj().resolve_neg()
+    if tensor.dtype in WIDENED:
+        return tensor.float().numpy()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).numpy()
+    try:
+        return tensor.numpy()
+    except TypeError as error:
+        raise ModelError(f"an output of dtype {tensor.dtype} cannot be kept: {error}") from None
+
+
+def _to_torch(column: Column, values: Any) -> torch.Tensor:
+    values = values if values.flags.writeable else values.copy()
+    tensor = torch.from_numpy(values)
+    if column.is_complex:
+        return torch.view_as_complex(tensor.reshape(-1, 2)).to(column.torch_dtype)
+    if column.torch_dtype == torch.bfloat16:
+        return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # `to` loses a NaN's bits
+    return tensor.to(column.torch_dtype)
+
+
+def _variable(column: Column, pieces: Sequence[torch.Tensor]) -> pa.Array:
+    rows = [row for piece in pieces for row in piece.unbind()]
+    data = [_to_numpy(row).reshape(-1) for row in rows]
+    offsets = np.cumsum([0, *(len(values) for values in data)], dtype=np.int64)
+    kind = column.arrow_type.field("data").type.value_type
+    flat = array_of(np.concatenate(data)) if data else pa.nulls(0, kind)
+    shapes = pa.array([list(row.shape) for row in rows], pa.list_(pa.int64()))
+    return pa.StructArray.from_arrays(
+        [pa.LargeListArray.from_arrays(array_of(offsets), flat), shapes], names=["data", "shape"]
+    )
+
+
+def _row_of(column: Column, data: pa.Scalar, shape: pa.Scalar) -> torch.Tensor:
+    return _to_torch(column, data.values.to_numpy(zero_copy_only=False)).reshape(shape.as_py())

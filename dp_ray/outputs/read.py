@@ -1,0 +1,343 @@
+"""Reads the outputs of a run from their files, as if these were one.
+
+Turns a finished prediction into one that lacks the shards in which samples were set aside: they run again.
+
+The rows of a file of the outputs that lacks some become parts again, as workers write them. The other files stay.
+
+Keeps a few inputs of a prediction, as thumbnails where they are images, for the page of the run.
+"""
+
+import base64
+import functools
+import json
+import math
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from dp_ray.errors import StorageError
+from dp_ray.outputs.columns import SAMPLE_INDEX, Column, Layout, from_arrow, rebuild
+from dp_ray.outputs.files import FileRecord, file_names, read_records
+from dp_ray.outputs.parts import POSITION, lay_out, part_schema, reading
+from dp_ray.plan.split import Range, Shard, Split
+from dp_ray.rundir import ledger
+from dp_ray.rundir.files import BEFORE_RETRY, RESULT
+from dp_ray.rundir.ledger import PARTS, Ledger
+from dp_ray.storage import Storage
+from dp_ray.text import json_text
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The outputs in some files, in order; each method reads the files again, so nothing stays in memory.
+
+    A leaf that is of one shape in each file, but not in all, is one whose rows differ.
+    """
+
+    run: Storage
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, run: Storage) -> "Merged":
+        """All outputs of a finished run."""
+        return cls(run, tuple(file_names(run)))
+
+    def layout(self) -> Layout:
+        """The nesting and the columns of the outputs."""
+        return functools.reduce(Layout.join, (layout for _, layout in self._files()))
+
+    def read(self) -> Any:
+        """All outputs, in order, in the model's own nesting."""
+        layout = self.layout()
+        return rebuild(layout, [_whole(column, list(self._leaf(column))) for column in layout.columns])
+
+    def batches(self, batch_size: int, missing: Sequence[int] = ()) -> Iterator[Any]:
+        """The outputs of each global batch, in order, in the model's own nesting.
+
+        `missing` are the positions that have no outputs: a batch is shorter by its own, and may have no rows.
+        """
+        layout = self.layout()
+        sizes = _sizes(batch_size, sum(file.metadata.num_rows for file, _ in self._files()), missing)
+        for rows in _slices(self._tables(layout, batch_size), sizes):
+            leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
+            yield rebuild(layout, [_stacked(leaf) for leaf in leaves])
+
+    def sample_index(self) -> torch.Tensor:
+        """The sample index of each row: int64 [rows]."""
+        tables = (file.read(columns=[SAMPLE_INDEX]) for file, _ in self._files())
+        return torch.cat([torch.from_numpy(table.column(0).to_numpy().copy()) for table in tables])
+
+    def carried(self) -> dict[str, list[Any]]:
+        """The values that were carried, by key: one for each row, in order."""
+        columns = self.layout().carried
+        found: dict[str, list[Any]] = {column.key: [] for column in columns}
+        for file, _ in self._files():
+            table = file.read(columns=[column.name for column in columns])
+            for column in columns:
+                found[column.key] += column.array(table.column(column.name).chunks).to_pylist()
+        return found
+
+    def _files(self) -> Iterator[tuple[pq.ParquetFile, Layout]]:
+        """Each file in order, opened, with its own layout."""
+        for name in self.names:
+            with reading(self.run, name) as file:
+                yield file, Layout.from_metadata(file.schema_arrow.metadata)
+
+    def _tables(self, layout: Layout, rows: int) -> Iterator[pa.Table]:
+        for file, had in self._files():
+            for batch in file.iter_batches(batch_size=rows):
+                yield lay_out(pa.Table.from_batches([batch]), had, layout)
+
+    def _leaf(self, wanted: Column) -> Iterator[torch.Tensor | list[torch.Tensor]]:
+        """A leaf's rows, a row group at a time."""
+        for file, layout in self._files():
+            column = next(one for one in layout.columns if one.name == wanted.name)
+            for number in range(file.num_row_groups):
+                rows = file.read_row_group(number, columns=[column.name])
+                yield from (from_arrow(column, chunk) for chunk in rows.column(column.name).chunks)
+
+
+def _whole(column: Column, pieces: list[Any]) -> torch.Tensor | list[torch.Tensor]:
+    if column.shape is None:
+        return [row for piece in pieces for row in piece]
+    return torch.cat(pieces) if pieces else torch.empty(0, *column.shape, dtype=column.torch_dtype)
+
+
+def _stacked(leaf: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """Stack rows of one shape into a tensor, even if the rows of other batches have another shape."""
+    if isinstance(leaf, list) and len({row.shape for row in leaf}) == 1:
+        return torch.stack(leaf)
+    return leaf
+
+
+def _sizes(batch_size: int, rows: int, missing: Sequence[int]) -> Iterator[int]:
+    """How many of the outputs belong to each global batch: `rows` in all."""
+    positions, absent = rows + len(missing), Counter(position // batch_size for position in missing)
+    for number, first in enumerate(range(0, positions, batch_size)):
+        yield min(batch_size, positions - first) - absent[number]
+
+
+def _slices(tables: Iterator[pa.Table], sizes: Iterator[int]) -> Iterator[pa.Table]:
+    """The same rows in tables of these sizes."""
+    held: pa.Table | None = None
+    for size in sizes:
+        while held is None or len(held) < size:
+            table = next(tables)
+            held = table if held is None else pa.concat_tables([held, table])
+        yield held.slice(0, size)
+        held = held.slice(size)
+
+
+class Piece(NamedTuple):
+    """Steps and shards that become a part, and their positions `start .. stop - 1`."""
+
+    done: Range
+    start: int
+    stop: int
+
+
+def reopen(run: Storage, split: Split, missing: Iterable[int]) -> None:
+    """Have the shards with the `missing` positions run again, when the job is resumed.
+
+    The new ledger is what counts; until it is written, the run is as it was.
+    """
+    absent = sorted(missing)
+    names = ledger.committed(run)
+    run.child(PARTS).create()
+    for record in read_records(run, names):
+        here = [position for position in absent if record.first <= position < record.end]
+        if here:
+            names.remove(ledger.records_in(names)[_number(record)])
+            names += _explode(run, split, record, here)
+    run.write_text(BEFORE_RETRY, run.read_text(RESULT))
+    run.write_text(ledger.LEDGER, Ledger("", names).to_json())
+    run.delete(RESULT)
+
+
+def _number(record: FileRecord) -> int:
+    return int(record.name.partition("-")[0])
+
+
+def _explode(run: Storage, split: Split, record: FileRecord, missing: list[int]) -> Iterator[str]:
+    """Write the rows of a file as parts, without the shards that have missing positions; gives the parts' names."""
+    steps = range(record.first // split.batch_size, -(-record.end // split.batch_size))
+    pieces = list(pieces_of(split, steps, missing))
+    if not record.rows:
+        return
+    with reading(run, record.path) as file:
+        layout = Layout.from_metadata(file.schema_arrow.metadata)
+        rows = _positioned(_batches(file), layout, np.setdiff1d(np.arange(record.first, record.end), missing))
+        held: pa.Table | None = next(rows)
+        for piece in pieces:
+            name = ledger.part_name(piece.done, "")
+            with run.child(PARTS).writing(name) as stream, pa.ipc.new_file(stream, part_schema(layout)) as writer:
+                while held is not None:
+                    positions = held.column(POSITION).to_numpy()
+                    first, end = np.searchsorted(positions, [piece.start, piece.stop])
+                    if first < end:
+                        writer.write_table(held.slice(first, end - first))
+                    if end < len(positions):
+                        break
+                    held = next(rows, None)
+            yield name
+
+
+def _batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """The rows of a file, a row group at a time: `iter_batches` joins them to one of any size."""
+    for number in range(file.num_row_groups):
+        yield from file.read_row_group(number).to_batches()
+
+
+def _positioned(batches: Iterable[pa.RecordBatch], layout: Layout, positions: np.ndarray) -> Iterator[pa.Table]:
+    """The rows of a file with their positions, as parts have them."""
+    at = 0
+    for batch in batches:
+        here = pa.array(positions[at : at + len(batch)])
+        yield pa.table([here, *batch.columns], schema=part_schema(layout))
+        at += len(batch)
+
+
+def pieces_of(split: Split, steps: range, missing: list[int]) -> Iterator[Piece]:
+    """The steps without missing positions, in stretches, and of the others the shards without them, in runs."""
+    bad = {position // split.batch_size for position in missing}
+    begun = steps.start
+    for step in [*sorted(bad), steps.stop]:
+        if begun < step:
+            yield _stretch(split, begun, step)
+        if step in bad:
+            yield from _runs(split, step, missing)
+        begun = step + 1
+
+
+def _stretch(split: Split, first: int, end: int) -> Piece:
+    return Piece(Range(first, end, 0, split.shards), split.batch(first)[0], split.batch(end - 1)[1])
+
+
+def _runs(split: Split, step: int, missing: list[int]) -> Iterator[Piece]:
+    """The shards of a step without missing positions, those beside each other together."""
+    run: list[Shard] = []
+    for shard in [*split.worker(1, 0, step), None]:
+        if shard is not None and not any(shard.start <= position < shard.stop for position in missing):
+            run.append(shard)
+        elif run:
+            yield Piece(Range(step, step + 1, run[0].shard, run[-1].shard + 1), run[0].start, run[-1].stop)
+            run = []
+
+
+PREVIEWS = "previews"
+ROWS = 8  # at the start, and as many at the end
+SIZE = 64  # the longer side of a thumbnail, in pixels
+NUMBERS = 6  # that are shown of an input that is no image
+
+
+@dataclass(frozen=True)
+class Preview:
+    """An input: its sample, and a PNG in base64 or, if it is no image, some words."""
+
+    sample_index: int
+    png: str = ""
+    text: str = ""
+
+
+class Previews:
+    """Writes the inputs of a prediction's first rows and of its last, from the shards that hold them."""
+
+    def __init__(self, run: Storage, total_rows: int, batch_dim: int = 0) -> None:
+        self._run = run
+        self._batch_dim = batch_dim
+        self._first, self._last = ROWS, total_rows - ROWS
+
+    def on_inputs(self, shard: Shard, indices: Any, inputs: Any) -> None:
+        """Keep some inputs of a shard, if it holds such rows; what cannot be kept is left out."""
+        if shard.start >= self._first and shard.stop <= self._last:
+            return
+        missing = set(shard.missing)
+        positions = [position for position in range(shard.start, shard.stop) if position not in missing]
+        rows = [at for at, position in enumerate(positions) if not self._first <= position < self._last]
+        with suppress(StorageError, OSError, RuntimeError, TypeError, ValueError, OverflowError):
+            found = list(_previews(indices, inputs, self._batch_dim, rows))
+            self._run.child(PREVIEWS).create()
+            text = json_text([asdict(one) for one in found])
+            self._run.child(PREVIEWS).write_text(f"rows-{shard.start}.json", text)
+
+
+def read_previews(run: Storage) -> list[Preview]:
+    """The previews of a run; files that are damaged are passed over."""
+    folder = run.child(PREVIEWS)
+    found: list[Preview] = []
+    for name in folder.names():
+        with suppress(StorageError, ValueError, TypeError):
+            found += [Preview(**one) for one in json.loads(folder.read_text(name))]
+    return found
+
+
+def _previews(indices: Any, inputs: Any, batch_dim: int, rows: Sequence[int]) -> Iterator[Preview]:
+    """The previews of some rows of a batch, by its first tensor."""
+    leaf = next(_tensors(inputs), None)
+    if leaf is None or leaf.ndim <= batch_dim or leaf.shape[batch_dim] != len(indices):
+        return
+    kept = leaf.movedim(batch_dim, 0)[list(rows)].detach().cpu()
+    for sample, row in zip((indices[at] for at in rows), kept, strict=True):
+        if (pixels := thumbnail(row)) is not None:
+            yield Preview(int(sample), png=base64.b64encode(png(pixels)).decode())
+        else:
+            yield Preview(int(sample), text=_text(row))
+
+
+def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested inputs."""
+    if isinstance(inputs, torch.Tensor):
+        yield inputs
+    elif isinstance(inputs, dict | list | tuple):
+        for one in inputs.values() if isinstance(inputs, dict) else inputs:
+            yield from _tensors(one)
+
+
+def thumbnail(row: torch.Tensor) -> torch.Tensor | None:
+    """A small image as uint8 [height, width, 1 or 3]; None if the row is no image.
+
+    An image has three dimensions, of which the first or the last has 1 or 3 channels. Floats are spread over their
+    own range, since a dataset may have normalized them.
+    """
+    if row.ndim != 3 or row.is_complex():
+        return None
+    if row.shape[0] in (1, 3):
+        row = row.permute(1, 2, 0)
+    if row.shape[2] not in (1, 3) or min(row.shape[:2]) < 4:
+        return None
+    stride = max(1, math.ceil(max(row.shape[:2]) / SIZE))
+    row = row[::stride, ::stride]
+    if row.dtype == torch.uint8:
+        return row.contiguous()
+    row = row.float().nan_to_num()
+    low, high = row.min(), row.max()
+    return ((row - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8).contiguous()
+
+
+def png(pixels: torch.Tensor) -> bytes:
+    """A PNG file of uint8 [height, width, 1 or 3]."""
+    height, width, channels = pixels.shape
+    lines = b"".join(b"\0" + bytes(line.flatten().tolist()) for line in pixels)  # each line without a filter
+    header = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 6)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*one) for one in chunks)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _text(row: torch.Tensor) -> str:
+    """An input in words: its first numbers, and its size."""
+    numbers = ", ".join(f"{one:.4g}" for one in row.flatten()[:NUMBERS].tolist())
+    size = f" ({'x'.join(map(str, row.shape))})" if row.numel() > NUMBERS else ""
+    return f"{numbers}{' ...' * (row.numel() > NUMBERS)}{size}"

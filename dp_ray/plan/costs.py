@@ -1,0 +1,497 @@
+"""What a run will do, as one value: `dp-ray plan` shows it, and the driver executes it.
+
+A plan as text, for `dp-ray plan`.
+
+Which steps of which worker a job's `profile` asks to trace.
+
+How often a training steps its scheduler, and what to say of one that ends elsewhere.
+
+The numbers of shards that a run with `shards: auto` tries: more and more of them, of fewer and fewer rows.
+
+The memory that a run will take on each device of a worker, for each number of workers.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from dp_ray.plan.split import Split, chunk_sizes, num_filled, worker_shards
+from dp_ray.text import counted, listed
+
+
+@dataclass(frozen=True)
+class Due:
+    """After which steps of a training something is due: every so many steps or epochs, and after the last step."""
+
+    every_steps: int | None = None
+    every_epochs: int | None = None
+
+    def after(self, split: Split, step: int) -> bool:
+        """Whether it is due after `step`, counted from 0."""
+        return step + 1 == split.total_steps or self.recurs(split, step)
+
+    def recurs(self, split: Split, step: int) -> bool:
+        """Whether it is due after `step` by its steps or epochs, even if the training goes on."""
+        return any((step + 1) % period == 0 for period in self._periods(split))
+
+    def times(self, split: Split) -> int:
+        """How many times it is due in the whole training."""
+        total, periods = split.total_steps, self._periods(split)
+        both = total // math.lcm(*periods) if len(periods) == 2 else 0
+        regular = sum(total // period for period in periods) - both
+        return regular + (total > 0 and not self.recurs(split, total - 1))
+
+    def to_json(self, split: Split) -> dict[str, int]:
+        """The keys that are set, and `times`."""
+        return {**_known(asdict(self)), "times": self.times(split)}
+
+    def _periods(self, split: Split) -> list[int]:
+        """Its periods in steps: at most two."""
+        found = (self.every_steps, self.every_epochs and self.every_epochs * split.steps)
+        return [period for period in found if period]
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The evaluations during a training: how their dataset is cut, and after which steps of the training they run."""
+
+    split: Split
+    due: Due
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a training: after which steps, how many are kept, and which more there may be.
+
+    `every_seconds` is the job's: more by the clock, unless it is None. `best` is the metric of an evaluation: one
+    more, which is kept, whenever it is better than before.
+    """
+
+    due: Due
+    keep: int
+    every_seconds: float | Literal["auto"] | None = None
+    best: str | None = None
+
+
+@dataclass(frozen=True)
+class PlacedBlock:
+    """A block of a model over several devices: its name, its bytes (parameters and buffers), and its device."""
+
+    name: str
+    bytes: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do.
+
+    `split` is that of the task's own dataset, over all epochs. `evaluations` and `checkpoints` are a training's.
+    `blocks` are there if the job places the model's blocks on several devices, and only for `dp-ray plan`: to find
+    them, the model is built, which in a run is left to the workers. `remarks` are warnings, a line each.
+    """
+
+    split: Split
+    min_workers: int
+    max_workers: int
+    evaluations: Evaluations | None = None
+    checkpoints: Checkpoints | None = None
+    blocks: tuple[PlacedBlock, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The lengths of the datasets, by their keys."""
+        evaluated = {"eval.dataset": self.evaluations.split.rows} if self.evaluations else {}
+        return {"dataset": self.split.rows, **evaluated}
+
+    @property
+    def epochs(self) -> int:
+        """The epochs that a run begins; `max_steps` may end it before the last ones."""
+        return -(-self.split.total_steps // max(1, self.split.steps))
+
+    @property
+    def steps(self) -> int:
+        """The steps of an epoch that a run does: fewer than the split's if `max_steps` ends the first epoch."""
+        return min(self.split.steps, self.split.total_steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values; equal global batches are folded, so it is small for any number of rows.
+
+        `steps` and `batches` are those of an epoch. What does not apply is left out: `total_steps` unless `max_steps`
+        cuts the last epoch short, `min_workers` unless the job is elastic, and what no job of this task has.
+        """
+        split, total = self.split, self.split.total_steps
+        is_elastic = self.min_workers != self.max_workers
+        return {
+            "rows": split.rows,
+            "batch_size": split.batch_size,
+            "shards": split.shards,
+            "workers": self.max_workers,
+            **({"min_workers": self.min_workers} if is_elastic else {}),
+            "epochs": self.epochs,
+            "steps": self.steps,
+            **({} if total == self.epochs * self.steps else {"total_steps": total}),
+            "batches": batches(split, self.max_workers),
+            "padded": 0,
+            "dropped": split.dropped,
+            **self._of_training(),
+            **({"blocks": [asdict(block) for block in self.blocks]} if self.blocks else {}),
+            **({"remarks": list(self.remarks)} if self.remarks else {}),
+        }
+
+    def _of_training(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.evaluations:
+            own = self.evaluations.split
+            sizes = {"rows": own.rows, "batch_size": own.batch_size, "steps": own.steps}
+            due = self.evaluations.due.to_json(self.split)
+            found["evaluate"] = {**sizes, **due, "batches": batches(own, self.max_workers)}
+        if self.checkpoints:
+            more = {key: value for key, value in asdict(self.checkpoints).items() if key != "due"}
+            found["checkpoints"] = {**self.checkpoints.due.to_json(self.split), **_known(more)}
+        return found
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def batches(split: Split, workers: int) -> list[dict[str, Any]]:
+    """Each size of global batch in an epoch: its steps and rows, the rows of its shards, and each worker's shards."""
+    workers = max(1, workers)
+    dealt = [list(worker_shards(split.shards, workers, rank)) for rank in range(workers)]
+    return [
+        {"steps": steps, "rows": rows, "shard_rows": chunk_sizes(rows, split.shards), "worker_shards": dealt}
+        for steps, rows in _first_steps(split.batch_sizes(), split.total_steps)
+    ]
+
+
+def _first_steps(kinds: Iterable[tuple[int, int]], steps: int) -> Iterator[tuple[int, int]]:
+    """The (steps, rows) of the first `steps` global batches."""
+    for count, rows in kinds:
+        if steps > 0:
+            yield min(count, steps), rows
+        steps -= count
+
+
+def remarks(split: Split, workers: int) -> list[str]:
+    """Warnings about how a job is cut and assigned to workers, a line each."""
+    found = []
+    largest = split.largest_batch
+    if split.batch_size > split.rows:
+        found.append(f"batch_size {split.batch_size} is larger than the dataset: its {split.rows} rows are one batch")
+    filled = num_filled(largest, split.shards)
+    idle = sum(worker_shards(split.shards, workers, rank).start >= filled for rank in range(workers))
+    if idle:
+        never = "never has a row" if idle == 1 else "never have a row"
+        found.append(
+            f"{idle} of {workers} workers {never}: the largest batch is {largest} rows in {filled} shards; "
+            "use fewer workers or a larger batch_size"
+        )
+    return found
+
+
+def table(plan: Plan) -> str:
+    """The plan as text: one line for each size of global batch, then one for each group of equal workers."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    split, workers = plan.split, plan.max_workers
+    yield (
+        f"{split.rows:,} rows in global batches of {split.batch_size:,}: {_number(plan.steps, 'step')}, "
+        f"{_number(split.shards, 'shard')} {_where(plan)}; padded 0, dropped {split.dropped:,}"
+    )
+    if plan.epochs > 1:
+        yield _epochs(plan)
+    yield from _batches(split, workers)
+    if plan.evaluations:
+        yield from _evaluations(plan.evaluations, split, workers)
+    if plan.checkpoints:
+        yield _checkpoints(plan.checkpoints, split)
+    for block in plan.blocks:
+        yield f"  block {block.name:<24}{block.bytes:>16,} bytes on {block.device}"
+    yield from plan.remarks
+
+
+def _where(plan: Plan) -> str:
+    if plan.max_workers == 0:
+        return "in this process, without workers"
+    if plan.min_workers == plan.max_workers:
+        return f"on {_number(plan.max_workers, 'worker')}"
+    return f"on {plan.min_workers:,} to {plan.max_workers:,} workers, shown for {plan.max_workers:,}"
+
+
+def _epochs(plan: Plan) -> str:
+    total = plan.split.total_steps
+    rest = total - (plan.epochs - 1) * plan.steps
+    early = f", the last one ends after {rest:,}" if rest < plan.steps else ""
+    return f"{plan.epochs:,} epochs, {total:,} steps in all{early}"
+
+
+def _evaluations(evaluations: Evaluations, training: Split, workers: int) -> Iterator[str]:
+    own = evaluations.split
+    yield f"evaluations {_often(evaluations.due, training)}"
+    yield f"  {own.rows:,} rows in global batches of {own.batch_size:,}: {_number(own.steps, 'step')}"
+    yield from (f"  {line}" for line in _batches(own, workers))
+
+
+def _checkpoints(checkpoints: Checkpoints, training: Split) -> str:
+    every, best = checkpoints.every_seconds, checkpoints.best
+    clock = "more by the clock" if every == "auto" else f"more every {every:g} s" if every is not None else ""
+    better = f"one more for each better {best}" if best else ""
+    kept = f"kept: the newest {checkpoints.keep:,}{' and the best' if best else ''}"
+    parts = (f"checkpoints {_often(checkpoints.due, training)}", clock, better, kept)
+    return "; ".join(part for part in parts if part)
+
+
+def _often(due: Due, training: Split) -> str:
+    """After which steps something is due: `every 4 steps, every epoch and after the last step: 13 times`."""
+    named = [(due.every_steps, "step"), (due.every_epochs, "epoch")]
+    parts = [f"every {noun}" if count == 1 else f"every {count:,} {noun}s" for count, noun in named if count]
+    if not due.recurs(training, training.total_steps - 1):
+        parts.append("after the last step")
+    return f"{' and '.join(parts)}: {_number(due.times(training), 'time')}"
+
+
+def _batches(split: Split, workers: int) -> Iterator[str]:
+    for batch in batches(split, workers):
+        yield f"{batch['steps']:,} x {_number(batch['rows'], 'row')}"
+        yield from _folded([_worker(batch, shards) for shards in batch["worker_shards"]])
+
+
+def _number(number: int, noun: str) -> str:
+    """`counted`, with thousands set apart."""
+    return counted(number, noun).replace(str(number), f"{number:,}", 1)
+
+
+def _worker(batch: dict[str, Any], shards: list[int]) -> str:
+    rows = [batch["shard_rows"][shard] for shard in shards]
+    parts = " + ".join(map(str, rows)) if len(rows) <= 8 else f"{len(rows)} shards"
+    return parts if len(rows) == 1 else f"{parts} = {sum(rows)}"
+
+
+def _folded(workers: list[str]) -> list[str]:
+    """One line for each group of consecutive workers with the same text."""
+    lines: list[str] = []
+    first = 0
+    for rank in range(1, len(workers) + 1):
+        if rank == len(workers) or workers[rank] != workers[first]:
+            who = f"rank {first}" if rank - first == 1 else f"ranks {first}-{rank - 1}"
+            rows = "row" if workers[first] == "1" else "rows"
+            lines.append(f"  {who:<14}{workers[first]} {rows}" + (" each" if rank - first > 1 else ""))
+            first = rank
+    return lines
+
+
+SLOWEST = "slowest"
+FIRST, NUM = 10, 5  # the steps of `profile: slowest`: from FIRST on, or the last NUM of a shorter job
+_FORM = re.compile(rf"(?P<first>\d+)(?:-(?P<last>\d+))?(?::(?P<rank>\d+|{SLOWEST}))?")
+_SAYS = "must be STEPS or STEPS:RANK, like 10-20 or 10-20:3, or a rank of 'slowest', or 'slowest' alone"
+
+
+class Profiled(NamedTuple):
+    """The steps from `first` to `last`, both included, of one rank; None: of the one that is slowest so far."""
+
+    first: int
+    last: int
+    rank: int | None
+
+    def __contains__(self, step: object) -> bool:
+        return isinstance(step, int) and self.first <= step <= self.last
+
+
+def profiled_of(text: str, total_steps: int | None = None) -> Profiled:
+    """What a job's `profile` asks for; raises ValueError if it is malformed, or not within `total_steps`."""
+    if text == SLOWEST:
+        first = FIRST if total_steps is None else max(0, min(FIRST, total_steps - NUM))
+        last = first + NUM - 1 if total_steps is None else min(first + NUM, total_steps) - 1
+        return Profiled(first, last, None)
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{_SAYS}; got {text!r}")
+    first, last = int(match["first"]), int(match["last"] or match["first"])
+    if last < first:
+        raise ValueError(f"the last step must not be before the first; got {text!r}")
+    if total_steps is not None and last >= total_steps:
+        raise ValueError(f"the job has {total_steps} steps, numbered from 0 to {total_steps - 1}; got {text!r}")
+    return Profiled(first, last, None if match["rank"] == SLOWEST else int(match["rank"] or 0))
+
+
+def num_scheduled(split: Split, per: str, done: int = 0) -> int:
+    """How often a scheduler is stepped, each `step` or each `epoch`, in a training of which `done` steps are done."""
+    each = 1 if per == "step" else split.steps
+    return split.total_steps // each - done // each
+
+
+def too_short(most: int, needed: int, per: str) -> str:
+    """The error of a OneCycleLR that can be stepped `most` times more, where the training needs more."""
+    return (
+        f"scheduler: this OneCycleLR lasts for {counted(most, 'step')} from here, and the training steps it {needed} "
+        f"times, once each {per}; set total_steps: auto for the whole training, or train no longer than it lasts"
+    )
+
+
+# What torch's schedulers do after the length that their arg states, if that is below the training's; "" if nothing.
+_AFTER = {
+    ("CosineAnnealingLR", "T_max"): "the learning rate goes up again after that",
+    ("PolynomialLR", "total_iters"): "the learning rate is 0 after that",
+    ("LinearLR", "total_iters"): "",
+    ("ConstantLR", "total_iters"): "",
+    ("OneCycleLR", "total_steps"): "",
+    ("MultiStepLR", "milestones"): "",
+}
+
+
+def ends_elsewhere(name: str, args: Mapping[str, Any], num: int, per: str, epochs: int) -> str:
+    """A line on a scheduler that states another length than the `num` times that the training steps it; or nothing.
+
+    `name` is its class, if it is torch's own; `num_training_steps` states a length in any. A length of one less is no
+    mistake: then the last update has the last value of the schedule.
+    """
+    for key, value in args.items():
+        if key == "num_training_steps":
+            after = "the schedule has ended by then"
+        elif (name, key) in _AFTER:
+            after = _AFTER[name, key]
+        else:
+            continue
+        states = max(value, default=None) if isinstance(value, list) else value
+        if not isinstance(states, int) or isinstance(states, bool):
+            continue
+        if states < num - 1 and after:
+            what = after
+        elif states > num + (key == "total_steps"):
+            what = "the training ends before that"
+        else:
+            continue
+        advice = "" if key == "milestones" else f"; {key}: auto is the whole training"
+        advice += ", and per: epoch counts epochs" if per == "step" and states == epochs else ""
+        stated = f"{name} has {key} {value}" if name else f"its {key} is {value}"
+        return f"scheduler: {stated}, and the training steps it {num} times, once each {per}: {what}{advice}"
+    return ""
+
+
+def shard_counts(rows: int, workers: int) -> list[int]:
+    """The numbers to try for global batches of at most `rows` rows: the workers', and twice the last one each time.
+
+    The last one gives shards of a single row.
+
+    >>> shard_counts(30, 4), shard_counts(3, 0), shard_counts(2, 4)
+    ([4, 8, 16, 30], [1, 2, 3], [4])
+    """
+    counts, most = [max(1, workers)], max(rows, workers)
+    while counts[-1] < most:
+        counts.append(min(2 * counts[-1], most))
+    return counts
+
+
+def what_auto_does(rows: int, workers: int) -> str:
+    """A line for the plan of a run whose number of shards is still to be found."""
+    who, all_of_them = ("the workers try", " on all of them") if workers else ("this process tries", "")
+    counts = shard_counts(rows, workers)
+    tried = listed([f"{count} ({chunk_sizes(rows, count)[0]})" for count in counts])
+    return (
+        f"shards: auto: before the first step {who} so many shards (of at most so many rows): {tried}; the run keeps "
+        f"the first number that fits{all_of_them}; shown for {counts[0]}"
+    )
+
+
+GIB = 2**30
+UNITS = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
+USABLE = 0.9  # of a GPU: the rest is for CUDA's context, its libraries' workspaces, and gaps between tensors
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The bytes on one device of a worker: each kind at its own most, and `total` at the peak of a step.
+
+    `activations` holds all that comes and goes in a step, also the blocks that FSDP gathers.
+    """
+
+    device: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+    total: int
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """The memory of the worker that takes most, if a job runs by this strategy on this number of workers."""
+
+    strategy: str
+    workers: int
+    shards: int  # of a batch, one after another
+    devices: tuple[DeviceMemory, ...]
+
+    @property
+    def total(self) -> int:
+        """The bytes of the fullest device."""
+        return max(one.total for one in self.devices)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of a job's workers; `rows` are those of its largest shard, `gpu_bytes` what a GPU has, if known."""
+
+    rows: int
+    workers: tuple[WorkerMemory, ...]
+    gpu_bytes: int | None = None
+    remarks: tuple[str, ...] = ()
+
+    def fits(self, one: WorkerMemory) -> bool | None:
+        """Whether a worker's devices hold it; None if their size is not known."""
+        return None if self.gpu_bytes is None else one.total <= USABLE * self.gpu_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values, in bytes."""
+        found: dict[str, Any] = {"rows": self.rows}
+        if self.gpu_bytes is not None:
+            found["gpu_bytes"] = self.gpu_bytes
+        found["workers"] = [self._worker(one) for one in self.workers]
+        return {**found, **({"remarks": list(self.remarks)} if self.remarks else {})}
+
+    def _worker(self, one: WorkerMemory) -> dict[str, Any]:
+        fits = self.fits(one)
+        return {**asdict(one), "devices": [asdict(device) for device in one.devices], **_if_known("fits", fits)}
+
+    def lines(self) -> Iterator[str]:
+        """The plan as text: a line for each device of a worker, in a unit that shows the largest."""
+        most = max((one.total for one in self.workers), default=0)
+        unit = next((unit for unit, size in UNITS.items() if most >= size / 10), "KiB")
+        yield f"memory of a worker in {unit}, with shards of {counted(self.rows, 'row')}:"
+        names = ("parameters", "gradients", "optimizer", "buffers", "activations", "total")
+        yield f"  {'':<30}{''.join(f'{name:>12}' for name in names)}"
+        for one in self.workers:
+            for device in one.devices:
+                where = f", {device.device}" if len(one.devices) > 1 else ""
+                who = f"{one.strategy} on {counted(one.workers, 'worker')}{where}"
+                numbers = "".join(f"{getattr(device, name) / UNITS[unit]:>12.3f}" for name in names)
+                yield f"  {who:<30}{numbers}{self._verdict(one)}"
+        yield from self.remarks
+
+    def _verdict(self, one: WorkerMemory) -> str:
+        if self.gpu_bytes is None:
+            return ""
+        return f"  {'fits' if self.fits(one) else 'does not fit'} {self.gpu_bytes / GIB:g} GiB"
+
+
+def _if_known(key: str, value: Any) -> dict[str, Any]:
+    return {} if value is None else {key: value}
+
+
+def worker_counts(most: int) -> list[int]:
+    """The numbers of workers to plan for: all up to 8, then the powers of two, and the most."""
+    most = max(1, most)
+    return sorted({*range(1, min(most, 8) + 1), *(2**power for power in range(3, most.bit_length())), most})
+
+
+def shards_of_worker(rows: int, shards: int, workers: int) -> int:
+    """How many shards with rows the worker that has most of them runs."""
+    return max(1, min(num_filled(rows, shards), -(-shards // workers)))

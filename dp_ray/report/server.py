@@ -1,0 +1,177 @@
+"""`dp-ray watch`: the page of a run on localhost, or its state in the terminal.
+
+Serves the page of a run on localhost, to whoever knows the token in its URL, while the run goes on.
+"""
+
+import hmac
+import html
+import ipaddress
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from dp_ray.errors import JobError
+from dp_ray.report.page import page_of
+from dp_ray.report.terminal import LOOK_SECONDS, Watched
+from dp_ray.rundir.files import RUN
+from dp_ray.storage import Storage
+
+LIVE_SECONDS = 2.0
+# A page is made again only after this many times what making it took.
+REST = 4
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",  # the URL holds the token
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class LivePage:
+    """The page of a run, made anew at most every few seconds, whoever asks."""
+
+    def __init__(self, run: Storage, has_ended: Callable[[], bool]) -> None:
+        self._run = run
+        self._has_ended = has_ended
+        self._lock = threading.Lock()
+        self._page = b""
+        self._due = 0.0
+        self._is_last = False
+
+    def page(self) -> bytes:
+        """The page as it is now; the last one asks for no newer."""
+        with self._lock:
+            if time.monotonic() >= self._due and not self._is_last:
+                began, is_last = time.monotonic(), self._has_ended()
+                self._page = self._made(is_last).encode()
+                self._is_last = is_last
+                self._due = time.monotonic() + max(LIVE_SECONDS / 2, REST * (time.monotonic() - began))
+            return self._page
+
+    def _made(self, is_last: bool) -> str:
+        try:
+            if not self._run.exists(RUN):
+                return waiting_page(f"There is no run at {self._run} yet. This page waits for it.")
+            return page_of(self._run, None if is_last else LIVE_SECONDS)
+        except Exception as error:  # a damaged file of any kind, which may be whole at the next look
+            return waiting_page(f"The page cannot be made: {type(error).__name__}: {error}")
+
+
+def waiting_page(text: str) -> str:
+    """A page with a line of text that asks again."""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+        f'<link rel="icon" href="data:,">'
+        f'<meta name="color-scheme" content="light dark"><title>waiting</title><p>{html.escape(text)}</p></html>'
+    )
+
+
+class WatchServer(ThreadingHTTPServer):
+    """Serves one page at `url`; requests with another Host, without the token, or for another path are refused."""
+
+    daemon_threads = True
+
+    def __init__(self, page: LivePage, host: str, port: int) -> None:
+        self.page = page
+        self.token = secrets.token_urlsafe(24)
+        self.given_host = host
+        try:
+            if ":" in host:
+                self.address_family = socket.AF_INET6
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise JobError(f"--host {host} --port {port}: cannot be served: {error}") from None
+
+    @property
+    def url(self) -> str:
+        """The page's URL, with its token."""
+        host = f"[{self.given_host}]" if ":" in self.given_host else self.given_host
+        return f"http://{host}:{self.server_address[1]}/?token={self.token}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that went away."""
+
+    def is_ours(self, host: str) -> bool:
+        """Whether a Host header names this server: a foreign name would be a page that had its name rebound."""
+        name = (urlsplit(f"//{host}").hostname or "").lower()
+        if name in ("localhost", self.given_host.lower(), socket.gethostname().lower()):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def has_token(self, query: str) -> bool:
+        """Whether a request's query holds the token; the comparison takes the same time wherever they differ."""
+        given = parse_qs(query).get("token", [""])[0]
+        return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WatchServer
+    server_version = "dp_ray"
+    sys_version = ""
+    timeout = 30  # a client that sends nothing holds its thread no longer
+
+    def do_GET(self) -> None:
+        """Answer with the page, or with 304 if the browser has it."""
+        self._answer(has_body=True)
+
+    def do_HEAD(self) -> None:
+        """Answer as GET, without the page."""
+        self._answer(has_body=False)
+
+    def _answer(self, has_body: bool) -> None:
+        asked = urlsplit(self.path)
+        if not self.server.is_ours(self.headers.get("Host", "")):
+            self._send(403, b"unknown Host\n", has_body)
+        elif not self.server.has_token(asked.query):
+            self._send(
+                403, b"the URL's token is missing or wrong: take the URL that dp-ray watch printed\n", has_body
+            )
+        elif asked.path != "/":
+            self._send(404, b"there is only /\n", has_body)
+        else:
+            self._send_page(self.server.page.page(), has_body)
+
+    def _send_page(self, page: bytes, has_body: bool) -> None:
+        tag = f'"{sha256(page).hexdigest()[:32]}"'
+        is_known = self.headers.get("If-None-Match") == tag
+        self._send(304 if is_known else 200, b"" if is_known else page, has_body, {**HEADERS, "ETag": tag})
+
+    def _send(self, status: int, body: bytes, has_body: bool, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {**HEADERS, "Content-Type": "text/plain; charset=utf-8"}).items():
+            self.send_header(name, value)
+        if status != 304:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if has_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing for a request."""
+
+
+def watch_page(run: Storage, host: str, port: int, until_end: bool, say: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C, or until the run has ended; `say` gets its URL."""
+    watched = Watched(run)
+    server = WatchServer(LivePage(run, lambda: watched.look().has_ended), host, port)
+    thread = threading.Thread(target=server.serve_forever, name="watch", daemon=True)
+    thread.start()
+    try:
+        say(server.url)
+        while not (until_end and watched.look().has_ended):
+            time.sleep(LOOK_SECONDS[run.is_atomic])
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,229 @@
+"""A training's history as files: pieces that end at checkpoints, which are merged into `metrics.parquet`.
+
+Keeps the history's rows since the last checkpoint in `recent.parquet`, so that running and failed runs show them.
+
+A training writes its history in pieces, with its checkpoints. What comes after the last one only the driver has.
+"""
+
+import re
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.errors import StorageError
+from dp_ray.rundir.files import is_finished, replacing
+from dp_ray.storage import Storage
+from dp_ray.tables import table_of_rows
+
+METRICS = "metrics.parquet"
+HISTORY = "history"
+RECENT = "recent.parquet"  # of an unfinished run: the rows after the last piece
+CLOCKED = ("rows_per_second", "data_wait_seconds")  # columns of what the clock says: never the same twice
+DIGEST = "outputs_digest"  # the metric that `verify` adds
+SEGMENT = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+
+
+def is_inner(name: str) -> bool:
+    """Whether a metric was added by `verify` for its own use, and not by the user."""
+    return name.removeprefix("eval_") == DIGEST
+
+
+def forget(folder: Storage, step: int) -> None:
+    """Remove the pieces with `step` or later steps, which an earlier attempt wrote and which are run again."""
+    for name, _, end in _segments(folder):
+        if end > step:
+            folder.delete(name)
+
+
+def merge_history(folder: Storage, run: Storage, steps: int, start: int = 0) -> None:
+    """Merge all pieces into `metrics.parquet`; raises StorageError unless they hold each step from `start` on once.
+
+    The elements of a vector metric are columns from the piece of their first measurement on; the metric's own name is
+    no column then.
+    """
+    tables, at = [], start
+    for name, first, end in _segments(folder):
+        if first != at:
+            break
+        tables.append(_read(folder, name))
+        at = end
+    if at != steps:
+        raise StorageError(f"{folder}: the history ends at step {at} of {steps}; start anew {replacing(run)}")
+    merged = pa.concat_tables(tables, promote_options="default")
+    evaluated = [name for name in merged.column_names if name.startswith("eval_")]
+    never = [name for name in evaluated if merged.column(name).null_count == len(merged)]
+    write_piece(run, METRICS, merged.drop_columns(never))
+
+
+def unmerge_history(run: Storage, checkpoints: Sequence[int]) -> None:
+    """Cut `metrics.parquet` into pieces that end at the checkpoints, so that a training can resume from any of them.
+
+    This undoes `merge_history`; the merged file stays.
+    """
+    table = _read(run, METRICS)
+    steps = table.column("step")
+    start, last = steps[0].as_py(), steps[-1].as_py() + 1
+    ends = [step for step in sorted(checkpoints) if start < step < last]
+    folder = run.child(HISTORY)
+    folder.create()
+    for first, end in pairwise([start, *ends, last]):
+        write_piece(folder, f"steps-{first}-{end}.parquet", table.slice(first - start, end - first))
+
+
+def history_so_far(run: Storage) -> pa.Table | None:
+    """The rows that a run has by now, in the order of steps: of pieces and after them, or merged; None if none.
+
+    Of a step that was run again, the newest row counts.
+    """
+    folder = run.child(HISTORY)
+    pieces = [(folder, name) for name, _, _ in _segments(folder)]
+    merged = [(run, METRICS)] * (not pieces and run.exists(METRICS))
+    recent = [(run, RECENT)] * run.exists(RECENT)
+    tables = [_read(*one) for one in (*pieces, *merged, *recent)]
+    if not tables:
+        return None
+    table = pa.concat_tables(tables, promote_options="permissive")
+    steps = np.from_dlpack(table.column("step").combine_chunks())
+    if (steps[1:] > steps[:-1]).all():
+        return table
+    _, last = np.unique(steps[::-1], return_index=True)
+    return table.take((len(steps) - 1 - last).tolist())
+
+
+class StepRows:
+    """The rows of a history by their steps, each read when it is asked for; none of a run without a history."""
+
+    def __init__(self, table: pa.Table | None) -> None:
+        self._table = table
+        self._steps = np.empty(0, np.int64) if table is None else table.column("step").to_numpy()
+
+    def __contains__(self, step: int) -> bool:
+        return bool(self.row(step))
+
+    def row(self, step: int) -> dict[str, Any]:
+        """The row of a step; empty if there is none."""
+        at = int(np.searchsorted(self._steps, step))
+        if self._table is None or at == len(self._steps) or self._steps[at] != step:
+            return {}
+        return dict(self._table.slice(at, 1).to_pylist()[0])
+
+
+def end_of_pieces(folder: Storage) -> int:
+    """The step after the last that a piece holds; 0 if there is none."""
+    return max((end for _, _, end in _segments(folder)), default=0)
+
+
+def history_of(run: Storage) -> pa.Table | None:
+    """The whole history of a finished training, or the rows so far; None if there are none.
+
+    A finished training that goes on for longer has its merged history still, as of the end that it had.
+    """
+    if not run.exists(METRICS):
+        return history_so_far(run)
+    merged = _read(run, METRICS)
+    end = merged.column("step")[-1].as_py() + 1
+    has_more = run.exists(RECENT) or end_of_pieces(run.child(HISTORY)) > end
+    return history_so_far(run) if has_more and not is_finished(run) else merged
+
+
+def _read(folder: Storage, name: str) -> pa.Table:
+    with folder.open(name) as stream:
+        try:
+            return pq.ParquetFile(stream).read()  # pq.read_table would import pandas, which takes most of a second
+        except (pa.ArrowException, OSError) as error:
+            raise StorageError(f"{folder}/{name}: cannot be read: {error}") from None
+
+
+def read_history(run: Storage) -> Iterator[dict[str, Any]]:
+    """Read the rows of the history, in the order of steps; of an unfinished run, those so far."""
+    table = history_of(run)
+    yield from [] if table is None else table.to_pylist()
+
+
+def summary(run: Storage) -> dict[str, float]:
+    """The last value of each measured column: loss, metrics, epoch_loss, eval_... A batch without rows has none."""
+    table = _read(run, METRICS)
+    with_rows = np.flatnonzero(np.from_dlpack(table.column("rows").combine_chunks()))
+    until_rows = table.slice(0, int(with_rows[-1]) + 1 if len(with_rows) else 0)
+    not_measured = {"step", "epoch", "learning_rate", "gradient_norm", "rows", *CLOCKED}
+    names = [name for name in table.column_names if name not in not_measured]
+    columns = {name: (table if is_of_many(name) else until_rows).column(name).drop_null() for name in names}
+    return {name: column[-1].as_py() for name, column in columns.items() if len(column)}
+
+
+def is_of_many(name: str) -> bool:
+    """Whether a training's metric is of an epoch or an evaluation, and not of one batch."""
+    return name.startswith(("eval_", "epoch_"))
+
+
+def best_of(run: Storage, metric: str, mode: str, kept: Collection[int]) -> dict[str, Any] | None:
+    """The first kept checkpoint with the best value of an evaluated metric: metric, value, and steps done."""
+    measured = [(row[metric], row["step"] + 1) for row in read_history(run) if row.get(metric) is not None]
+    measured = [(value, step) for value, step in measured if value == value and step in kept]
+    if not measured:
+        return None
+    value = (min if mode == "min" else max)(value for value, _ in measured)
+    return {"metric": metric, "value": value, "step": next(step for one, step in measured if one == value)}
+
+
+def _segments(folder: Storage) -> list[tuple[str, int, int]]:
+    found = [(name, SEGMENT.fullmatch(name)) for name in folder.names()]
+    return sorted(
+        ((name, int(match[1]), int(match[2])) for name, match in found if match), key=lambda segment: segment[1:]
+    )
+
+
+def write_piece(storage: Storage, name: str, table: pa.Table) -> None:
+    """Write a table as a Parquet file, atomically."""
+    with storage.writing(name) as stream:
+        pq.write_table(table, stream)
+
+
+SECONDS = 2.0  # between two writes
+SHARE = 0.01  # of the time, for writing
+
+
+class RecentHistory:
+    """Collects rows of the history and writes those that no piece holds yet; a repeated step replaces later ones."""
+
+    def __init__(self, run: Storage) -> None:
+        self._run = run
+        self._rows: list[dict[str, Any]] = []
+        self._due = time.monotonic() + SECONDS
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Take rows, and write them all if it is time."""
+        if rows and self._rows and rows[0]["step"] <= self._rows[-1]["step"]:
+            self._rows = [row for row in self._rows if row["step"] < rows[0]["step"]]
+        self._rows += rows
+        if time.monotonic() >= self._due:
+            self.save()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.save()
+
+    def save(self) -> None:
+        """Write the rows that no piece holds; a storage that fails is left to what must be written."""
+        began = time.monotonic()
+        with suppress(StorageError):
+            kept = end_of_pieces(self._run.child(HISTORY))
+            self._rows = [row for row in self._rows if row["step"] >= kept]
+            if self._rows:
+                write_piece(self._run, RECENT, _table_of(self._rows))
+        ended = time.monotonic()
+        self._due = ended + max(SECONDS, (ended - began) / SHARE)
+
+
+def _table_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
+    """Rows as a table with all of their columns: only some rows have measured values."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    have_fractions = {name for row in rows for name, value in row.items() if not isinstance(value, int | None)}
+    kinds = [(name, pa.float64() if name in have_fractions else pa.int64()) for name in names]
+    return table_of_rows(rows, pa.schema(kinds))

@@ -1,0 +1,292 @@
+"""The samples that a run has set aside: files of the workers, and `quarantine.parquet` at the run's end.
+
+A worker writes a file for each shard with bad samples before the shard runs. Its name holds the step and the shard,
+so that a step that is run again replaces what its first run wrote. Attempts forget the files of steps that they run
+again.
+"""
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dp_ray.engine.bad_samples import BadSample
+from dp_ray.errors import DataError
+from dp_ray.plan.split import Done, Shard, Split
+from dp_ray.rundir.ledger import check_newest, committed, done_ranges
+from dp_ray.storage import Storage
+from dp_ray.text import counted, encodable, hide
+
+QUARANTINE = "quarantine"
+QUARANTINED = "quarantine.parquet"
+FILE = re.compile(r"(.+)-(\d+)-([\d.]+|again)\.json")
+SCHEMA = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("sample_index", "epoch", "step", "position")),
+        *((name, pa.string()) for name in ("type", "message", "traceback", "dataset")),
+    ]
+)
+CARRIED = "carried."  # before a key that the job carries, in the name of its column
+SHOWN = 20  # bad samples that an error lists
+
+Record = dict[str, Any]
+
+
+class QuarantineFull(DataError):
+    """More samples are bad than the job sets aside; it ends the job, whose next attempt would find them again."""
+
+
+class QuarantineFiles:
+    """Writes the bad samples that this worker finds in a dataset, and counts those of all workers.
+
+    `after` is the step of a training after which the dataset is evaluated. `note` tells each sample once.
+    """
+
+    def __init__(
+        self, run: Storage, dataset: str, limit: int, attempt: str | None, note: Callable[[str], None]
+    ) -> None:
+        self.after: int | None = None
+        self._run = run
+        self._folder = run.child(QUARANTINE)
+        self._dataset = dataset
+        self._limit = limit
+        self._attempt = attempt
+        self._note = note
+        self._files = RecordFiles(self._folder)
+
+    def keep(self, shard: Shard, bad: Mapping[int, BadSample]) -> None:
+        """Write a shard's bad samples, by position; raises QuarantineFull if the run has more than the limit."""
+        if self._attempt is not None:
+            check_newest(self._run, self._attempt)
+        after, step = self.after, shard.step
+        name = (
+            f"{self._dataset}-{step}-{shard.shard}"
+            if after is None
+            else f"{self._dataset}-{after}-{step}.{shard.shard}"
+        )
+        records = [self._record(shard, position, one) for position, one in sorted(bad.items())]
+        self._folder.write_text(f"{name}.json", json.dumps(records))
+        self._count(f"{name}.json", records)
+
+    def _record(self, shard: Shard, position: int, bad: BadSample) -> Record:
+        step = shard.step if self.after is None else self.after
+        where = {"sample_index": bad.sample, "epoch": shard.epoch, "step": step, "position": position}
+        beside = {} if bad.carried is None else {"carried": bad.carried}
+        return {
+            **where,
+            **beside,
+            "type": encodable(bad.kind),
+            "message": hide(encodable(bad.message)),
+            "traceback": hide(encodable(bad.traceback)),
+            "dataset": self._dataset,
+        }
+
+    def _count(self, name: str, records: Sequence[Record]) -> None:
+        found = self._files.look()
+        known = distinct(others for one, others in found.items() if one != name)
+        for record in records:
+            if (self._dataset, record["sample_index"]) not in known:
+                self._note(f"set aside: {told(record)}")
+        if len(distinct(found.values())) > self._limit:
+            raise QuarantineFull(self._says_too_many(found))
+
+    def _says_too_many(self, found: Mapping[str, Sequence[Record]]) -> str:
+        firsts = {(one["dataset"], one["sample_index"]): one for records in found.values() for one in records}
+        lines = [f"\n  {told(record)}" for record in list(firsts.values())[:SHOWN]]
+        lines += [f"\n  and {len(firsts) - SHOWN} more"] * (len(firsts) > SHOWN)
+        advice = "mend them, or set on_error.quarantine higher and run the job again"
+        bad = counted(len(firsts), "sample")
+        return f"{bad} cannot be used, and on_error.quarantine is {self._limit}; {advice}:{''.join(lines)}"
+
+
+def told(record: Record) -> str:
+    """A bad sample in a line: `sample 17 of dataset, step 3: ValueError: no such image`."""
+    text = " ".join(record["message"].split())[:200]
+    return f"sample {record['sample_index']} of {record['dataset']}, step {record['step']}: {record['type']}: {text}"
+
+
+def distinct(files: Any) -> set[tuple[str, int]]:
+    """The samples in the records of some files: each once, with its dataset."""
+    return {(one["dataset"], one["sample_index"]) for records in files for one in records}
+
+
+def record_files(folder: Storage) -> list[str]:
+    """The names of the files of records, in the order of steps and shards."""
+    found = (FILE.fullmatch(name) for name in folder.names())
+    return [match[0] for match in sorted((one for one in found if one), key=_place)]
+
+
+def _place(match: re.Match[str]) -> tuple[int, str, tuple[float, ...]]:
+    numbers = () if match[3] == "again" else tuple(float(one) for one in match[3].split("."))
+    return int(match[2]), match[1], numbers
+
+
+def read_records(folder: Storage, name: str) -> list[Record]:
+    """The records in a file."""
+    records: list[Record] = json.loads(folder.read_text(name))
+    return records
+
+
+def forget(run: Storage, is_kept: Callable[[int, str], bool]) -> None:
+    """Remove the files of the steps that are run again: `is_kept` gets the step and, after it, the shard's place."""
+    folder = run.child(QUARANTINE)
+    folder.create()
+    folder.remove_unfinished()
+    for name in record_files(folder):
+        match = FILE.fullmatch(name)
+        assert match is not None
+        if not is_kept(int(match[2]), match[3]):
+            folder.delete(name)
+
+
+def has_set_aside(run: Storage) -> bool:
+    """Whether the run has set samples aside, or had before it was resumed."""
+    return run.exists(QUARANTINED) or bool(record_files(run.child(QUARANTINE)))
+
+
+def count_quarantined(run: Storage) -> int:
+    """How many samples the run has set aside: each once, in however many epochs."""
+    folder = run.child(QUARANTINE)
+    if names := record_files(folder):
+        return len(distinct(read_records(folder, name) for name in names))
+    if not run.exists(QUARANTINED):
+        return 0
+    with run.open(QUARANTINED) as stream:
+        return len(distinct([pq.read_table(stream, columns=["dataset", "sample_index"]).to_pylist()]))
+
+
+class RecordFiles:
+    """The files of records in a folder, each of which is read once."""
+
+    def __init__(self, folder: Storage) -> None:
+        self._folder = folder
+        self._read: dict[str, list[Record]] = {}
+
+    def look(self) -> dict[str, list[Record]]:
+        """The records of each file that is there by now, in the order of steps and shards."""
+        self._read = {
+            name: self._read.get(name) or read_records(self._folder, name) for name in record_files(self._folder)
+        }
+        return self._read
+
+
+class Missing:
+    """The positions of a prediction that have no outputs, since their samples were set aside.
+
+    If it `grows`, each call looks for more of them.
+    """
+
+    def __init__(self, run: Storage, grows: bool) -> None:
+        self._files = RecordFiles(run.child(QUARANTINE))
+        self._grows = grows
+        self._found = self._files.look()
+
+    def __call__(self) -> list[int]:
+        if self._grows:
+            self._found = self._files.look()
+        return sorted(record["position"] for records in self._found.values() for record in records)
+
+
+def positions_set_aside(run: Storage) -> list[int]:
+    """The positions of a prediction that have no outputs, in order."""
+    return Missing(run, grows=False)()
+
+
+def merge_quarantine(run: Storage, carry: Sequence[str] = (), more: Sequence[Record] = ()) -> None:
+    """Merge the files of records into `quarantine.parquet`, one after another, with a column for each carried key.
+
+    `more` are records that are in no file any more.
+    """
+    folder = run.child(QUARANTINE)
+    names = record_files(folder)
+
+    def together() -> Iterator[Sequence[Record]]:
+        yield from (read_records(folder, name) for name in names)
+        if more:
+            yield more
+
+    values: dict[str, list[Any]] = {key: [] for key in carry}
+    for record in itertools.chain.from_iterable(together() if carry else ()):
+        for key in carry:
+            values[key].append(_carried(record, key))
+    kinds = {key: _kind(found) for key, found in values.items()}
+    schema = pa.schema([*SCHEMA, *((CARRIED + key, kind) for key, kind in kinds.items())])
+    with run.writing(QUARANTINED) as stream, pq.ParquetWriter(stream, schema) as writer:
+        for records in together():
+            columns = [pa.array([one[field.name] for one in records], field.type) for field in SCHEMA]
+            columns += [_column([_carried(one, key) for one in records], kind) for key, kind in kinds.items()]
+            writer.write_table(pa.table(columns, schema=schema))
+
+
+def _carried(record: Record, key: str) -> Any:
+    return (record.get("carried") or {}).get(key)
+
+
+def _kind(values: list[Any]) -> pa.DataType:
+    """The type that holds all values of a key; text if they are of several kinds."""
+    try:
+        return pa.array(values).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return pa.string()
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_string(kind):
+        values = [one if one is None else str(one) for one in values]
+    return pa.array(values, kind)
+
+
+def merged_positions(run: Storage) -> list[int]:
+    """The positions of a finished prediction that have no outputs."""
+    if not run.exists(QUARANTINED):
+        return []
+    with run.open(QUARANTINED) as stream:
+        found: list[int] = pq.read_table(stream, columns=["position"]).column(0).to_pylist()
+    return found
+
+
+def still_missing(run: Storage, split: Split) -> list[Record]:
+    """Of a prediction that is retried: what `quarantine.parquet` has of the shards that have not run again yet."""
+    done, shards = Done(done_ranges(committed(run))), functools.cache(lambda step: split.worker(1, 0, step))
+    known = distinct(RecordFiles(run.child(QUARANTINE)).look().values())
+    found = []
+    for record in _merged(run):
+        shard = next(one for one in shards(record["step"]) if one.start <= record["position"] < one.stop)
+        if shard not in done and (record["dataset"], record["sample_index"]) not in known:
+            found.append(record)
+    return found
+
+
+def _merged(run: Storage) -> list[Record]:
+    """The records in `quarantine.parquet`, if it is there."""
+    if not run.exists(QUARANTINED):
+        return []
+    with run.open(QUARANTINED) as stream:
+        return [_with_carried(one) for one in pq.read_table(stream).to_pylist()]
+
+
+def unmerge_quarantine(run: Storage) -> None:
+    """Write files of what `quarantine.parquet` holds, so that a training can forget its last steps."""
+    if not (records := _merged(run)):
+        return
+    folder = run.child(QUARANTINE)
+    folder.create()
+    by_step = sorted(records, key=_owner)
+    for (dataset, step), together in itertools.groupby(by_step, key=_owner):
+        folder.write_text(f"{dataset}-{step}-again.json", json.dumps(list(together)))
+
+
+def _with_carried(row: Record) -> Record:
+    """A row of `quarantine.parquet` as a record; the inverse of what `merge_quarantine` does."""
+    carried = {name.removeprefix(CARRIED): value for name, value in row.items() if name.startswith(CARRIED)}
+    record = {name: value for name, value in row.items() if not name.startswith(CARRIED)}
+    return {**record, "carried": carried} if carried else record
+
+
+def _owner(record: Record) -> tuple[str, int]:
+    return record["dataset"], record["step"]

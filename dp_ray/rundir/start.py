@@ -1,0 +1,529 @@
+"""The trained weights as files: one, or above `LIMIT` several in the layout of Hugging Face, with an index.
+
+The weights that a model starts from (`init_from`): those of a weights file, a checkpoint, or a run.
+
+What `init_from` names may change while a job runs: a run in training gets newer checkpoints and removes older ones.
+So the file's name and hash are pinned in the run directory when the run begins, and only that file is ever loaded.
+On a disk with hard links the run directory holds a hard link, so the file survives its removal elsewhere. On other
+storage nothing is copied.
+
+Checkpoints of a training of which each worker holds a part: written by all workers, and read row by row.
+"""
+
+import hashlib
+import io
+import json
+import pickle
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_ray.engine.buffers import make_room
+from dp_ray.engine.optimizer import weights_of_average
+from dp_ray.engine.world import World, broadcast, gathered, is_rank_0, new_group
+from dp_ray.errors import JobError, ModelError, StorageError
+from dp_ray.rundir.checkpoint import (
+    CHECKPOINTS,
+    NAME,
+    PIECES,
+    CheckpointWriter,
+    described,
+    name_of,
+    names_of,
+    open_pieces,
+    parse,
+    piece_name,
+    steps_of,
+    stored_in,
+    unpack,
+)
+from dp_ray.rundir.files import is_finished, replacing, write_json
+from dp_ray.storage import Storage
+from dp_ray.system.threads import waiting
+from dp_ray.tensors.files import (
+    Stored,
+    TensorFile,
+    as_bytes,
+    held,
+    is_sharded,
+    local,
+    parse_tensors,
+    read_tensors,
+    read_text,
+    sha256_of,
+    write_tensors,
+)
+from dp_ray.text import listed
+
+WEIGHTS = "weights.safetensors"
+INDEX = "model.safetensors.index.json"
+INDEXES = ".safetensors.index.json"  # how the name of an index ends
+LIMIT = 5 * 10**9  # bytes of the tensors in a file
+
+
+def write_weights(
+    run: Storage, tensors: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Write the weights to a run directory; `whole` is that of `write_tensors`, which is called for each file."""
+    parts = parts_of(tensors)
+    if len(parts) == 1:
+        write_tensors(run, WEIGHTS, tensors, whole=whole)
+        run.delete(INDEX)
+        return
+    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    checksums = {
+        name: write_tensors(run, name, part, whole=whole, metadata={"format": "pt"})
+        for name, part in zip(names, parts, strict=True)
+    }
+    weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+    size = sum(one.nbytes for one in tensors.values())
+    write_json(run, INDEX, {"metadata": {"total_size": size, "sha256": checksums}, "weight_map": weight_map})
+    run.delete(WEIGHTS)
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The tensors of each file, in order: as many as `LIMIT` bytes hold, but at least one."""
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for key, one in tensors.items():
+        if parts[-1] and size + one.nbytes > LIMIT:
+            parts.append({})
+            size = 0
+        parts[-1][key] = one
+        size += one.nbytes
+    return parts
+
+
+def weights_name(storage: Storage) -> str | None:
+    """The name of the weights file in a folder, or else of the index; None if there is neither."""
+    return next((name for name in (WEIGHTS, INDEX) if storage.exists(name)), None)
+
+
+def weights_path(run: Storage) -> str:
+    """The path or URL of the weights of a run, for people."""
+    return str(run.child(weights_name(run) or WEIGHTS))
+
+
+def read_weights(storage: Storage) -> dict[str, torch.Tensor]:
+    """The weights in a run directory; raises StorageError if a file is missing or damaged."""
+    if storage.exists(WEIGHTS) or not storage.exists(INDEX):
+        return read_tensors(storage, WEIGHTS)[0]
+    return {key: one.whole() for key, one in open_index(storage, INDEX).items()}
+
+
+def weights_sha256(storage: Storage) -> str:
+    """The hash of the tensors' raw bytes, in the order of their names, however many files hold them."""
+    if storage.exists(WEIGHTS) or not storage.exists(INDEX):
+        return sha256_of(storage, WEIGHTS)
+    digest = hashlib.sha256()
+    for _, one in sorted(open_index(storage, INDEX).items()):
+        digest.update(as_bytes(one.whole()).numpy().data)
+    return digest.hexdigest()
+
+
+def files_of(storage: Storage, index: str) -> list[str]:
+    """The files that an index names; raises StorageError if it is damaged."""
+    return sorted(set(_read(storage, index)["weight_map"].values()))
+
+
+def open_index(storage: Storage, index: str) -> dict[str, Stored]:
+    """All tensors that an index names, to be read when they are needed; the files' checksums are verified first."""
+    read = _read(storage, index)
+    checksums = read.get("metadata", {}).get("sha256", {})
+    files = {name: TensorFile(storage, name) for name in sorted(set(read["weight_map"].values()))}
+    for name, one in files.items():
+        if checksums and one.digest != checksums.get(name):
+            raise StorageError(f"{one.where}: is not the file that was written with {index}")
+        one.check()
+    tensors = {name: one.tensors() for name, one in files.items()}
+    try:
+        return {key: tensors[name][key] for key, name in read["weight_map"].items()}
+    except KeyError as error:
+        raise StorageError(f"{storage}/{index}: names the tensor {error}, which its file does not hold") from None
+
+
+def _read(storage: Storage, index: str) -> dict[str, Any]:
+    try:
+        read = dict(json.loads(storage.read_text(index)))
+        names = list(read["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"{storage}/{index}: is damaged, or no index of safetensors files: {error!r}") from None
+    if bad := [name for name in names if not isinstance(name, str) or "/" in name or "\\" in name]:
+        raise StorageError(f"{storage}/{index}: names a file that is not beside it: {bad[0]!r}")
+    return read
+
+
+BEST = "best.safetensors"
+EMA = "ema.safetensors"
+TORCH_FILES = (".pt", ".pth", ".bin")
+PIN = "init_from.json"
+LINKS = "init_from"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The pinned file with which a run began: its name, its hash, and its folder relative to `init_from`.
+
+    `folder` is "" if the file is directly in the folder of `init_from`.
+    """
+
+    folder: str
+    name: str
+    sha256: str
+
+    @property
+    def step(self) -> int:
+        """The steps done in a checkpoint; 0 for weights alone."""
+        match = NAME.fullmatch(self.name)
+        return int(match[1]) if match else 0
+
+
+def find_start(location: str) -> tuple[Storage, str, str]:
+    """The storage that `init_from` names, and the folder and name in it of the file to load.
+
+    In a run directory that is the newest checkpoint, else the weights. Raises JobError if there is no such file.
+    """
+    storage, name = _split_location(location)
+    if name:
+        if not storage.exists(name):
+            raise JobError(f"init_from: there is no file {location}")
+        return storage, "", name
+    if steps := steps_of(storage.child(CHECKPOINTS)):
+        return storage, CHECKPOINTS, name_of(steps[-1])
+    if weights := weights_name(storage):
+        return storage, "", weights
+    what = f"holds neither checkpoints nor {WEIGHTS}"
+    if storage.is_file():
+        what = "is no file of weights"
+    elif storage.is_empty():
+        what = "does not exist, or is empty"
+    kinds = listed([".safetensors", INDEXES, *TORCH_FILES])
+    raise JobError(
+        f"init_from: {location} {what}: give a run of task train, or a file of weights, by its end: {kinds}"
+    )
+
+
+def goes_on(run: Storage) -> bool:
+    """Whether a training has a checkpoint and is not done: weights beside it are those of an earlier, shorter end."""
+    return not is_finished(run) and bool(steps_of(run.child(CHECKPOINTS)))
+
+
+def files_of_start(location: str) -> list[str]:
+    """The paths or URLs of all files that `init_from` loads; raises JobError if there is no such file."""
+    storage, folder, name = find_start(location)
+    source = storage.child(folder) if folder else storage
+    others = files_of(source, name) if name.endswith(INDEXES) else []
+    if NAME.fullmatch(name):
+        others = [f"{PIECES}/{piece}" for piece in _pieces_of(source, name)]
+    return [source.child(one).location for one in (name, *others)]
+
+
+def pinned(run: Storage) -> Start | None:
+    """The file with which a run began; None if none is pinned yet."""
+    if not run.exists(PIN):
+        return None
+    try:
+        return Start(**json.loads(run.read_text(PIN)))
+    except (ValueError, TypeError) as error:
+        raise StorageError(f"{run}/{PIN}: is damaged: {error}; start anew {replacing(run)}") from None
+
+
+def check_start(run: Storage, location: str) -> None:
+    """Raise JobError if `init_from` names no weights, or if the file with which the run began is gone."""
+    start = pinned(run)
+    if start is None:
+        find_start(location)
+    else:
+        file_of(run, location, start)
+
+
+def first_step(run: Storage) -> int:
+    """The step from which a training starts: that of the checkpoint with which it began, else 0."""
+    start = pinned(run)
+    return start.step if start else 0
+
+
+def pin_start(run: Storage, location: str) -> Start:
+    """The file with which the run began, the same on every rank; the first attempt's rank 0 pins it."""
+    start = (pinned(run) or _pin(run, location)) if is_rank_0() else None
+    return Start(**json.loads(broadcast(json.dumps(start and asdict(start)))))
+
+
+def read_start(run: Storage, location: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The weights with which the run began, and the whole checkpoint (about and state) if they come from one.
+
+    Raises JobError if the pinned file is gone or has changed.
+    """
+    start = pin_start(run, location)
+    storage, name = file_of(run, location, start)
+    data, where = storage.read_bytes(name), f"{storage}/{name}"
+    check_pinned(run, where, start, hashlib.sha256(data).hexdigest())
+    if NAME.fullmatch(name):
+        about, state = parse(data, where, storage)
+        return state["model"], {"about": about, "state": state}
+    if name.endswith(INDEXES):
+        return {key: one.whole() for key, one in open_index(storage, name).items()}, None
+    return read_torch(data, where) if name.endswith(TORCH_FILES) else parse_tensors(data, where)[0], None
+
+
+def check_pinned(run: Storage, where: str, start: Start, got: str) -> None:
+    """Raise JobError if a file is not the one with which the run began; `got` is its hash."""
+    if got != start.sha256:
+        raise JobError(
+            f"init_from: {where} is not the file with which this run began: "
+            f"its sha256 is {got}, expected {start.sha256}; {_advice(run)}"
+        )
+
+
+def describe_start(run: Storage, location: str) -> str:
+    """One line that names the file with which the run began, and the best weights beside it."""
+    start = pinned(run)
+    assert start is not None
+    storage = _split_location(location)[0]
+    place = f"{storage}/{start.folder}/{start.name}" if start.folder else f"{storage}/{start.name}"
+    line = f"init_from: takes {place}"
+    if start.name == BEST:
+        return line + _told_best(*file_of(run, location, start))
+    if not start.folder:
+        return line
+    has_best = storage.exists(BEST) and not goes_on(storage)
+    beside = f"; its best weights are {storage}/{BEST}{_told_best(storage, BEST)}" if has_best else ""
+    return f"{line}, the run's newest checkpoint{beside}"
+
+
+def _told_best(storage: Storage, name: str) -> str:
+    text = read_text(storage, name)
+    best = json.loads(text) if text else None
+    return f" ({best['metric']} {best['value']:.6g} after step {best['step']})" if best else ""
+
+
+def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
+    """Load weights into the bare module; raises ModelError, which names missing, unexpected and mis-sized tensors."""
+    make_room(model, weights)
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ModelError(f"the weights of {where} are not this model's: {error}{_inside(weights)}") from None
+
+
+def _inside(weights: Mapping[str, Any]) -> str:
+    """A hint if one of the values is what holds the weights, as in a checkpoint of the user's own."""
+    holds = [key for key, one in weights.items() if isinstance(one, Mapping) and _are_tensors(one)]
+    return (
+        f"; it holds weights in {holds[0]!r}: save that alone, torch.save(found[{holds[0]!r}], file)" if holds else ""
+    )
+
+
+def _are_tensors(values: Mapping[str, Any]) -> bool:
+    return bool(values) and all(isinstance(one, torch.Tensor) for one in values.values())
+
+
+def _split_location(location: str) -> tuple[Storage, str]:
+    """Split `init_from` into a folder and a file name, which is empty if it names a folder."""
+    base, mark, query = location.partition("?") if "://" in location else (location, "", "")
+    folder, _, name = base.rstrip("/").rpartition("/")
+    is_file = name.endswith((".safetensors", INDEXES, *TORCH_FILES))
+    return (Storage((folder or ".") + mark + query), name) if is_file else (Storage(location), "")
+
+
+def _pin(run: Storage, location: str) -> Start:
+    storage, folder, name = find_start(location)
+    source, links = storage.child(folder) if folder else storage, run.child(LINKS)
+    links.create()
+    if is_linked := links.link(name, source):
+        _link_pieces(links, name, source)
+        for one in files_of(source, name) if name.endswith(INDEXES) else ():
+            links.link(one, source)
+    start = Start(folder, name, (links if is_linked else source).sha256(name))
+    write_json(run, PIN, asdict(start))
+    return start
+
+
+def _link_pieces(links: Storage, name: str, source: Storage) -> None:
+    """Link the pieces of a checkpoint beside it."""
+    if not NAME.fullmatch(name):
+        return
+    for piece in _pieces_of(source, name):
+        links.child(PIECES).create()
+        links.child(PIECES).link(piece, source.child(PIECES))
+
+
+def _pieces_of(source: Storage, name: str) -> list[str]:
+    try:
+        return names_of(json.loads(read_text(source, name) or "{}").get(PIECES))
+    except (StorageError, ValueError):  # told when it is loaded
+        return []
+
+
+def file_of(run: Storage, location: str, start: Start) -> tuple[Storage, str]:
+    """Find the pinned file: in the run directory, else where it was found first; raises JobError if it is gone."""
+    storage = _split_location(location)[0]
+    for place in (run.child(LINKS), storage.child(start.folder) if start.folder else storage):
+        if place.exists(start.name):
+            return place, start.name
+    raise JobError(
+        f"init_from: {place}/{start.name}, with which this run began (sha256 {start.sha256}), is gone "
+        f"(a training keeps its newest checkpoints only); {_advice(run)}"
+    )
+
+
+def _advice(run: Storage) -> str:
+    return f"put that file back, or start anew {replacing(run)}"
+
+
+def read_torch(data: bytes, where: str) -> dict[str, Any]:
+    """The state_dict in a file of torch's; raises StorageError if it holds none, or code."""
+    try:
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise StorageError(f"{where}: is no file of weights that can be read without running code: {error}") from None
+    if not isinstance(loaded, dict):
+        raise StorageError(f"{where}: holds a {type(loaded).__qualname__}, not a state_dict")
+    return loaded
+
+
+class ShardedWriter(CheckpointWriter):
+    """Writes this worker's piece of each checkpoint in the background; rank 0 writes the rest after all pieces.
+
+    Every rank makes one, and all save after the same steps, on which they `agree`.
+    """
+
+    def __init__(self, checkpoints: Storage, keep: int, world: World, passed_over: Collection[int] = ()) -> None:
+        super().__init__(checkpoints, keep, passed_over)
+        self._world = world
+        self._shapes: dict[str, list[int]] = {}
+        # Two groups: the thread's collectives must not mix with the loop's.
+        self._votes, self._commits = new_group("gloo"), new_group("gloo")
+        if world.rank == 0:
+            for folder in (checkpoints, checkpoints.child(PIECES)):
+                folder.create()
+            checkpoints.child(PIECES).remove_unfinished()
+
+    def agree(self, is_due: bool) -> bool:
+        """Whether all workers save now, because rank 0's checkpoint is due; every rank calls this after each step."""
+        vote = torch.tensor(int(is_due))
+        with waiting("rank 0"):
+            dist.broadcast(vote, src=0, group=self._votes)
+        return bool(vote)
+
+    def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This worker's rows of the sharded tensors, and on rank 0 the others."""
+        self._shapes = {key: list(one.shape) for key, one in tensors.items() if is_sharded(one)}
+        return {key: local(one) for key, one in tensors.items() if is_sharded(one) or self._world.rank == 0}
+
+    def _write(self, step: int, text: str, best_step: int | None, before: Callable[[], None]) -> None:
+        began = time.monotonic()
+        before()
+        rank, size = self._world.rank, self._world.world_size
+        mine = {key: self._staged[key] for key in self._shapes}
+        checksum = write_tensors(self._checkpoints.child(PIECES), piece_name(step, rank, size), mine)
+        checksums: list[Any] = [None] * size
+        dist.all_gather_object(checksums, checksum, group=self._commits)
+        if rank == 0:
+            whole = {**json.loads(text), PIECES: described(step, checksums, self._shapes)}
+            rest = {key: one for key, one in self._staged.items() if key not in self._shapes}
+            write_tensors(self._checkpoints, name_of(step), rest, json.dumps(whole))
+            self._remove_old(step, best_step)
+        self.seconds += time.monotonic() - began
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose tensors are read when they are needed: its description, its state, and its files."""
+
+    about: dict[str, Any]
+    state: Any
+    files: list[TensorFile]
+
+    def check(self, world: World) -> None:
+        """Raise StorageError if a file of this rank's share is damaged: the ranks share the reading."""
+        for one in self.files[world.rank :: world.world_size]:
+            one.check()
+
+
+def open_checkpoint(storage: Storage, name: str) -> OpenCheckpoint:
+    """Open a checkpoint, of one file or of pieces; its state has a `Stored` for each tensor.
+
+    Raises StorageError if a file is missing or no checkpoint; only `check` reads the tensors.
+    """
+    first = TensorFile(storage, name)
+    try:
+        about = dict(json.loads(first.text))
+        said = about.pop(PIECES, None)
+        files = [] if said is None else open_pieces(storage, said)
+        tensors = {**first.tensors(), **({} if said is None else stored_in(files, said))}
+        state = unpack(about.pop("state"), tensors, _with_strides)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{first.where}: is no checkpoint of dp_ray: {error!r}") from None
+    return OpenCheckpoint(about, state, [first, *files])
+
+
+def open_start(run: Storage, location: str) -> tuple[dict[str, Stored], dict[str, Any] | None]:
+    """What `weights.read_start` gives, with tensors that are read when they are needed.
+
+    Only a file of torch's (`.pt`) is read whole. Raises JobError if the pinned file is gone or has changed.
+    """
+    start = pin_start(run, location)
+    storage, name = file_of(run, location, start)
+    check_pinned(run, f"{storage}/{name}", start, storage.sha256(name))
+    if NAME.fullmatch(name):
+        opened = open_checkpoint(storage, name)
+        for one in opened.files[1:]:
+            one.check()
+        return opened.state["model"], {"about": opened.about, "state": opened.state}
+    if name.endswith(INDEXES):
+        return open_index(storage, name), None
+    if name.endswith(TORCH_FILES):
+        whole = read_torch(storage.read_bytes(name), f"{storage}/{name}")
+        return {key: held(one) for key, one in whole.items() if isinstance(one, torch.Tensor)}, None
+    return TensorFile(storage, name).tensors(), None
+
+
+def write_best(run: Storage, metric: str, value: float, step: int, is_averaged: bool = False) -> None:
+    """Write the weights of the best checkpoint, the one after `step` steps, as a weights file of the bare module.
+
+    With `is_averaged` that is the average of the weights. Only one tensor at a time is in memory. Raises StorageError
+    if the checkpoint is damaged.
+    """
+    opened = open_checkpoint(run.child(CHECKPOINTS), name_of(step))
+    for one in opened.files:
+        one.check()
+    state = weights_of_average(opened.state["ema"]) if is_averaged else opened.state["model"]
+    stored = {name: one for name, one in state.items() if isinstance(one, Stored)}
+    empty = {name: one.empty() for name, one in stored.items()}
+    by_id = {id(empty[name]): one for name, one in stored.items()}
+    text = json.dumps({"metric": metric, "value": value, "step": step})
+    write_tensors(run, BEST, empty, text, whole=lambda tensor: by_id[id(tensor)].whole())
+
+
+def newest_open(
+    checkpoints: Storage, fits: Callable[[dict[str, Any]], str | None], note: Callable[[str], None], world: World
+) -> tuple[str, OpenCheckpoint] | None:
+    """What `checkpoint.newest` finds, for workers that read a part each; every rank calls this and gets the same."""
+    for step in reversed(json.loads(broadcast(json.dumps(steps_of(checkpoints) if world.rank == 0 else [])))):
+        opened, misfit = _tried(checkpoints, name_of(step), fits, world)
+        misfits = [one for one in gathered(misfit) if one is not None]
+        if opened is not None and not misfits:
+            return name_of(step), opened
+        note(f"checkpoint {name_of(step)} is ignored, the one before it is tried: {misfits[0]}")
+    return None
+
+
+def _tried(
+    checkpoints: Storage, name: str, fits: Callable[[dict[str, Any]], str | None], world: World
+) -> tuple[OpenCheckpoint | None, str | None]:
+    try:
+        opened = open_checkpoint(checkpoints, name)
+        opened.check(world)
+        return opened, fits(opened.about)
+    except StorageError as error:
+        return None, str(error)
+
+
+def _with_strides(stored: Stored, strides: Any) -> Stored:
+    return replace(stored, strides=tuple(strides))

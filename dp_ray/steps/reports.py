@@ -1,0 +1,372 @@
+"""The driver's side of the shape reports: put in order, passed on step by step, and written as Parquet.
+
+A step is passed on as soon as all workers have finished it, so memory does not grow with the number of steps.
+
+Shape reports written while a run goes on, in complete pieces, so that they survive a killed driver.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from dp_ray.engine.world import World
+from dp_ray.errors import StorageError
+from dp_ray.outputs.parts import reading
+from dp_ray.plan.split import Done, Shard
+from dp_ray.steps.shapes import Report, Seen, ShardReport, ShardSpan, decode_sizes
+from dp_ray.storage import Storage
+from dp_ray.tables import array_of, array_of_texts
+
+ROWS_IN_A_GROUP = 1 << 16
+PENDING_SPANS = 1 << 12  # of one worker; beyond that, times are averaged
+
+
+class ReportColumns(NamedTuple):
+    """Shard reports in columns, ordered by step and shard; `seen` and `world` index the Collector's lists."""
+
+    step: np.ndarray[Any, np.dtype[np.int64]]
+    shard: np.ndarray[Any, np.dtype[np.int32]]
+    world: np.ndarray[Any, np.dtype[np.int32]]
+    seen: np.ndarray[Any, np.dtype[np.int32]]
+    milliseconds: np.ndarray[Any, np.dtype[np.float32]]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def where(self, keep: np.ndarray[Any, np.dtype[Any]]) -> "ReportColumns":
+        """The rows that a boolean mask or an array of indices selects."""
+        return ReportColumns(
+            self.step[keep], self.shard[keep], self.world[keep], self.seen[keep], self.milliseconds[keep]
+        )
+
+
+class Collector:
+    """Puts the workers' reports in order, and passes a step on as soon as every worker has finished it.
+
+    A step that a later attempt repeats is passed on once. `on_rows` gets each ordered block; its `seen` and `world`
+    columns index `Collector.seen` and `Collector.worlds`.
+    """
+
+    def __init__(self, on_rows: Callable[["Collector", ReportColumns], None]) -> None:
+        self.seen: list[Seen] = []
+        self.worlds: list[World] = []
+        self._on_rows = on_rows
+        self._emitted = -1
+        self._through: dict[int, int] = {}
+        self._workers: dict[int, int] = {}
+        self._pending: dict[int, deque[ShardSpan]] = {}
+        self._limit: dict[int, int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._known: dict[Seen, int] = {}
+
+    def begin(self, worlds: Sequence[World]) -> None:
+        """Start an attempt with these workers; the reports of earlier attempts stay."""
+        self._through = {world.rank: -1 for world in worlds}
+        for world in worlds:
+            self._workers[world.rank] = self._join(world)
+
+    def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
+        """Take in the reports of earlier attempts, whose workers are gone, ordered by first step."""
+        gone: dict[World, int] = {}
+        for world, seen, span in spans:
+            if world not in gone:
+                gone[world] = self._join(world)
+            self._pending[gone[world]].append(span._replace(seen=self._number(seen)))
+
+    def _join(self, world: World) -> int:
+        worker = len(self.worlds)
+        self.worlds.append(world)
+        self._pending[worker] = deque()
+        self._limit[worker] = PENDING_SPANS
+        return worker
+
+    def _number(self, seen: Seen) -> int:
+        if seen not in self._known:
+            self._known[seen] = len(self.seen)
+            self.seen.append(seen)
+        return self._known[seen]
+
+    def take(self, report: Report) -> None:
+        """Take in a report of a worker of the current attempt."""
+        rank = report.world.rank
+        worker = self._workers[rank]
+        for number, seen in report.seen.items():
+            self._numbers[worker, number] = self._number(seen)
+        pending = self._pending[worker]
+        pending.extend(span._replace(seen=self._numbers[worker, span.seen]) for span in report.spans)
+        if len(pending) > self._limit[worker]:
+            self._bound(worker)
+        self._through[rank] = report.through
+
+    def rows_of(self, rank: int, span: ShardSpan) -> int:
+        """The number of rows in a span that `rank` of the current attempt reported."""
+        return span.num_steps * self.seen[self._numbers[self._workers[rank], span.seen]].rows
+
+    def emit(self) -> None:
+        """Pass on all steps that every worker has finished."""
+        ready = min(self._through.values(), default=-1)
+        if ready > self._emitted:
+            self._emit(ready)
+            self._emitted = ready
+
+    def pending(self) -> ReportColumns | None:
+        """The reports that are not passed on yet, None if there are none; they stay pending."""
+        held = [(worker, span) for worker, pending in self._pending.items() for span in pending]
+        if not held:
+            return None
+        rows = _expand(held)
+        return rows.where(rows.step > self._emitted)
+
+    def close(self) -> None:
+        """Pass on everything, also steps that some workers have not finished."""
+        self._emit(1 << 62)
+
+    def _emit(self, through: int) -> None:
+        taken = [
+            (worker, span) for worker, pending in self._pending.items() for span in _take_through(pending, through)
+        ]
+        if not taken:
+            return
+        rows = _expand(taken)
+        fresh = rows.step > self._emitted
+        if not fresh.all():
+            rows = rows.where(fresh)
+        if len(rows):
+            self._on_rows(self, rows)
+
+    def _bound(self, worker: int) -> None:
+        """Average the times of a worker that is far ahead of the others."""
+        self._pending[worker] = _fold(self._pending[worker])
+        self._limit[worker] = max(PENDING_SPANS, 2 * len(self._pending[worker]))
+
+
+def _take_through(pending: deque[ShardSpan], through: int) -> list[ShardSpan]:
+    """Remove and return the spans' steps up to `through`; spans are ordered by their first step."""
+    taken: list[ShardSpan] = []
+    later: list[ShardSpan] = []
+    while pending and pending[0].first_step <= through:
+        early, rest = _split_span(pending.popleft(), through + 1)
+        taken.append(early)
+        if rest:
+            later.append(rest)
+    pending.extendleft(reversed(later))
+    return taken
+
+
+class ReportFile:
+    """A Parquet file with one row for each shard report, written block by block."""
+
+    SCHEMA = pa.schema(
+        [
+            ("step", pa.int64()),
+            ("shard", pa.int32()),
+            ("rank", pa.int32()),
+            ("node", pa.dictionary(pa.int32(), pa.string())),
+            ("device", pa.dictionary(pa.int32(), pa.string())),
+            ("rows", pa.int32()),
+            ("input_size", pa.dictionary(pa.int32(), pa.string())),
+            ("output_size", pa.dictionary(pa.int32(), pa.string())),
+            ("milliseconds", pa.float32()),
+        ]
+    )
+
+    def __init__(self, sink: Any) -> None:
+        self._writer = pq.ParquetWriter(sink, self.SCHEMA)
+        self._blocks: list[pa.Table] = []
+        self._rows = 0
+
+    def write(self, collector: Collector, rows: ReportColumns) -> pa.Table:
+        """Write a collector's rows; return them as a table."""
+        block = table_of(collector, rows)
+        self._blocks.append(block)
+        self._rows += len(rows)
+        if self._rows >= ROWS_IN_A_GROUP:
+            self._write_group()
+        return block
+
+    def close(self) -> None:
+        """Write the remaining reports and finish the file."""
+        if self._blocks:
+            self._write_group()
+        self._writer.close()
+
+    def _write_group(self) -> None:
+        self._writer.write_table(pa.concat_tables(self._blocks).unify_dictionaries().combine_chunks())
+        self._blocks, self._rows = [], 0
+
+
+def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
+    """Read the shard reports of a ReportFile, ordered by step and shard."""
+    decoded: dict[str, Any] = {}
+    for batch in file.iter_batches():
+        for row in batch.to_pylist():
+            for key in ("input_size", "output_size"):
+                text = row[key]
+                if text not in decoded:
+                    decoded[text] = decode_sizes(text)
+                row[key] = decoded[text]
+            yield ShardReport(**row)
+
+
+def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, ShardSpan]]:
+    """Read a file's reports of the steps and shards in `done`, as spans ordered by first step."""
+    spans: list[tuple[World, Seen, int, int, list[float]]] = []
+    last: dict[tuple[World, int], int] = {}
+    for row in (row for batch in file.iter_batches() for row in batch.to_pylist()):
+        step, shard = row["step"], row["shard"]
+        if Shard(step, shard, 0, 0) not in done:
+            continue
+        world = World(rank=row["rank"], node=row["node"], device=torch.device(row["device"]))
+        seen = Seen(row["input_size"], row["output_size"], row["rows"])
+        at = last.get((world, shard), -1)
+        if at >= 0 and spans[at][1] == seen and spans[at][2] + len(spans[at][4]) == step:
+            spans[at][4].append(row["milliseconds"])
+            continue
+        last[world, shard] = len(spans)
+        spans.append((world, seen, step, shard, [row["milliseconds"]]))
+    return [
+        (world, seen, ShardSpan(first, len(times), shard, -1, np.array(times, np.float32)))
+        for world, seen, first, shard, times in spans
+    ]
+
+
+def _split_span(span: ShardSpan, step: int) -> tuple[ShardSpan, ShardSpan | None]:
+    """Split a span at `step`: the steps before it, and the rest, None if there is none."""
+    count = step - span.first_step
+    if count >= span.num_steps:
+        return span, None
+    folded = len(span.milliseconds) == 1
+    early, late = (span.milliseconds,) * 2 if folded else (span.milliseconds[:count], span.milliseconds[count:])
+    return (
+        span._replace(num_steps=count, milliseconds=early),
+        span._replace(first_step=step, num_steps=span.num_steps - count, milliseconds=late),
+    )
+
+
+def _fold(pending: deque[ShardSpan]) -> deque[ShardSpan]:
+    """Reduce each span's times to their mean, and join consecutive spans of a shard with the same sizes."""
+    last: dict[int, ShardSpan] = {}
+    folded: list[ShardSpan] = []
+    for span in pending:
+        before = last.get(span.shard)
+        mean = span.milliseconds.mean(keepdims=True)
+        if before and before.seen == span.seen and before.first_step + before.num_steps == span.first_step:
+            steps = before.num_steps + span.num_steps
+            mean = (before.milliseconds * before.num_steps + mean * span.num_steps) / np.float32(steps)
+            span = before._replace(num_steps=steps)
+        elif before:
+            folded.append(before)
+        last[span.shard] = span._replace(milliseconds=mean)
+    return deque(sorted([*folded, *last.values()], key=lambda span: span.first_step))
+
+
+def _expand(taken: Sequence[tuple[int, ShardSpan]]) -> ReportColumns:
+    """One row for each step of each span, ordered; of a step that was run twice, the newest worker's row."""
+    counts = np.array([span.num_steps for _, span in taken], np.int64)
+    starts = np.cumsum(counts) - counts
+    step = np.arange(counts.sum()) + np.repeat(
+        np.array([span.first_step for _, span in taken], np.int64) - starts, counts
+    )
+    shard = np.repeat(np.array([span.shard for _, span in taken], np.int32), counts)
+    world = np.repeat(np.array([world for world, _ in taken], np.int32), counts)
+    seen = np.repeat(np.array([span.seen for _, span in taken], np.int32), counts)
+    times = [
+        span.milliseconds
+        if len(span.milliseconds) == span.num_steps
+        else np.repeat(span.milliseconds, span.num_steps)
+        for _, span in taken
+    ]
+    order = np.lexsort((shard, step))
+    rows = ReportColumns(step, shard, world, seen, np.concatenate(times)).where(order)
+    repeated = (rows.step[1:] == rows.step[:-1]) & (rows.shard[1:] == rows.shard[:-1])
+    if repeated.any():
+        rows = rows.where(np.append(~repeated, True))
+    return rows
+
+
+def table_of(collector: Collector, rows: ReportColumns) -> pa.Table:
+    """Shard reports as a table with ReportFile's columns."""
+    world_numbers, world = np.unique(rows.world, return_inverse=True)
+    seen_numbers, seen = np.unique(rows.seen, return_inverse=True)
+    worlds = [collector.worlds[number] for number in world_numbers.tolist()]
+    sizes = [collector.seen[number] for number in seen_numbers.tolist()]
+
+    def named(numbers: Any, names: list[str]) -> pa.DictionaryArray:
+        return pa.DictionaryArray.from_arrays(array_of(numbers.astype(np.int32)), array_of_texts(names))
+
+    columns = [
+        rows.step,
+        rows.shard,
+        np.array([one.rank for one in worlds], np.int32)[world],
+        named(world, [one.node for one in worlds]),
+        named(world, [str(one.device) for one in worlds]),
+        np.array([one.rows for one in sizes], np.int32)[seen],
+        named(seen, [one.input_size for one in sizes]),
+        named(seen, [one.output_size for one in sizes]),
+        rows.milliseconds,
+    ]
+    arrays = [one if isinstance(one, pa.Array) else array_of(one) for one in columns]
+    return pa.Table.from_arrays(arrays, schema=ReportFile.SCHEMA)
+
+
+REPORTS = "reports"
+PIECE = re.compile(r"piece-(\d+)\.parquet")
+PENDING = "pending.parquet"
+
+
+class Journal:
+    """Writes the reports since the last piece whenever steps are about to be committed.
+
+    Workers may be ahead of others: their reports cannot be ordered yet, and go to a file that is replaced each time.
+    """
+
+    def __init__(self, folder: Storage) -> None:
+        self._folder = folder
+        self._next = max(_piece_numbers(folder), default=-1) + 1
+        self._blocks: list[pa.Table] = []
+
+    def add(self, block: pa.Table) -> None:
+        """Take a block of ordered reports; write a piece once there are enough."""
+        self._blocks.append(block)
+        if sum(map(len, self._blocks)) >= ROWS_IN_A_GROUP:
+            self._write_piece()
+
+    def save(self, collector: Collector) -> None:
+        """Write all reports: the ordered ones as a piece, the collector's pending ones to their own file."""
+        self._write_piece()
+        pending = collector.pending()
+        if pending is not None:
+            self._write(PENDING, table_of(collector, pending))
+
+    def _write_piece(self) -> None:
+        blocks, self._blocks = self._blocks, []
+        if blocks:
+            self._write(f"piece-{self._next}.parquet", pa.concat_tables(blocks).unify_dictionaries())
+            self._next += 1
+
+    def _write(self, name: str, table: pa.Table) -> None:
+        with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
+            self._folder.create()
+            with self._folder.writing(name) as stream:
+                pq.write_table(table, stream)
+
+
+def read_journal(folder: Storage, done: Done) -> list[tuple[World, Seen, ShardSpan]]:
+    """Read the journal's reports of the steps and shards in `done`, as spans."""
+    names = [f"piece-{number}.parquet" for number in _piece_numbers(folder)]
+    spans: list[tuple[World, Seen, ShardSpan]] = []
+    for name in [*names, *([PENDING] if folder.exists(PENDING) else [])]:
+        with reading(folder, name) as file:
+            spans += read_spans(file, done)
+    return spans
+
+
+def _piece_numbers(folder: Storage) -> list[int]:
+    return sorted(int(match[1]) for match in map(PIECE.fullmatch, folder.names()) if match)

@@ -1,0 +1,309 @@
+"""The sizes of each shard's inputs and outputs, measured by hooks on the model, and how they are written.
+
+The worker's side of the shape reports: recording takes microseconds; a thread sends spans of equal steps.
+"""
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from dp_ray.engine.clock import TimedStep
+from dp_ray.engine.world import World
+from dp_ray.errors import ModelError
+from dp_ray.plan.split import Shard
+from dp_ray.steps.times import TimedSteps, packed
+from dp_ray.tensors.scatter import num_rows
+from dp_ray.tensors.tree import sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardReport:
+    """One shard of one step, as its worker's model saw it.
+
+    `input_size` and `output_size` are nested like the model's inputs and outputs, with a torch.Size for each tensor.
+    `milliseconds` is the forward's time on the host clock; on a GPU, the time to launch it.
+    """
+
+    step: int
+    shard: int
+    rank: int
+    node: str
+    device: str
+    rows: int
+    input_size: Any
+    output_size: Any
+    milliseconds: float
+
+
+class Seen(NamedTuple):
+    """The sizes as JSON text, and the number of rows of the inputs."""
+
+    input_size: str
+    output_size: str
+    rows: int
+
+
+class Probe:
+    """Measures the sizes of a module's inputs and outputs with hooks on the module."""
+
+    def __init__(self, model: nn.Module, batch_dim: int = 0) -> None:
+        self.batch_dim = batch_dim
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        ]
+        self._started = 0.0
+        self._depth = 0
+        self._cache: dict[Any, Seen] = {}
+        self._seen: Seen | None = None
+        self._milliseconds = 0.0
+
+    def __enter__(self) -> "Probe":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether there was a forward since the last `take`."""
+        return self._seen is not None
+
+    def take(self) -> tuple[Seen, float]:
+        """The last forward's sizes and milliseconds; raises ModelError if the module was not called."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            raise ModelError("the model's forward was not called, so there are no shapes to report")
+        return seen, self._milliseconds
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._started = time.perf_counter()
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._depth -= 1
+        if self._depth:  # the model calls itself: only the outermost call counts
+            return
+        self._milliseconds = (time.perf_counter() - self._started) * 1e3
+        inputs = _as_called(args, kwargs)
+        if isinstance(inputs, torch.Tensor) and isinstance(output, torch.Tensor):
+            key = (inputs.shape, output.shape)
+            if key not in self._cache:
+                self._cache[key] = self._look(inputs, output)
+            self._seen = self._cache[key]
+        else:
+            self._seen = self._look(inputs, output)
+
+    def _look(self, inputs: Any, output: Any) -> Seen:
+        return Seen(encode_sizes(inputs), encode_sizes(output), num_rows(inputs, self.batch_dim) or 0)
+
+
+def shape_lines(reports: Sequence[tuple[Any, Any]], batch_dim: int) -> Iterator[str]:
+    """The `--shapes` lines of one step: one for each shard's (input, output) sizes, then one for the merged sizes."""
+    for input_size, output_size in reports:
+        yield f"\tIn Model: input size {input_size} output size {output_size}"
+    inputs = _sum_rows([input_size for input_size, _ in reports], batch_dim)
+    outputs = _sum_rows([output_size for _, output_size in reports], batch_dim)
+    yield f"Outside: input size {inputs} output_size {outputs}"
+
+
+def encode_sizes(tree: Any) -> str:
+    """Sizes as JSON: a list of numbers for a tensor, a list of its items' sizes for a tuple or list."""
+    return json.dumps(_as_json(sizes(tree)))
+
+
+def decode_sizes(text: str) -> Any:
+    """The inverse of `encode_sizes`: torch.Size for tensors, tuples for sequences, dicts for mappings."""
+    return _sized(json.loads(text))
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.Size):
+        return list(value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {field.name: _as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value] or {}  # an empty list is a scalar's size
+    return value
+
+
+def _sized(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sized(item) for key, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    is_size = all(isinstance(item, int) for item in value)
+    return torch.Size(value) if is_size else tuple(_sized(item) for item in value)
+
+
+def _as_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call's inputs as one tree: a lone argument as itself."""
+    if not kwargs:
+        return args[0] if len(args) == 1 else args
+    return kwargs if not args else {**{str(number): arg for number, arg in enumerate(args)}, **kwargs}
+
+
+def _nested_alike(first: Any, other: Any) -> bool:
+    if type(first) is not type(other):
+        return False
+    if isinstance(first, dict):
+        return bool(first.keys() == other.keys())
+    return not isinstance(first, tuple) or len(first) == len(other)
+
+
+def _sum_rows(many: Sequence[Any], batch_dim: int) -> Any:
+    """The sizes of the concatenated shards."""
+    first = many[0]
+    if any(not _nested_alike(first, other) for other in many):
+        return "(not nested alike on all shards)"
+    if isinstance(first, torch.Size):
+        if not first:
+            return torch.Size([len(many)])
+        dim = batch_dim if len(first) > 1 else 0
+        rows = sum(size[dim] for size in many)
+        return torch.Size([*first[:dim], rows, *first[dim + 1 :]])
+    if isinstance(first, tuple):
+        return tuple(_sum_rows(column, batch_dim) for column in zip(*many, strict=True))
+    if isinstance(first, dict):
+        return {key: _sum_rows([sizes[key] for sizes in many], batch_dim) for key in first}
+    return first
+
+
+REPORTS_A_SECOND = 1000  # of all workers together: each costs the driver's node the same, however many steps it has
+
+
+class ShardSpan(NamedTuple):
+    """Consecutive steps in which one shard had the same sizes; one time for each step, or one mean if folded."""
+
+    first_step: int
+    num_steps: int
+    shard: int
+    seen: int
+    milliseconds: np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Report(NamedTuple):
+    """One worker's message: spans ordered by first step, the new sizes by their numbers, and the last step done.
+
+    `times` are those of the steps measured since the last message, None if there are none.
+    """
+
+    world: World
+    through: int
+    seen: dict[int, Seen]
+    spans: list[ShardSpan]
+    times: TimedSteps | None = None
+
+
+class Keep(NamedTuple):
+    """Asks the driver to write the reports of steps that are about to be committed."""
+
+
+def report_interval(world_size: int) -> float:
+    """Seconds between two reports of a worker; it grows with the workers, who share one driver."""
+    return max(0.1, world_size / REPORTS_A_SECOND)
+
+
+class Recorder:
+    """Collects one worker's shape reports and sends them every `interval` seconds."""
+
+    def __init__(self, world: World, send: Callable[[Any], None], interval: float | None = None) -> None:
+        self._world = world
+        self._send: Callable[[Report], None] = send
+        self._tell: Callable[[Keep], None] = send
+        self._interval = interval if interval is not None else report_interval(world.world_size)
+        self._numbers: dict[Seen, int] = {}
+        self._unsent: dict[int, Seen] = {}
+        self._open: dict[int, tuple[int, int, list[float]]] = {}
+        self._spans: list[ShardSpan] = []
+        self._rows = 0
+        self._times: list[TimedStep] = []
+        self._through = -1
+        self._sent_through = -1
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._send_regularly, name="shape-reports", daemon=True)
+        self._thread.start()
+
+    def on_shard(self, shard: Shard, seen: Seen, milliseconds: float) -> None:
+        """Record a shard's sizes and the milliseconds of its forward."""
+        self._rows += shard.rows
+        with self._lock:
+            number = self._numbers.get(seen)
+            if number is None:
+                number = self._numbers[seen] = len(self._numbers)
+                self._unsent[number] = seen
+            span = self._open.get(shard.shard)
+            if span and span[1] == number and span[0] + len(span[2]) == shard.step:
+                span[2].append(milliseconds)
+                return
+            self._close_run(shard.shard)
+            self._open[shard.shard] = (shard.step, number, [milliseconds])
+
+    def on_step(self, step: int) -> None:
+        """Record that this worker has finished `step`, with or without rows in it."""
+        self._through = step
+
+    def take_rows(self) -> int:
+        """The rows of the shards recorded since the last call."""
+        rows, self._rows = self._rows, 0
+        return rows
+
+    def on_times(self, timed: list[TimedStep]) -> None:
+        """Record how long the parts of steps took."""
+        with self._lock:
+            self._times += timed
+
+    def flush(self) -> None:
+        """Send all that is recorded; it has arrived when this returns."""
+        with self._sending:
+            report = self._take()
+            if report:
+                self._send(report)
+
+    def keep(self) -> None:
+        """Send all that is recorded and have the driver write it, so that a committed step keeps its reports."""
+        self.flush()
+        self._tell(Keep())
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self.flush()
+
+    def _send_regularly(self) -> None:
+        while not self._stopped.wait(self._interval):
+            self.flush()
+
+    def _take(self) -> Report | None:
+        with self._lock:
+            for shard in list(self._open):
+                self._close_run(shard)
+            through = self._through  # read once: `on_step` does not take the lock
+            timed, self._times = self._times, []
+            if not self._spans and not timed and through == self._sent_through:
+                return None
+            spans = sorted(self._spans, key=lambda span: span.first_step)
+            report = Report(self._world, through, self._unsent, spans, packed(timed) if timed else None)
+            self._sent_through, self._unsent, self._spans = through, {}, []
+            return report
+
+    def _close_run(self, shard: int) -> None:
+        if span := self._open.pop(shard, None):
+            first_step, seen, times = span
+            self._spans.append(ShardSpan(first_step, len(times), shard, seen, np.array(times, np.float32)))

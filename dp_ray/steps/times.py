@@ -1,0 +1,628 @@
+"""The time of each worker's steps, in files that are written while the run goes on.
+
+`times/part-N.parquet` has a row for each step of each worker: COLUMNS, and the seconds of each part of PARTS. Read it
+with `read_step_times`, which leaves out what ran twice and tells waiting from exchanging.
+
+Read the time of each worker's steps, of a run that has finished, failed or goes on.
+
+The shares of a run's time that go into each part of a step, of each worker and in all.
+
+Say in words what limits a run, from the parts of its workers' steps: rules as pure functions.
+
+Each rule gives a Verdict with the share of the time that it would save, or nothing. What is outside of the steps
+comes first, then the rule with the largest share. Only keys of a job are advised.
+
+The history of a training: one row for each step, written in pieces with the checkpoints and merged at the end.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from dp_ray.engine.clock import PARTS, TimedStep
+from dp_ray.engine.trainer import Update
+from dp_ray.engine.world import World
+from dp_ray.errors import StorageError
+from dp_ray.plan.split import Split
+from dp_ray.rundir.history import CLOCKED, forget, write_piece
+from dp_ray.storage import Storage
+from dp_ray.system.threads import waiting
+from dp_ray.tables import Numbers, array_of, array_of_texts, numbers, table_of_rows
+from dp_ray.text import listed, percent
+
+TIMES = "times"
+PART_FILE = re.compile(r"part-(\d+)\.parquet")
+ROWS_IN_A_PART = 1 << 16
+WRITE_SECONDS = 5.0
+SHARE_OF_WRITES = 0.02  # of the driver's time, at most
+
+COLUMNS = {
+    "step": pa.int64(),
+    "attempt": pa.int32(),  # the place in `world_sizes` of result.json
+    "rank": pa.int32(),
+    "node": pa.dictionary(pa.int32(), pa.string()),
+    "rows": pa.int32(),  # that the worker ran in the step
+}
+SCHEMA = pa.schema([*COLUMNS.items(), *((name, pa.float32()) for name in PARTS)])
+
+
+class TimedSteps(NamedTuple):
+    """Steps of one worker, int64 [n]; the rows that it ran, int32 [n]; the seconds of PARTS, float32 [n, parts]."""
+
+    steps: np.ndarray[Any, np.dtype[np.int64]]
+    rows: np.ndarray[Any, np.dtype[np.int32]]
+    seconds: np.ndarray[Any, np.dtype[np.float32]]
+
+
+def packed(timed: Sequence[TimedStep]) -> TimedSteps:
+    """Steps as arrays, to be sent."""
+    steps = np.array([one.step for one in timed], np.int64)
+    rows = np.array([one.rows for one in timed], np.int32)
+    return TimedSteps(steps, rows, np.array([one.seconds for one in timed], np.float32))
+
+
+class StepTimeWriter:
+    """Writes the steps' times in a thread, every few seconds; the last file is replaced until it is full."""
+
+    def __init__(self, folder: Storage) -> None:
+        self._folder = folder
+        self._number = max(part_numbers(folder), default=-1) + 1
+        self._attempt = 0
+        self._tables: list[pa.Table] = []
+        self._rows = 0
+        self._has_news = False
+        self._written = time.monotonic()
+        self._seconds = 0.0
+        self._thread = ThreadPoolExecutor(1, "step-times")
+        self._writing: Future[None] | None = None
+
+    def begin(self, attempt: int) -> None:
+        """Begin an attempt of the run, counted from 0."""
+        self._attempt = attempt
+
+    def add(self, world: World, timed: TimedSteps) -> None:
+        """Add steps of a worker of the current attempt."""
+        self._tables.append(table_of(world, self._attempt, timed))
+        self._rows += len(timed.steps)
+        self._has_news = True
+
+    def tick(self) -> None:
+        """Begin to write what is new, if it is time for it."""
+        pause = max(WRITE_SECONDS, self._seconds / SHARE_OF_WRITES)
+        is_writing = self._writing is not None and not self._writing.done()
+        if self._has_news and not is_writing and time.monotonic() - self._written >= pause:
+            self._begin_to_write()
+
+    def close(self) -> None:
+        """Write what is new, and wait for it."""
+        if self._has_news:
+            self._begin_to_write()
+        self._thread.shutdown()
+
+    def _begin_to_write(self) -> None:
+        self._writing = self._thread.submit(self._write, f"part-{self._number}.parquet", list(self._tables))
+        self._has_news, self._written = False, time.monotonic()
+        if self._rows >= ROWS_IN_A_PART:
+            self._number, self._tables, self._rows = self._number + 1, [], 0
+
+    def _write(self, name: str, tables: list[pa.Table]) -> None:
+        began = time.monotonic()
+        with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
+            self._folder.create()
+            with self._folder.writing(name) as stream:
+                table = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+                pq.write_table(table, stream, compression="zstd", use_dictionary=["node"])
+        self._seconds = time.monotonic() - began
+
+
+def table_of(world: World, attempt: int, timed: TimedSteps) -> pa.Table:
+    """Steps of a worker as rows of a file."""
+    num = len(timed.steps)
+    same = np.full(num, attempt, np.int32), np.full(num, world.rank, np.int32)
+    node = pa.DictionaryArray.from_arrays(array_of(np.zeros(num, np.int32)), array_of_texts([world.node]))
+    before = [array_of(one) for one in (timed.steps, *same)]
+    after = [array_of(one) for one in (timed.rows, *timed.seconds.T)]
+    return pa.Table.from_arrays([*before, node, *after], schema=SCHEMA)
+
+
+def part_numbers(folder: Storage) -> list[int]:
+    """The numbers of the files, in order."""
+    return sorted(int(match[1]) for match in map(PART_FILE.fullmatch, folder.names()) if match)
+
+
+# All parts of a step: those that are written, and `waiting`, which is told from `exchange` here.
+STEP_PARTS = (*PARTS[: PARTS.index("exchange") + 1], "waiting", *PARTS[PARTS.index("exchange") + 1 :])
+
+
+def read_step_times(run: Storage, newest: int | None = None) -> pa.Table:
+    """The seconds of each part of each step of each worker: COLUMNS and STEP_PARTS, ordered by step and rank.
+
+    A step that ran twice is there as it ran last. A row's parts add up to its worker's whole step. The table has no
+    rows if the run has no such files. `newest` reads only so many files, those of the last steps. Raises StorageError
+    if a file is damaged.
+    """
+    folder = run.child(TIMES)
+    parts = part_numbers(folder)
+    tables = [_part(folder, f"part-{number}.parquet") for number in parts[-(newest or len(parts)) :]]
+    whole = pa.concat_tables([pa.Table.from_batches([], SCHEMA), *tables]).unify_dictionaries()
+    kept = _last_runs(*(numbers(whole.column(name)) for name in ("step", "attempt", "rank")))
+    return _with_waiting(whole.take(array_of(kept)))
+
+
+def _part(folder: Storage, name: str) -> pa.Table:
+    try:  # read in one piece: a run that goes on replaces its last file
+        # pq.read_table would import pyarrow.dataset, and pandas with it
+        return pq.ParquetFile(pa.BufferReader(folder.read_bytes(name))).read().cast(SCHEMA)
+    except (pa.ArrowException, OSError) as error:
+        raise StorageError(f"{folder}/{name}: is damaged: {error}") from None
+
+
+def _last_runs(
+    step: np.ndarray[Any, Any], attempt: np.ndarray[Any, Any], rank: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """The places of the rows to keep: of each step those of its newest attempt, ordered by step and rank."""
+    numbers = (step * (attempt.max(initial=0) + 1) + attempt) * (rank.max(initial=0) + 1) + rank
+    order = np.argsort(numbers, kind="stable")  # fast for what is nearly ordered
+    numbers, step, attempt = numbers[order], step[order], attempt[order]
+    ends = np.flatnonzero(np.diff(step, append=-1))
+    newest = np.repeat(attempt[ends], np.diff(ends, prepend=-1))
+    kept: np.ndarray[Any, Any] = order[(attempt == newest) & (np.diff(numbers, append=-1) != 0)]
+    return kept
+
+
+def _with_waiting(table: pa.Table) -> pa.Table:
+    """Tell waiting for late workers from exchanging.
+
+    An exchange ends at about the same moment on all workers. So the worker that arrives last has the shortest one, in
+    which it waits for nobody; what the others have beyond that is waiting. No two workers' clocks are compared.
+    """
+    exchange, step = numbers(table.column("exchange")), numbers(table.column("step"))
+    begins = np.flatnonzero(np.diff(step, prepend=-1))
+    shortest = np.minimum.reduceat(exchange, begins) if len(begins) else exchange
+    own = np.repeat(shortest, np.diff(np.append(begins, len(step))))
+    named = {name: table.column(name) for name in table.column_names}
+    named |= {"exchange": array_of(own.astype(np.float32)), "waiting": array_of((exchange - own).astype(np.float32))}
+    names = [*COLUMNS, *STEP_PARTS]
+    return pa.Table.from_arrays([named[name] for name in names], names=names)
+
+
+RARE = ("checkpoint", "evaluation")  # parts that few steps have
+MUCH, LEAST = 10, 1e-4  # times the median, and seconds, from which on a step has such a part
+
+
+@dataclass(frozen=True)
+class WorkerSplit:
+    """The steps of one worker: how many, their rows, and the seconds of each part."""
+
+    rank: int
+    node: str
+    steps: int
+    rows: int
+    seconds: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """The seconds of all parts."""
+        return sum(self.seconds.values())
+
+
+def worker_splits(table: pa.Table) -> list[WorkerSplit]:
+    """Each worker's steps in a table of `read_step_times`, by rank; a rank that changed its node is there twice."""
+    if not len(table):
+        return []
+    names = table["node"].combine_chunks().dictionary.to_pylist()
+    rank, place = numbers(table["rank"]), numbers(table["node"])
+    _, first, worker = np.unique(rank.astype(np.int64) * len(names) + place, return_index=True, return_inverse=True)
+    steps, rows, *seconds = (
+        np.bincount(worker, weights).tolist()
+        for weights in (None, numbers(table["rows"]), *(numbers(table[part]) for part in STEP_PARTS))
+    )
+    found = [
+        WorkerSplit(
+            int(rank[row]),
+            names[place[row]],
+            steps[number],
+            int(rows[number]),
+            {part: each[number] for part, each in zip(STEP_PARTS, seconds, strict=True)},
+        )
+        for number, row in enumerate(first.tolist())
+    ]
+    return sorted(found, key=lambda one: (one.rank, one.node))
+
+
+def shares_of(workers: Sequence[WorkerSplit]) -> dict[str, float]:
+    """The share of each part in the workers' time; they add up to 1, up to rounding."""
+    whole = sum(one.total for one in workers)
+    return {
+        part: round(sum(one.seconds[part] for one in workers) / whole, 4) if whole else 0.0 for part in STEP_PARTS
+    }
+
+
+def time_split(table: pa.Table) -> dict[str, Any] | None:
+    """The shares of all workers together and of each, as `result.json` holds them; None without a step."""
+    workers = worker_splits(table)
+    if not workers:
+        return None
+    each = [{"rank": one.rank, "node": one.node, "shares": shares_of([one])} for one in workers]
+    return {"all": shares_of(workers), "workers": each}
+
+
+def split_line(split: Mapping[str, Any]) -> str:
+    """The shares in one line, the largest first: `62 % data wait, 20 % forward, 18 % backward`."""
+    shares = sorted(split["all"].items(), key=lambda item: -item[1])
+    return ", ".join(f"{percent(share)} {part.replace('_', ' ')}" for part, share in shares if share >= 0.005)
+
+
+def steady(table: pa.Table) -> pa.Table:
+    """The steps that show where the time goes: those of the longest attempt, without what is done or imported once.
+
+    That is in its first step and, if there are more of the kind, in those of its first checkpoint and evaluation.
+    """
+    if not len(table):
+        return table
+    attempt, step = numbers(table["attempt"]), numbers(table["step"])
+    attempts, lengths = np.unique(attempt, return_counts=True)
+    longest = attempt == attempts[lengths.argmax()]
+    later = longest & (step > step[longest].min())
+    once = [found for part in RARE for found in _first_of(step[later], numbers(table[part])[later])]
+    later &= ~np.isin(step, once)
+    return table.filter(array_of(later if later.any() else longest))
+
+
+def _first_of(steps: Numbers, seconds: Numbers) -> list[int]:
+    """The first of those few steps that have a part, of these seconds; none if they are not few, or but one."""
+    known, which = np.unique(steps, return_inverse=True)
+    most = np.zeros(len(known))
+    np.maximum.at(most, which, seconds)
+    usual = float(np.median(most)) if len(most) else 0.0
+    having = np.flatnonzero(most > max(MUCH * usual, LEAST))
+    return [int(known[having[0]])] if len(having) > 1 else []
+
+
+def rows_per_second(table: pa.Table) -> float:
+    """The rows that all workers of the table together ran in a second, without evaluations and checkpoints."""
+    workers = worker_splits(table)
+    seconds = [one.total - one.seconds["evaluation"] - one.seconds["checkpoint"] for one in workers]
+    return sum(one.rows for one in workers) / max(seconds) if any(seconds) else 0.0
+
+
+SLOWER = 1.3  # times as long as the others' median
+LOST = 0.15  # of a step, by one worker that is slower
+EQUAL = 1.05  # rows of two workers count as equal up to this ratio
+DATA, WAITING, OUTSIDE = 0.25, 0.25, 0.5
+MOST_PROCESSES = 16
+AT_THE_END = {
+    "train": ", for the weights and the last checkpoint",
+    "predict": ", for merging the outputs and proving that they are whole",
+    "evaluate": "",
+}
+COMPARED = ("data_wait", "host_to_device", "forward", "backward", "update", "outputs")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What limits a run: a word for it, the share of the time that it costs, and a sentence."""
+
+    kind: str
+    share: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The seconds of a whole run, and how many of them are before its first step and after its last."""
+
+    seconds: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules know of a run beside its steps.
+
+    `starts_workers` is false within a session and without Ray. `outside` is None of a run that has not finished, or
+    that several drivers ran.
+    """
+
+    task: str = "train"
+    processes: int = 0
+    starts_workers: bool = True
+    outside: Outside | None = None
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A rule of one part of the step: from which share on it limits a run, and what is said with the share.
+
+    If `is_of_one`, the worker with the largest share counts, for which the others wait; else all workers together.
+    """
+
+    kind: str
+    part: str
+    share: float
+    says: str
+    is_of_one: bool = False
+
+    def verdict(self, workers: Sequence[WorkerSplit]) -> Verdict | None:
+        """The verdict on the workers' steps; None below the limit."""
+        groups = [[one] for one in workers] if self.is_of_one else [workers]
+        share = max(shares_of(group)[self.part] for group in groups)
+        return Verdict(self.kind, share, self.says.format(percent(share))) if share >= self.share else None
+
+
+LIMITS = (
+    Limit(
+        "exchange",
+        "exchange",
+        0.25,
+        "the exchange is the limit: {} of the step is summing gradients over the workers; "
+        "a larger batch_size needs fewer exchanges, fewer workers make each cheaper",
+    ),
+    Limit(
+        "checkpoint",
+        "checkpoint",
+        0.15,
+        "the storage is the limit: {} of the time is waiting for checkpoints; "
+        "raise checkpoint.every_steps or checkpoint.every_seconds, or use a faster storage",
+        is_of_one=True,  # rank 0 alone writes checkpoints
+    ),
+    Limit(
+        "evaluation",
+        "evaluation",
+        0.3,
+        "evaluations are the limit: {} of the time; raise eval.every_steps or eval.every_epochs, or eval.batch_size",
+    ),
+    Limit(
+        "outputs",
+        "outputs",
+        0.3,
+        "writing is the limit: {} of the step is moving and writing outputs; "
+        "keep less with outputs.keep, outputs.dtype or outputs.after, or use a faster storage",
+    ),
+)
+
+
+def facts_of(job: Mapping[str, Any], outside: Outside | None = None, is_in_session: bool = False) -> Facts:
+    """What a described job, as in `run.json`, tells the rules."""
+    processes = (job.get("loader") or {}).get("processes", 0)
+    return Facts(job.get("task", "train"), processes, job.get("workers") != 0 and not is_in_session, outside)
+
+
+def verdict_of(table: pa.Table, facts: Facts) -> Verdict | None:
+    """The verdict on a table of `read_step_times`; None without a step."""
+    return decide(worker_splits(steady(table)), facts) if len(table) else None
+
+
+def decide(workers: Sequence[WorkerSplit], facts: Facts) -> Verdict:
+    """The verdict on the workers' steps."""
+    found = [_slow_worker(workers), _data(workers, facts.processes), *(limit.verdict(workers) for limit in LIMITS)]
+    largest = max(filter(None, found), key=lambda one: one.share, default=None)
+    return _outside(facts) or largest or _waiting(workers) or _balanced(workers)
+
+
+def _outside(facts: Facts) -> Verdict | None:
+    """Most of the run's seconds are not in its steps."""
+    if facts.outside is None or facts.outside.seconds <= 0:
+        return None
+    whole, before, after = facts.outside.seconds, facts.outside.before, facts.outside.after
+    if facts.starts_workers and before >= OUTSIDE * whole:
+        return Verdict(
+            "start-up",
+            before / whole,
+            f"start-up is the limit: {percent(before / whole)} of {whole:.0f} s are before the first step; "
+            "run several such jobs in one session (dp_ray.session), or a small one with workers: 0",
+        )
+    if after < OUTSIDE * whole:
+        return None
+    text = f"the end is the limit: {percent(after / whole)} of {whole:.0f} s are after the last step"
+    return Verdict("end", after / whole, f"{text}{AT_THE_END[facts.task]}; use a faster storage")
+
+
+def _slow_worker(workers: Sequence[WorkerSplit]) -> Verdict | None:
+    """One worker that is slower than the others in one part, a row."""
+    found = [verdict for part in COMPARED for one in workers if (verdict := _slower(one, part, workers)) is not None]
+    return max(found, key=lambda one: one.share, default=None)
+
+
+def _slower(one: WorkerSplit, part: str, workers: Sequence[WorkerSplit]) -> Verdict | None:
+    others = [other for other in workers if other is not one and other.rows]
+    if not others or not one.rows:
+        return None
+    mine, theirs = one.seconds[part] / one.rows, median(other.seconds[part] / other.rows for other in others)
+    share = (mine - theirs) * one.rows / one.total if one.total else 0.0
+    if share < LOST or mine < SLOWER * theirs:
+        return None
+    times = f"{mine / theirs:.1f} times" if theirs > 0.01 * mine else "much"
+    alone = all(other.node != one.node for other in others)
+    who, rows = f"worker {one.rank} on {one.node}", _rows_of([one, *others])
+    if part == "data_wait":
+        cause = "what its node reads from" if alone else "its processes, or its samples"
+        text = f"{who} waits {times} longer for data than the others {rows}: {cause}, not the model"
+        return Verdict("slow data of a worker", share, text)
+    cause = "the node" if alone else "its device, or what else runs there"
+    text = f"{who} is {times} slower in {part.replace('_', ' ')} than the others {rows}: {cause}, not the data"
+    return Verdict("slow worker", share, text)
+
+
+def _rows_of(workers: Sequence[WorkerSplit]) -> str:
+    """With which rows workers are compared."""
+    return "with equal rows" if _are_equal([one.rows / one.steps for one in workers]) else "for each row"
+
+
+def _data(workers: Sequence[WorkerSplit], processes: int) -> Verdict | None:
+    share = shares_of(workers)["data_wait"]
+    if share < DATA:
+        return None
+    more = min(_processes_for(share, processes), MOST_PROCESSES)
+    advice = f"try loader.processes: {more}"
+    if processes >= more:
+        advice = "store the samples so that they are read faster, or closer to the workers"
+    text = f"loaders are the limit: {percent(share)} of the step is waiting for data, {advice}"
+    return Verdict("loaders", share, text)
+
+
+def _processes_for(wait: float, processes: int) -> int:
+    """How many loader processes keep up with the rest of the step, if waiting for `processes` is this share of it."""
+    rest = max(1e-6, 1 - wait)
+    return max(processes + 1, math.ceil(round((processes or wait) / rest, 6)))
+
+
+def _waiting(workers: Sequence[WorkerSplit]) -> Verdict | None:
+    """The workers wait for each other, and no single one of them is slow a row."""
+    share = shares_of(workers)["waiting"]
+    if share < WAITING:
+        return None
+    most, least = max(workers, key=lambda one: one.rows), min(workers, key=lambda one: one.rows)
+    why = "none of them is always the slowest: their steps differ, as with samples of different lengths"
+    if not _are_equal([most.rows, least.rows]):
+        why = (
+            f"worker {most.rank} runs {most.rows} rows and worker {least.rank} {least.rows}: "
+            "choose shards and batch_size as multiples of workers"
+        )
+    return Verdict("waiting", share, f"the workers wait for each other in {percent(share)} of the step; {why}")
+
+
+def _balanced(workers: Sequence[WorkerSplit]) -> Verdict:
+    shares = shares_of(workers)
+    compute = round(shares["forward"] + shares["backward"], 4)
+    if compute >= 0.5 or not any(shares.values()):
+        both = "forward and backward" if shares["backward"] else "forward"
+        return Verdict("balanced", 0.0, f"no part stands out: {percent(compute)} is {both}")
+    largest = sorted(shares, key=lambda part: -shares[part])[:3]
+    told = listed([f"{part.replace('_', ' ')} {percent(shares[part])}" for part in largest])
+    return Verdict("balanced", 0.0, f"no part stands out: {told}")
+
+
+def _are_equal(rows: Sequence[float]) -> bool:
+    return max(rows) <= EQUAL * min(rows)
+
+
+SEND_SECONDS = 0.5
+
+
+class Logged(NamedTuple):
+    """New rows of the history, sent to the driver; a later row of a step replaces an earlier one."""
+
+    rows: tuple[dict[str, Any], ...]
+
+
+class History:
+    """Rank 0's history; it reads the numbers from the device at most twice a second, and before each checkpoint.
+
+    `new_data_wait` gives the seconds for which the worker has waited for data since its last call.
+    """
+
+    def __init__(
+        self,
+        folder: Storage,
+        split: Split,
+        names: Sequence[str],
+        extra: Sequence[str],
+        step: int,
+        send: Callable[[Logged], None],
+        new_data_wait: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._folder = folder
+        self._split = split
+        self._names = names
+        self._extra = dict.fromkeys(extra)  # a dict keeps the order of the first measurement
+        self._send = send
+        self._new_data_wait = new_data_wait
+        self._pending: list[tuple[int, Update, int, float, float, dict[str, float]]] = []
+        self._rows: list[dict[str, Any]] = []
+        self._first = step
+        self._sent = self._ended = time.perf_counter()
+        forget(folder, step)
+
+    def add(self, step: int, update: Update, measured: dict[str, float]) -> None:
+        """Add the row of a finished step; `measured` holds the values evaluated after it."""
+        start, stop = self._split.batch(step)
+        now = time.perf_counter()
+        self._pending.append((step, update, stop - start, now - self._ended, self._new_data_wait(), measured))
+        self._extra.update(dict.fromkeys(measured))
+        self._ended = now
+        if now - self._sent > SEND_SECONDS:
+            self.flush()
+
+    def resume_clock(self) -> None:
+        """Leave the time since the last step, such as an evaluation's, out of the training speed."""
+        self._ended = time.perf_counter()
+
+    def flush(self) -> None:
+        """Read the numbers from the device and send them to the driver."""
+        with waiting("the GPU, which may be in a collective"):
+            numbers = _read_updates([update for _, update, *_ in self._pending])
+        rows = [self._row(*entry, *found) for entry, found in zip(self._pending, numbers, strict=True)]
+        self._pending, self._sent = [], time.perf_counter()
+        self._rows += rows
+        if rows:
+            self._send(Logged(tuple(rows)))
+
+    def take(self) -> Callable[[], None]:
+        """Return a function that writes the rows added since the last call as one piece."""
+        self.flush()
+        rows, self._rows = self._rows, []
+        if not rows:
+            return lambda: None
+        name = f"steps-{rows[0]['step']}-{rows[-1]['step'] + 1}.parquet"
+        table = table_of_rows(rows, history_schema(self._names, list(self._extra)))
+        return lambda: write_piece(self._folder, name, table)
+
+    def _row(
+        self,
+        step: int,
+        update: Update,
+        rows: int,
+        seconds: float,
+        data_wait: float,
+        measured: dict[str, float],
+        totals: list[float],
+        norm: float,
+        missing: float,
+    ) -> dict[str, Any]:
+        rows -= int(missing)
+        means = {
+            name: totals[2 * at] / totals[2 * at + 1] if totals[2 * at + 1] else float("nan")
+            for at, name in enumerate(self._names)
+        }
+        return {
+            "step": step,
+            "epoch": self._split.cursor(step)[0],
+            **means,
+            "learning_rate": update.learning_rate,
+            "gradient_norm": norm,
+            "rows": rows,
+            "rows_per_second": rows / seconds if seconds > 0 else 0.0,
+            "data_wait_seconds": data_wait,
+            **measured,
+        }
+
+
+def _read_updates(updates: Sequence[Update]) -> list[tuple[list[float], float, float]]:
+    """The totals, the gradient norm and the missing rows of each update, read from the device all at once."""
+    if not updates:
+        return []
+    sums = torch.stack([one.sums for one in updates])
+    norms = torch.stack([one.gradient_norm for one in updates]).to(sums)
+    rows = torch.cat([sums, norms.unsqueeze(1)], 1).tolist()
+    return [(totals, norm, missing) for *totals, _, missing, norm in rows]
+
+
+def history_schema(names: Sequence[str], extra: Sequence[str]) -> pa.Schema:
+    """The columns of the history: those of every step, then `extra`, which only some steps have."""
+    numbers = [*names, "learning_rate", "gradient_norm"]
+    fields = [("step", pa.int64()), ("epoch", pa.int64()), *((name, pa.float64()) for name in numbers)]
+    fields += [("rows", pa.int64()), *((name, pa.float64()) for name in (*CLOCKED, *extra))]
+    return pa.schema(fields)

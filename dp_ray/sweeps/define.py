@@ -1,0 +1,330 @@
+"""`--over KEY=VALUES`: the values that a key takes in a sweep, or the range from which a search draws them.
+
+What a sweep is: its job, what varies, which metric counts; and the job of each trial. It imports no torch.
+"""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import yaml
+
+from dp_ray.errors import JobError
+from dp_ray.job.files import from_yaml
+from dp_ray.job.job import Job, that_count
+from dp_ray.text import did_you_mean, hide_in
+
+Number = int | float
+
+_NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+RANGE = re.compile(
+    rf"(?P<log>log\()?\s*(?P<low>{_NUMBER})\s*\.\.\s*(?P<high>{_NUMBER})\s*(?::\s*(?P<step>{_NUMBER})\s*)?(?(log)\))"
+)
+LIKE_A_RANGE = re.compile(r"log\(.*|(?=.*\d)[-+\d.eE:]*\.\.[-+\d.eE:]*")
+PER_RUN = {"name": "each trial is named by the sweep", "storage": "all trials share one"}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A key that takes each of some values; a trial picks one by its index."""
+
+    key: str
+    values: tuple[Any, ...]
+
+    @property
+    def probes(self) -> tuple[Any, ...]:
+        """The values with which a job is checked before anything runs: all."""
+        return self.values
+
+    def value(self, picked: Number) -> Any:
+        """The value that a trial has picked."""
+        return self.values[int(picked)]
+
+    def describe(self) -> Any:
+        """The values as JSON, without the secrets of URLs."""
+        return hide_in(json.loads(json.dumps(list(self.values), default=str)))
+
+
+@dataclass(frozen=True)
+class Range:
+    """A key whose values a search draws from `low` to `high`, both included; a trial picks the value itself.
+
+    Whole numbers if both ends are whole. `is_log` draws by the logarithm; `step` keeps to low, low + step ...
+    """
+
+    key: str
+    low: Number
+    high: Number
+    is_log: bool = False
+    step: Number | None = None
+
+    @property
+    def probes(self) -> tuple[Number, Number]:
+        """The values with which a job is checked before anything runs: both ends."""
+        return self.low, self.high
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it holds whole numbers only."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def value(self, picked: Number) -> Number:
+        """The value that a trial has picked."""
+        return picked
+
+    def describe(self) -> dict[str, Any]:
+        """The range as JSON."""
+        return {"low": self.low, "high": self.high, "log": self.is_log, "step": self.step}
+
+    def __str__(self) -> str:
+        text = f"{self.low}..{self.high}" + (f":{self.step}" if self.step is not None else "")
+        return f"log({text})" if self.is_log else text
+
+
+Axis = Choices | Range
+
+
+def parse_axis(text: str) -> Axis:
+    """The key of an `--over KEY=VALUES`, with its values or its range.
+
+    Values are YAML with commas between them, as in `--set`: `batch_size=32,64`. A range is `LOW..HIGH`,
+    `LOW..HIGH:STEP` or `log(LOW..HIGH)`. Raises JobError, which says what is wrong with it.
+
+    >>> parse_axis("batch_size=32,64")
+    Choices(key='batch_size', values=(32, 64))
+    >>> parse_axis("optimizer.args.lr=log(1e-5..1e-2)")
+    Range(key='optimizer.args.lr', low=1e-05, high=0.01, is_log=True, step=None)
+    """
+    key, equals, values = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise JobError(f"--over {text!r}: must be KEY=VALUES, like --over batch_size=32,64")
+    if (given := key.partition(".")[0]) in PER_RUN:
+        raise JobError(f"--over {text!r}: {given} cannot be swept: {PER_RUN[given]}")
+    if key.partition(".")[0] == "env":
+        raise JobError(f"--over env: the values of env are not kept, so they cannot be swept; got {key!r}")
+    try:
+        if match := RANGE.fullmatch(values.strip()):
+            return _range(key, match)
+        return Choices(key, tuple(_listed(values)))
+    except ValueError as error:
+        raise JobError(f"--over {text!r}: {error}") from None
+
+
+def _range(key: str, match: re.Match[str]) -> Range:
+    low, high = _number(match["low"]), _number(match["high"])
+    step = None if match["step"] is None else _number(match["step"])
+    is_log = match["log"] is not None
+    if not low < high:
+        raise ValueError(f"the range must go up, got {low} to {high}")
+    if is_log and low <= 0:
+        raise ValueError(f"the logarithm needs a range above 0, got {low}")
+    if is_log and step is not None:
+        raise ValueError("a range by the logarithm has no step")
+    if step is not None and not 0 < step <= high - low:
+        raise ValueError(f"the step must be above 0 and fit into the range, got {step}")
+    whole = isinstance(low, int) and isinstance(high, int)
+    if not whole or isinstance(step, float):
+        low, high = float(low), float(high)
+    return Range(key, low, high, is_log, step)
+
+
+def _number(text: str) -> Number:
+    number: Number = int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large for a number")
+    return number
+
+
+def _listed(text: str) -> list[Any]:
+    try:
+        found = from_yaml(f"[{text}\n]")
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError(f"the values are not YAML with commas between them: {problem}") from None
+    if not isinstance(found, list) or not found:
+        raise ValueError("names no value; give some with commas between them, like 32,64")
+    written = yaml.compose(f"[{text}\n]", yaml.SafeLoader)
+    assert isinstance(written, yaml.SequenceNode)
+    for node in written.value:
+        if isinstance(node, yaml.ScalarNode) and node.style is None and LIKE_A_RANGE.fullmatch(node.value):
+            raise ValueError(
+                f"{node.value} is no range; one stands alone: 1..10, 0.0..0.5:0.1 or log(1e-5..1e-2); text has quotes"
+            )
+    if any(value != value for value in found):
+        raise ValueError("nan is no value: it is not even itself, so the sweep could not be gone on with")
+    if twice := _first_twice([json.dumps(value, default=str) for value in found]):
+        raise ValueError(f"{twice} is given twice")
+    return found
+
+
+def _first_twice(values: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
+
+
+def check_axes(axes: Sequence[Axis], set_keys: Iterable[str], is_search: bool) -> None:
+    """Raise JobError if axes overlap, if one hides a key that is set otherwise, or if a range has no search."""
+    for at, axis in enumerate(axes):
+        for other in axes[:at]:
+            if _is_inside(axis.key, other.key) or _is_inside(other.key, axis.key):
+                names = "is given twice" if axis.key == other.key else f"overlaps --over {other.key}"
+                raise JobError(f"--over {axis.key}: {names}; each key stands in one --over")
+        for key in set_keys:
+            if _is_inside(key, axis.key):
+                raise JobError(f"--over {axis.key}: {key} is set on the command line too; leave one of them out")
+        if isinstance(axis, Range) and not is_search:
+            raise JobError(
+                f"--over {axis.key}={axis}: values are drawn from a range by a search; add --search optuna and "
+                "--trials N, or list the values"
+            )
+
+
+def _is_inside(key: str, outer: str) -> bool:
+    return key == outer or key.startswith(f"{outer}.")
+
+
+Mode = Literal["min", "max"]
+Picked = Mapping[str, Number]  # what a trial has picked of each axis
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A sweep: `make` makes its job with any keys set, `axes` are the keys that vary, `count` the trials in all.
+
+    Without a `search`, the trials are all combinations, the last key changing fastest.
+    """
+
+    name: str
+    make: Callable[[Mapping[str, Any]], Job]
+    axes: tuple[Axis, ...]
+    count: int
+    search: str | None = None
+    metric: str | None = None
+    mode: Mode = "min"
+
+    def run_name(self, number: int) -> str:
+        """The name of a trial's run; trials are numbered from 1."""
+        return run_name(self.name, number)
+
+    def values(self, picked: Picked) -> dict[str, Any]:
+        """The values of a trial, by their keys."""
+        return {axis.key: axis.value(picked[axis.key]) for axis in self.axes}
+
+    def job(self, number: int, picked: Picked) -> Job:
+        """The job of a trial; raises JobError, which names the trial's values, if there can be none."""
+        values = self.values(picked)
+        try:
+            return self.make({**values, "name": self.run_name(number)})
+        except JobError as error:
+            told = ", ".join(f"{key}={value!r}" for key, value in values.items())
+            raise JobError(f"{error}\nso is the trial with {told}") from None
+
+    def grid(self) -> Iterator[Picked]:
+        """What each trial picks, in their order, if there is no search."""
+        picks = [range(len(axis.values)) for axis in self.axes if isinstance(axis, Choices)]
+        for one in itertools.product(*picks):
+            yield dict(zip((axis.key for axis in self.axes), one, strict=True))
+
+    def probes(self) -> Iterator[Picked]:
+        """What is checked before anything runs: all trials; of a search each value, and both ends of each range."""
+        if self.search is None:
+            yield from self.grid()
+            return
+        first = {axis.key: _picks(axis)[0] for axis in self.axes}
+        yield first
+        for axis in self.axes:
+            yield from ({**first, axis.key: picked} for picked in _picks(axis)[1:])
+
+    def describe(self) -> dict[str, Any]:
+        """What the sweep is, as JSON without secrets; the job is that of the first trial, without what varies."""
+        first = self.job(1, next(iter(self.probes())))
+        job = that_count(first.describe())
+        for axis in self.axes:
+            job = _without(job, axis.key.split("."))
+        told = {
+            "job": job,
+            "fingerprint": first.fingerprint(with_lengths=True),
+            "over": {axis.key: axis.describe() for axis in self.axes},
+            "search": self.search,
+            "metric": self.metric,
+            "mode": self.mode if self.metric else None,
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(told, default=str))
+        return plain
+
+    def in_order_of(self, keys: Sequence[str]) -> "Definition":
+        """The same sweep with its axes in the order of these keys, by which the trials are numbered."""
+        by_key = {axis.key: axis for axis in self.axes}
+        if by_key.keys() != set(keys):
+            return self
+        return replace(self, axes=tuple(by_key[key] for key in keys))
+
+
+def run_name(sweep: str, number: int) -> str:
+    """The name of the run of a sweep's trial.
+
+    >>> run_name("digits-sweep", 3)
+    'digits-sweep-3'
+    """
+    return f"{sweep}-{number}"
+
+
+def _picks(axis: Axis) -> list[Number]:
+    return list(range(len(axis.values))) if isinstance(axis, Choices) else list(axis.probes)
+
+
+def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Nested mappings without the value at a path."""
+    first, *rest = path
+    if not rest:
+        return {key: value for key, value in values.items() if key != first}
+    inner = values.get(first)
+    return {**values, first: _without(inner, rest)} if isinstance(inner, Mapping) else dict(values)
+
+
+def combinations(axes: Sequence[Axis]) -> int:
+    """How many combinations there are of the values of some axes."""
+    return math.prod(len(axis.values) for axis in axes if isinstance(axis, Choices))
+
+
+def chosen_metric(job: Job, metric: str | None, mode: Mode | None) -> tuple[str | None, Mode]:
+    """The metric by which trials are compared, and whether the least or the largest is best.
+
+    By default the metric of `checkpoint.best`, else eval_loss, else the loss; None if the job measures nothing.
+    Raises JobError if the job does not measure `metric`, or if nothing says which of its values are better.
+    """
+    best = job.checkpoint.best if job.task == "train" else None
+    known = _measured(job)
+    if metric is None:
+        metric = best.metric if best else next((name for name in ("eval_loss", "loss") if name in known), None)
+        metric = metric or next(iter(known), None)
+    elif metric not in known and not any(metric.startswith(f"{name}_") for name in known):
+        measures = ", ".join(known) or f"nothing: its task is {job.task}"
+        raise JobError(f"--metric {metric}: the job measures {measures}{did_you_mean(metric, known)}")
+    if metric is None and mode is not None:
+        raise JobError(f"--{mode}imize: the job measures nothing that could be best: its task is {job.task}")
+    if metric is None or mode is not None:
+        return metric, mode or "min"
+    if best and metric == best.metric:
+        return metric, best.mode
+    if metric not in ("loss", "eval_loss", "epoch_loss"):
+        raise JobError(f"--metric {metric}: say which value is best: --minimize or --maximize")
+    return metric, "min"
+
+
+def _measured(job: Job) -> list[str]:
+    """What the result of a job's run will hold as metrics; a vector adds its elements, with a number each."""
+    if job.task == "predict":
+        return []
+    has_loss = job.loss is not None or job.step is not None
+    if job.task == "evaluate":
+        return [*["loss"] * has_loss, *job.metrics]
+    return ["loss", "epoch_loss", *job.metrics, *job.eval_names]

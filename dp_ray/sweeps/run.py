@@ -1,0 +1,387 @@
+"""Runs a sweep: its trials, each an ordinary run that is resumed where it stands, and what becomes of each.
+
+Runs trials: on the workers of sessions, as many side by side as there is room for, or in this process.
+
+optuna as the search of a sweep: it draws the values of the next trial from those that have ended.
+"""
+
+import contextlib
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from dp_ray.cli.options import show_error
+from dp_ray.driver.checks import check_targets
+from dp_ray.driver.run import Options, execute
+from dp_ray.errors import ClusterError, Error, JobError, RunInterrupted
+from dp_ray.job.job import Job
+from dp_ray.monitor.console import Console
+from dp_ray.plan.order import derive_seed
+from dp_ray.results.result import Result
+from dp_ray.results.text import relative
+from dp_ray.rundir.claim import read_claim, with_full_init_from, with_shards_of_run
+from dp_ray.rundir.files import RESULT, damage_told, is_finished, read_json
+from dp_ray.storage import Storage
+from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
+from dp_ray.sweeps.record import Record, Trial, numbers, remove_sweep, runs_to_compare
+from dp_ray.system.process import environment
+from dp_ray.system.threads import ask_others, planned_stops
+
+if TYPE_CHECKING:
+    from dp_ray.driver.sessions import Session
+
+Say = Callable[[str], None]
+LOOK_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Runs one job at a time: `execute` runs it to its end, `abort` ends the workers on which it runs."""
+
+    execute: Callable[[Job], Result]
+    abort: Callable[[], None]
+
+
+@contextmanager
+def opened(jobs: Sequence[Job], count: int, options: Options, parallel: int | None, say: Say) -> Iterator[list[Lane]]:
+    """Lanes for `count` jobs such as these: `parallel` of them, or as many as there are free resources for.
+
+    Raises JobError if the jobs cannot share workers, or run in this process and shall run side by side.
+    """
+    on_ray = [job for job in jobs if job.max_workers > 0]
+    is_here = len(on_ray) < len(jobs)
+    if is_here and parallel not in (None, 1):
+        raise JobError(f"--parallel {parallel}: with workers: 0 the trials run in this process, one after another")
+    if not on_ray:
+        yield [Lane(lambda job: execute(job, options), lambda: None)]
+        return
+    from dp_ray.driver.sessions import (
+        Session,  # imports Ray, which `workers: 0` does not need
+        keys_for,  # imports Ray, which `workers: 0` does not need
+    )
+
+    keys, wanted = keys_for(on_ray), 1 if is_here or count == 1 else parallel and min(parallel, count)
+    how = options.address, None, options.quiet, options.verbose
+    with ExitStack() as closing:
+        sessions = [closing.enter_context(Session(keys, *how, at_a_time=wanted))]
+        fits = sessions[0].at_a_time or 1
+        if wanted is not None and fits < wanted:
+            say(f"there is room for {fits} of {wanted} trials at a time")
+        sessions += [closing.enter_context(Session(keys, *how)) for _ in range(min(fits, count) - 1)]
+        try:
+            yield [Lane(partial(_execute_on, one, options), one.abort) for one in sessions]
+        finally:
+            for one in sessions:
+                one.abort()  # no job runs now, and the end of the connection frees what they hold
+
+
+def _execute_on(session: "Session", options: Options, job: Job) -> Result:
+    return session.execute(job, options)
+
+
+class Stop:
+    """Whether the trials that run shall stop after their step, and no other begin; or whether all end at once."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.is_by_signal = False
+        self.is_at_once = False
+        self._by = "SIGTERM"
+
+    def ask(self, signal_name: str) -> bool:
+        """Ask for it, as a signal does; False if it was asked for before."""
+        if self.is_asked:
+            return False
+        self.is_asked, self.is_by_signal, self._by = True, True, signal_name
+        return True
+
+    def pass_on(self) -> None:
+        """Ask the jobs of other threads, if it is asked for; to be called again, until each runs a step."""
+        if self.is_asked:
+            ask_others(self._by)
+
+
+def run_side_by_side(lanes: Sequence[Lane], work: Callable[[Lane], None], stop: Stop) -> None:
+    """Call `work` for each lane: for one in this thread, for several in threads of their own.
+
+    Ctrl-C and SIGTERM ask the trials to stop after their step; a second one ends their workers at once.
+    Raises KeyboardInterrupt if one came, and the first error of the threads, both after all have ended.
+    """
+    if len(lanes) == 1:
+        with planned_stops(stop.ask):  # between two trials: each has handlers of its own
+            work(lanes[0])
+        if stop.is_by_signal:
+            raise KeyboardInterrupt
+        return
+    threads = _Threads(lanes, work, stop)
+    try:
+        with planned_stops(stop.ask):
+            threads.start()
+            while threads.run(LOOK_SECONDS):
+                stop.pass_on()
+    except KeyboardInterrupt:
+        stop.is_asked = stop.is_at_once = True
+        stop.pass_on()
+        for lane in lanes:
+            lane.abort()
+        while threads.run(LOOK_SECONDS):
+            pass
+        raise
+    if threads.errors:
+        raise threads.errors[0]
+    if stop.is_by_signal:
+        raise KeyboardInterrupt
+
+
+class _Threads:
+    """A thread for each lane. They are not joined: Python 3.11 takes a thread for ended whose join is interrupted."""
+
+    def __init__(self, lanes: Sequence[Lane], work: Callable[[Lane], None], stop: Stop) -> None:
+        self.errors: list[BaseException] = []
+        self._work = work
+        self._stop = stop
+        self._left = list(lanes)
+        self._one_ended = threading.Event()
+
+    def start(self) -> None:
+        """Start them all."""
+        for lane in list(self._left):
+            threading.Thread(target=self._run, args=(lane,), name="trials", daemon=True).start()
+
+    def run(self, seconds: float) -> bool:
+        """Whether any still runs, after a wait of some seconds or until one has ended."""
+        if self._left:
+            self._one_ended.wait(seconds)
+            self._one_ended.clear()
+        return bool(self._left)
+
+    def _run(self, lane: Lane) -> None:
+        try:
+            self._work(lane)
+        except KeyboardInterrupt:
+            self._stop.ask("SIGTERM")  # it was asked before, but where `dp-ray stop` has stopped this run alone
+        except BaseException as error:  # raised when all have ended
+            self.errors.append(error)
+            self._stop.is_asked = True
+        finally:
+            self._left.remove(lane)
+            self._one_ended.set()
+
+
+Suggest = Callable[[Definition, int, int, Sequence[Trial]], Picked]
+
+
+@dataclass(frozen=True)
+class How:
+    """How to run a sweep, as opposed to what it is: flags of the command line."""
+
+    flags: Mapping[str, Any]  # those of a run: address, quiet, verbose
+    parallel: int | None = None
+    fail_fast: bool = False
+    overwrite: bool = False
+    suggest: Suggest | None = None
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Check the targets and devices of trials before anything runs; raises JobError that names the key at fault."""
+    for job in jobs:
+        with contextlib.redirect_stdout(sys.stderr), environment(job.env):
+            check_targets(job.for_task())
+
+
+def check_places(record: Record, base: Storage) -> None:
+    """Raise JobError if the place of a trial that has not begun holds something that is not this sweep's."""
+    known = {trial.number for trial in record.trials if trial.state != "waiting"}
+    for number in range(1, record.definition.count + 1):
+        run = base.child(record.definition.run_name(number))
+        if number not in known and not run.is_empty():
+            raise JobError(
+                f"{run}: trial {number} would run there, and it is not empty; give the sweep another --name"
+            )
+
+
+class Sweep:
+    """A sweep that runs: which trial is next, and what becomes of each; several threads may run trials."""
+
+    def __init__(self, record: Record, base: Storage, how: How, say: Say) -> None:
+        self.stop = Stop()
+        self._record = record
+        self._base = base
+        self._definition = record.definition
+        self._how = how
+        self._say = say
+        self._left = [trial for trial in record.trials if trial.state != "done"]
+        self._draws = threading.Lock()
+
+    @property
+    def num_left(self) -> int:
+        """How many trials are still to run."""
+        return len(self._left) + max(0, self._definition.count - len(self._record.trials))
+
+    def work(self, lane: Lane) -> None:
+        """Run trials in a lane until none is left, or until the sweep shall stop."""
+        while (trial := self._next()) is not None:
+            self._run(trial, lane)
+
+    def _next(self) -> Trial | None:
+        """The next trial, which the record says is running; None if there is none."""
+        with self._draws:
+            if self.stop.is_asked:
+                return None
+            trial = self._left.pop(0) if self._left else self._drawn()
+            if trial is not None:
+                self._record.put(replace(trial, state="running", error=""))
+            return trial
+
+    def _drawn(self) -> Trial | None:
+        """A new trial of a search; None if there are enough."""
+        before = self._record.trials
+        if self._how.suggest is None or len(before) >= self._definition.count:
+            return None
+        number = len(before) + 1
+        return Trial(number, self._how.suggest(self._definition, self._seed, number, before))
+
+    @property
+    def _seed(self) -> int:
+        return self._definition.job(1, next(iter(self._definition.probes()))).seed
+
+    def _run(self, trial: Trial, lane: Lane) -> None:
+        """Run a trial to its end, or take over what its finished run has measured."""
+        told = ", ".join(f"{key}={value}" for key, value in self._definition.values(trial.picked).items())
+        try:
+            job = self._definition.job(trial.number, trial.picked)
+            metrics = self._measured(job)
+            if metrics is None:
+                self._say(f"trial {trial.number} of {self._definition.count}: {told}")
+                metrics = lane.execute(job).metrics
+            self._ended(trial, metrics)
+        except KeyboardInterrupt:
+            self._record.put(replace(trial, state="interrupted"))
+            raise
+        except ClusterError:
+            self._record.put(replace(trial, state="interrupted"))
+            raise
+        except Error as error:
+            self._failed(trial, error)
+
+    def _measured(self, job: Job) -> dict[str, float] | None:
+        """The metrics of a trial whose run has finished although the record does not say so; else None."""
+        run = self._base.child(job.run_name)
+        asked = with_shards_of_run(with_full_init_from(job.for_task()), self._base)
+        if not is_finished(run) or not asked.has_fingerprint(read_claim(run).get("fingerprint")):
+            return None
+        with damage_told(f"{run}/{RESULT}"):
+            return numbers(read_json(run, RESULT)["metrics"])
+
+    def _ended(self, trial: Trial, metrics: dict[str, float]) -> None:
+        done = replace(trial, state="done", metrics=metrics, error="")
+        self._record.put(done)
+        metric = self._definition.metric
+        if metric is not None and metric not in metrics:
+            self._say(
+                f"trial {trial.number}: its run has not measured {metric}, but {', '.join(metrics) or 'nothing'}"
+            )
+
+    def _failed(self, trial: Trial, error: Error) -> None:
+        if self.stop.is_at_once:
+            self._record.put(replace(trial, state="interrupted"))
+            return
+        self._record.put(replace(trial, state="failed", error=f"{type(error).__name__}: {error}"))
+        Console(self._definition.name).say(f"trial {trial.number} failed:")
+        show_error(error, bool(self._how.flags.get("verbose")))
+        if self._how.fail_fast:
+            self.stop.is_asked = True
+
+
+def run_sweep(record: Record, base: Storage, how: How) -> None:
+    """Run the trials of a sweep that are not done; those that fail are told, and the others go on.
+
+    At the end, write the page that compares their runs. Raises RunInterrupted if Ctrl-C or SIGTERM stopped the sweep,
+    and ClusterError if no Ray answers or a session has ended.
+    """
+    definition, say = record.definition, Console(record.definition.name, how.flags["quiet"]).say
+    jobs = [definition.job(1, picked) for picked in definition.probes()]
+    sweep = Sweep(record, base, how, say)
+    with contextlib.ExitStack() as until_end:
+        if not how.overwrite:
+            until_end.enter_context(record.held(say))
+        try:
+            with opened(jobs, sweep.num_left, Options(**how.flags), how.parallel, say) as lanes:
+                if how.overwrite:  # not before there are workers for what takes its place
+                    remove_sweep(record.folder, base, jobs, say)
+                    check_places(record, base)  # else it is done before the workers start
+                    until_end.enter_context(record.held(say))
+                run_side_by_side(lanes, sweep.work, sweep.stop)
+        except KeyboardInterrupt as stopped:
+            if not record.is_over:
+                raise RunInterrupted(_stop_message(record, how.overwrite)) from stopped
+        _write_page(record, base, say)
+
+
+def _stop_message(record: Record, is_overwriting: bool) -> str:
+    done = sum(trial.state == "done" for trial in record.trials)
+    again = "run it again without --overwrite to go on" if is_overwriting else "run the same command to go on"
+    return f"interrupted: {done} of {record.definition.count} trials are done; {again}"
+
+
+def _write_page(record: Record, base: Storage, say: Say) -> None:
+    """Write the page of the sweep; a page that cannot be made is told of, and fails no sweep."""
+    try:
+        from dp_ray.report.comparison import save_comparison  # not before: a sweep does not wait for it at its start
+
+        if runs := runs_to_compare(record, base):
+            say(f"page: {relative(save_comparison(runs, record.folder))}")
+    except Exception as error:  # whatever it is, the runs stand
+        say(f"no page of the sweep: {type(error).__name__}: {error}")
+
+
+def suggested(definition: Definition, seed: int, number: int, before: Sequence[Trial]) -> Picked:
+    """What trial `number` picks: a function of the seed, of its number, and of the trials `before` it.
+
+    optuna's study is made anew from these trials, so that a sweep goes on as if it had never stopped.
+    """
+    space = {axis.key: _distribution(axis) for axis in definition.axes}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(seed=derive_seed(seed, "sweep", number) % 2**32, constant_liar=True)
+    level = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        direction = StudyDirection.MINIMIZE if definition.mode == "min" else StudyDirection.MAXIMIZE
+        study = optuna.create_study(direction=direction, sampler=sampler)
+        study.add_trials(_as_known(before, definition.metric, space))
+        return dict(study.ask(space).params)
+    finally:
+        optuna.logging.set_verbosity(level)
+
+
+def _as_known(trials: Iterable[Trial], metric: str | None, space: dict[str, BaseDistribution]) -> list[FrozenTrial]:
+    """The trials as optuna's own; one that failed, or that measured no number, says nothing."""
+    known = []
+    for trial in trials:
+        value = trial.value(metric)
+        state = (
+            TrialState.RUNNING if not trial.has_ended else TrialState.FAIL if value is None else TrialState.COMPLETE
+        )
+        known.append(create_trial(state=state, value=value, params=dict(trial.picked), distributions=space))
+    return known
+
+
+def _distribution(axis: Axis) -> BaseDistribution:
+    match axis:
+        case Choices():
+            return CategoricalDistribution(list(range(len(axis.values))))
+        case Range(is_whole=True):
+            return IntDistribution(int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1))
+        case _:
+            return FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)

@@ -1,0 +1,227 @@
+"""A call that a thread repeats in the background.
+
+Whether this process's task waits for other workers: the task sets it, the heartbeat reports it.
+
+If one worker hangs, all others wait for it. The one that does not wait is the cause.
+
+SIGINT (Ctrl-C) and SIGTERM as planned stops: the first asks the run to stop, the second ends it at once.
+"""
+
+import _thread
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def repeated(name: str, seconds: float, call: Callable[[], object]) -> Iterator[None]:
+    """Repeat the call every so many seconds, in a thread of that name, while the block runs.
+
+    The first call comes after the first interval. The end of the block waits for a call that is under way.
+    """
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+_waits: list[str] = []  # innermost last; the task's thread alone writes
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Mark the task as waiting for `what`, which depends on other workers, while the block runs."""
+    _waits.append(what)
+    try:
+        yield
+    finally:
+        _waits.pop()
+
+
+def waits_for() -> str:
+    """What the task waits for now; "" if it does not wait for other workers."""
+    innermost = _waits[-1:]  # in one read: the task's thread may leave its block meanwhile
+    return innermost[0] if innermost else ""
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130  # the exit status
+IMPORT = "<frozen importlib._bootstrap>"  # the file of the frames that each import has
+AGAIN_SECONDS = 0.01
+ACTION_BYTES = 1024  # more than any system's `struct sigaction` has
+_C = ctypes.CDLL(None)
+
+
+@contextmanager
+def planned_stops(ask: Callable[[str], bool]) -> Iterator[Callable[[], object]]:
+    """While the block runs, SIGINT and SIGTERM call `ask` with their name.
+
+    If `ask` returns False, the handler raises KeyboardInterrupt. Yields what another thread calls to have the same
+    happen; where no handler is, that only calls `ask`.
+    `ask` runs inside a signal handler, so it must not wait for anything. Outside the main thread Python allows no
+    handlers: there, `ask_others` calls it. An ignored signal stays ignored, like SIGINT in a shell's background job.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        with _listed(ask):
+            yield lambda: ask("")
+        return
+    owner = os.getpid()
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if os.getpid() != owner:
+            _in_forked_process(number)
+        elif not ask(signal.Signals(number).name):
+            raise KeyboardInterrupt
+
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    taken = {number: before for number, before in handlers.items() if before not in (None, signal.SIG_IGN)}
+    try:
+        for number in taken:
+            signal.signal(number, on_signal)
+        yield lambda: os.kill(owner, max(taken)) if taken else ask("")
+    finally:
+        for number, before in taken.items():
+            signal.signal(number, before)
+
+
+_others: list[Callable[[str], bool]] = []  # what blocks of other threads than the main one want to be asked
+
+
+@contextmanager
+def _listed(ask: Callable[[str], bool]) -> Iterator[None]:
+    _others.append(ask)
+    try:
+        yield
+    finally:
+        _others.remove(ask)
+
+
+def ask_others(signal_name: str) -> None:
+    """Ask what other threads run to stop, as a signal asks what the main thread runs; it may be asked again."""
+    for ask in list(_others):
+        ask(signal_name)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: whoever sent it is not there to be asked."""
+
+
+class _Program:
+    """What the handlers of the program `dp-ray` know."""
+
+    pid = 0
+    has_begun = False
+    is_put_off = False
+    is_sent_again = False
+
+
+def interrupts() -> None:
+    """For the program `dp-ray`: from now on SIGINT and SIGTERM raise KeyboardInterrupt, but not within an import.
+
+    There Python prints errors of its own callbacks, or leaves half a module. As long as nothing `has_begun`, the
+    process ends at once. Later the interrupt waits for the import's end, and a second one does not.
+    """
+    _Program.pid = os.getpid()
+    _handle(_interrupt)
+
+
+def has_begun() -> None:
+    """From now on there is something to undo: a folder, a process, a run directory in use."""
+    _Program.has_begun = True
+
+
+def raise_put_off() -> None:
+    """Raise the interrupt that waits for the end of an import, if there is one, now that the import has ended."""
+    if _Program.is_put_off:
+        _Program.is_put_off = False
+        raise KeyboardInterrupt
+
+
+def ends_at_once() -> None:
+    """From now on SIGINT and SIGTERM end the process of `dp-ray`: it has undone what there was to undo."""
+    _handle(_end)
+
+
+def _handle(handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGINT is in a shell's background job
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    is_sent_again, _Program.is_sent_again = _Program.is_sent_again, False
+    is_second = _Program.is_put_off and not is_sent_again
+    if os.getpid() != _Program.pid:
+        _in_forked_process(number)
+    elif is_sent_again and not _Program.is_put_off:
+        return  # a second signal has been faster
+    elif is_second or not _is_importing(frame):
+        _Program.is_put_off = False
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    elif not _Program.has_begun:
+        _end(number, frame)
+    else:
+        _Program.is_put_off = True
+        _thread.start_new_thread(_send_again, (number,))  # not `threading`, whose locks the import may hold
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != IMPORT:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _send_again(number: int) -> None:
+    time.sleep(AGAIN_SECONDS)
+    _Program.is_sent_again = True
+    os.kill(_Program.pid, number)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    if os.getpid() != _Program.pid:
+        _in_forked_process(number)
+    else:
+        os.write(2, b"interrupted\n")
+        os._exit(INTERRUPTED)
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """After the block, restore the handlers that SIGINT and SIGTERM had before it.
+
+    Ray sets some in C too, in whichever thread connects: after them SIGTERM would abort the process.
+    """
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    kernel = {number: ctypes.create_string_buffer(ACTION_BYTES) for number in SIGNALS}
+    for number, action in kernel.items():
+        _C.sigaction(number, None, action)
+    try:
+        yield
+    finally:
+        for number, action in kernel.items():
+            _C.sigaction(number, action, None)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+
+
+def _in_forked_process(number: int) -> None:
+    """Ignore SIGINT, since a terminal's Ctrl-C reaches forked processes too and the step needs them; obey SIGTERM."""
+    if number == signal.SIGTERM:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)

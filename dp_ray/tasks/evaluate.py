@@ -1,0 +1,65 @@
+"""The task `evaluate`: one worker's part in measuring a model over a dataset."""
+
+from collections.abc import Mapping
+from contextlib import closing
+
+from dp_ray.engine.clock import clock_on
+from dp_ray.engine.evaluation import Evaluation, build_metrics
+from dp_ray.engine.model import compiled, input_device
+from dp_ray.engine.quarantine import as_planned, load_good
+from dp_ray.engine.sharded.rounds import passes_of
+from dp_ray.engine.step import build_step
+from dp_ray.engine.timed_loader import StepTimes
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
+from dp_ray.job.job import Job
+from dp_ray.job.plan import split_of
+from dp_ray.plan.split import Work
+from dp_ray.steps.shapes import Probe, Recorder
+from dp_ray.storage import Storage
+from dp_ray.tasks.hooks import Measured, Send, WorkerTimes, reporting, slowed
+from dp_ray.tasks.profiling import StepProfiler
+from dp_ray.tasks.setup import forget_from, load_dataset, model_to_run, quarantine_of, set_aside
+
+
+def evaluate(
+    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
+) -> None:
+    """Run this worker's shards of every step; rank 0 sends the metrics over the whole dataset."""
+    dataset = load_dataset(job, world, run, rows_on_driver)
+    model, sharded = model_to_run(job, world, run, send)
+    world = world.with_inputs_on(input_device(job, model, world.devices))
+    called = compiled(model, job)
+    work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
+    measures, states = build_metrics(job)
+    clock, passes = clock_on(world.device), passes_of(sharded, world)
+    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock, passes)
+    forget_from(run, lambda *_: False)
+    quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send))
+    times = StepTimes(clock)
+    with (
+        closing(load_good(job, dataset, work, world.device, quarantine, times=times)) as batches,
+        Recorder(world, send) as recorder,
+        Probe(called, job.batch_dim) as probe,
+        slowed(called, control, world),
+        StepProfiler(job, world, run, work.split.total_steps, send) as profiler,
+    ):
+
+        def on_step(step: int) -> None:
+            recorder.on_step(step)
+            recorder.on_times(clock.end_step(step, recorder.take_rows()))
+            profiler.after(step)
+            control.before(step + 1)
+            profiler.before(step + 1)
+
+        control.before(0)
+        profiler.before(0)
+        clock.restart()
+        real = as_planned if quarantine is None else quarantine.real
+        metrics = evaluation.run(called, work, batches, reporting(recorder, probe), on_step, real)
+        recorder.on_times(clock.rest())
+        profiler.close()
+    send(WorkerTimes(world.rank, times.to_json()))
+    if world.rank == 0:
+        send(Measured(metrics))
+    control.end()

@@ -1,0 +1,71 @@
+"""Finds the number of shards of a job with `shards: auto`: the first with which a step fits on all workers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dp_ray.engine.loading import seeded_dataset
+from dp_ray.engine.model import ShardSize, advice
+from dp_ray.engine.trial import Data, why_not
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World, check_rows, gathered
+from dp_ray.errors import JobError
+from dp_ray.job.job import Job
+from dp_ray.job.plan import evaluations_of, has_evaluations, split_of
+from dp_ray.plan.costs import shard_counts
+from dp_ray.plan.split import chunk_sizes
+from dp_ray.storage import Storage
+from dp_ray.tasks.hooks import Send, ShardsFound, telling
+from dp_ray.tasks.setup import load_dataset
+from dp_ray.text import counted
+
+
+def find_shards(
+    job: Job, world: World, run: Storage, send: Send, control: StepControl, rows_on_driver: Mapping[str, int]
+) -> None:
+    """Try a step with more and more shards; rank 0 sends the first number that fits on all workers.
+
+    Each worker tries by itself, and all of them agree after each number. The numbers depend on the job alone, not on
+    how many workers there are now. Raises JobError if a shard of a single row does not fit.
+    """
+    data, evaluated = _data(job, world, run, rows_on_driver)
+    rows, worst, tell = data.split.largest_batch, "", telling(world, send)
+    for count in shard_counts(rows, job.max_workers):
+        told = gathered(why_not(*_with(count, job, world, data, evaluated)))
+        worst = next((f"rank {rank}: {why}" for rank, why in enumerate(told) if why), "")
+        tell(_line(count, chunk_sizes(rows, count)[0], worst))
+        if not worst:
+            if world.rank == 0:
+                send(ShardsFound(count))
+            control.end()
+            return
+    raise JobError(
+        f"shards: auto: a shard of a single row does not fit: {worst}; {advice(job, ShardSize(1, rows, count))}"
+    )
+
+
+def _line(count: int, rows: int, worst: str) -> str:
+    fits = f"{'does' if count == 1 else 'do'} not fit: {worst}" if worst else "fits" if count == 1 else "fit"
+    return f"shards: auto: {counted(count, 'shard')} of at most {counted(rows, 'row')} {fits}"
+
+
+def _data(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int]) -> tuple[Data, Data | None]:
+    """The task's data, and that of a training's evaluations."""
+    dataset = load_dataset(job, world, run, rows_on_driver)
+    data = Data(job, dataset, split_of(job, len(dataset)), job.dataset_key)
+    if not has_evaluations(job):
+        return data, None
+    over_eval = job.over_eval()
+    evaluated = seeded_dataset(over_eval, "eval.dataset")
+    check_rows("eval.dataset", len(evaluated), rows_on_driver)
+    return data, Data(over_eval, evaluated, evaluations_of(job, len(evaluated)).split, "eval.dataset")
+
+
+def _with(
+    count: int, job: Job, world: World, data: Data, evaluated: Data | None
+) -> tuple[Job, World, Data, Data | None]:
+    """The arguments of a trial with so many shards."""
+
+    def cut(one: Data) -> Data:
+        return one._replace(job=one.job.model_copy(update={"shards": count}), split=replace(one.split, shards=count))
+
+    return cut(data).job, world, cut(data), None if evaluated is None else cut(evaluated)

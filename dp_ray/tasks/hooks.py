@@ -1,0 +1,301 @@
+"""The user's hooks: functions that rank 0 calls with a view of the training, which they cannot change.
+
+What a task sends while it runs, besides its shape reports.
+
+Slow a worker's forward, as a fault of `--inject` asks.
+
+Report the shapes of a shard that ran through a step, and once a loss that depends on the shards.
+"""
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dp_ray.engine.model import autocast, tensors_of
+from dp_ray.engine.step import OnShard, StepOutput, of_neighbours
+from dp_ray.engine.trainer import Trainer, Update
+from dp_ray.engine.user_code import raising
+from dp_ray.engine.votes import StepControl
+from dp_ray.engine.world import World
+from dp_ray.errors import JobError, ModelError
+from dp_ray.job.job import Job
+from dp_ray.job.keys import Target
+from dp_ray.job.targets import bind, resolve
+from dp_ray.plan.split import Shard, Split
+from dp_ray.rundir.checkpoint import TrainState
+from dp_ray.steps.shapes import Probe, Recorder, Seen, encode_sizes
+from dp_ray.storage import Storage
+from dp_ray.text import counted
+
+Hook = Callable[["TrainingView"], object]
+
+
+@dataclass(frozen=True)
+class TrainingView:
+    """A training after a step, as a hook sees it. Nothing in it changes the training.
+
+    `step` and `epoch` count from 0, as in the history. `samples` counts those of all steps so far. `learning_rate` is
+    that of the first parameter group in this step. `run_dir` is the run directory, a path or a URL.
+    `loss`, `gradient_norm` and `metrics` are numbers that are read from the device when they are asked for: on a GPU
+    that waits for the step to end. They are NaN and nothing if this process has run no step.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    learning_rate: float
+    run_dir: str = field(repr=False)  # a URL may hold a secret
+    _update: Update | None = field(repr=False, compare=False)
+    _measured: Mapping[str, float] = field(repr=False, compare=False)
+    _trainer: Trainer = field(repr=False, compare=False)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the whole batch."""
+        return self._numbers["loss"]
+
+    @property
+    def gradient_norm(self) -> float:
+        """The norm of the whole batch's gradient, before clipping."""
+        return self._numbers["gradient_norm"]
+
+    @cached_property
+    def metrics(self) -> Mapping[str, float]:
+        """The job's metrics in this step, and what was measured after it, like `eval_loss` and `epoch_loss`."""
+        names = self._trainer.measure_names
+        own = {name: self._numbers[name] for name in names if name in self._numbers}
+        return MappingProxyType({**own, **self._measured})
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights as they are now, named as in `weights.safetensors`, on the model's device."""
+        return self._copied(tensors_of(self._trainer.model))
+
+    @property
+    def ema_weights(self) -> dict[str, torch.Tensor] | None:
+        """A copy of the average of the weights, if the job has `ema`."""
+        average = self._trainer.average
+        return None if average is None else self._copied(average.tensors())
+
+    def _copied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._trainer.sharded is not None:
+            raise ModelError("hooks: with strategy: fsdp rank 0 has only a part of the weights; read a checkpoint")
+        return {name: one.detach().clone() for name, one in tensors.items()}
+
+    @cached_property
+    def _numbers(self) -> dict[str, float]:
+        """The loss, the metrics and the gradient's norm, read from the device at once."""
+        if self._update is None:
+            return {"loss": float("nan"), "gradient_norm": float("nan")}
+        totals = self._update.totals
+        *sums, norm = torch.cat([totals, self._update.gradient_norm.to(totals).reshape(1)]).tolist()
+        means = [_mean(*sums[at : at + 2]) for at in range(0, len(sums), 2)]
+        return {**dict(zip(["loss", *self._trainer.measure_names], means, strict=True)), "gradient_norm": norm}
+
+
+class Hooks:
+    """Calls the hooks of a job. Each error names the hook and the step."""
+
+    def __init__(self, job: Job, trainer: Trainer, split: Split, train_state: TrainState, run: Storage) -> None:
+        self._hooks = {name: make_hook(f"hooks.{name}", given) for name, given in job.hooks.given.items()}
+        self._trainer = trainer
+        self._split = split
+        self._train_state = train_state
+        self._run_dir = run.location
+        self._last: Update | None = None
+
+    def after_step(self, step: int, update: Update, measured: Mapping[str, float]) -> None:
+        """Call the hooks of a finished step; `measured` has what was measured after it."""
+        self._last = update
+        view = self._view(step, update, measured)
+        if measured.keys() - {"epoch_loss"}:
+            self._call("on_evaluate", view)
+        self._call("on_step", view)
+
+    def at_end(self) -> None:
+        """Call the hook of the training's end, with its last step and its last evaluation."""
+        self._call("on_end", self._view(self._train_state.step - 1, self._last, self._train_state.measured))
+
+    def _view(self, step: int, update: Update | None, measured: Mapping[str, float]) -> TrainingView:
+        epoch, rate = (
+            self._split.cursor(step)[0],
+            self._trainer.learning_rate if update is None else update.learning_rate,
+        )
+        samples = epoch * self._split.rows_kept + self._split.batch(step)[1]
+        return TrainingView(step, epoch, samples, rate, self._run_dir, update, dict(measured), self._trainer)
+
+    def _call(self, name: str, view: TrainingView) -> None:
+        if (hook := self._hooks.get(name)) is not None:
+            with raising(f"step {view.step}: hooks.{name}"):
+                hook(view)
+
+
+def hooks_of(
+    job: Job, world: World, trainer: Trainer, split: Split, train_state: TrainState, run: Storage
+) -> Hooks | None:
+    """What calls the job's hooks: on rank 0, if it has any."""
+    return Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
+
+
+def make_hook(key: str, given: Any) -> Hook:
+    """The function that a hook's key names, with its args; an object of a class that it names.
+
+    Raises JobError if it cannot be imported, built, or called with a view.
+    """
+    if isinstance(given, Target) and inspect.isclass(resolve(key, given)):
+        given = bind(key, given)()
+    elif isinstance(given, Target):
+        bind(key, given, leading=1)  # checks the args
+        found, args = resolve(key, given), given.args
+        return lambda view: found(view, **args)
+    if not callable(given):
+        raise JobError(
+            f"{key}: must be called with a view of the training, and a {type(given).__qualname__} cannot be"
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def check_hook(key: str, given: Any) -> None:
+    """Raise JobError if a hook cannot be imported, or rejects its args; builds no object of a class."""
+    if isinstance(given, Target):
+        bind(key, given, leading=0 if inspect.isclass(resolve(key, given)) else 1)
+    else:
+        make_hook(key, given)
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else float("nan")
+
+
+Send = Callable[[Any], None]
+
+
+class Note(NamedTuple):
+    """A line for the user."""
+
+    text: str
+
+
+class StoppedEarly(NamedTuple):
+    """The training has ended before its last step: `column` did not improve on `best` in `times` measurements.
+
+    `step` steps are done. `best` is None if the column was never a number.
+    """
+
+    step: int
+    column: str
+    mode: str
+    min_delta: float
+    best: float | None
+    times: int
+
+    @property
+    def text(self) -> str:
+        """The reason, in a line."""
+        each = "epoch" if self.column == "epoch_loss" else "evaluation"
+        did = "was never a number" if self.best is None else f"did not improve on {self.best:.6g}"
+        return f"stopped early at step {self.step}: {self.column} {did} in {counted(self.times, each)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The values for `result.json`."""
+        best = self.best if self.best is not None and math.isfinite(self.best) else None
+        values = self._replace(best=best)._asdict()
+        return {"step": values.pop("step"), "metric": values.pop("column"), **values, "text": self.text}
+
+
+class WorkerTimes(NamedTuple):
+    """Where the time of a worker's loop went, in seconds by name; sent at the loop's end."""
+
+    rank: int
+    seconds: dict[str, float]
+
+
+class Measured(NamedTuple):
+    """The metrics of an evaluation, over the whole dataset."""
+
+    metrics: dict[str, float]
+
+
+class ShardsFound(NamedTuple):
+    """The number of shards that `shards: auto` has found: the first that fits on all workers; sent by rank 0."""
+
+    shards: int
+
+
+def telling(world: World, send: Send) -> Callable[[str], None]:
+    """What sends a line for the user, on rank 0 alone: the other ranks would repeat it."""
+
+    def tell(text: str) -> None:
+        if world.rank == 0:
+            send(Note(text))
+
+    return tell
+
+
+@contextmanager
+def slowed(model: nn.Module, control: StepControl, world: World) -> Iterator[None]:
+    """Within the block, the model's first forward of a step sleeps for as long as `control` says."""
+    if not control.slows:
+        yield
+        return
+    handle = model.register_forward_pre_hook(lambda *_: time.sleep(control.take_delay(world.rank)))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def reporting(recorder: Recorder, probe: Probe) -> OnShard:
+    """A function that records each shard with what the probe saw of it."""
+
+    def on_shard(shard: Shard, batch: Any, step_output: StepOutput) -> None:
+        recorder.on_shard(shard, *_seen(probe, shard, batch, step_output))
+
+    return on_shard
+
+
+def looking_at_loss(job: Job, first: int, world: World, on_shard: OnShard, tell: Callable[[str], None]) -> OnShard:
+    """The same function; in shard 0 of the training's `first` step it tells of a loss that depends on the shards.
+
+    A line, not an error: contrastive losses are meant so. A `step` of the user's is not called again.
+    """
+    if world.rank != 0 or first != 0 or job.num_shards == 1:
+        return on_shard
+
+    def looked(shard: Shard, batch: Any, step_output: StepOutput) -> None:
+        on_shard(shard, batch, step_output)
+        given = step_output
+        if (shard.step, shard.shard) != (0, 0) or given.compare is None:
+            return
+        is_exact = job.precision == "fp32" and world.device.type == "cpu"
+        with autocast(job.precision, world.device):
+            seen = given.outputs, given.target
+            found = of_neighbours(given.compare, given.loss, seen, shard.rows, job.batch_dim, is_exact)
+        if found is not None:
+            tell(
+                f"loss: the loss of a row depends on the other rows of its shard: that of step 0, shard 0 sums up to "
+                f"{found.together:.6g}, and with one of its {shard.rows} rows apart to "
+                f"{found.first + found.others:.6g}; so each of the {job.num_shards} shards has its own, and their "
+                "number counts. With shards: 1 it is that of the whole batch"
+            )
+
+    return looked
+
+
+def _seen(probe: Probe, shard: Shard, batch: Any, step_output: StepOutput) -> tuple[Seen, float]:
+    """The sizes that the model saw, and its milliseconds.
+
+    If the user's step bypassed the model's forward: the sizes of the step's batch and loss, and 0.
+    """
+    if probe.has_seen:
+        return probe.take()
+    return Seen(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0

@@ -1,0 +1,526 @@
+"""torch's settings of the whole process: what they are, and how to bring them back.
+
+`tests/test_torch_settings.py` enumerates what torch has, so that a setting of a new version is not forgotten.
+
+What user code may change of its process and its libraries, and how to change it back.
+
+Restores a worker's process after a job, for the next job.
+
+What can be undone is undone: the environment, the working directory, torch's settings, hooks of all modules,
+processes and memory. What cannot be undone is named: threads and open files. A worker with such remains is started
+anew.
+
+Imported modules stay imported, as in one Python process that runs the jobs in turn: a module's globals, the
+attributes of its classes and whatever it patched in other modules are neither undone nor named.
+"""
+
+import copy
+import gc
+import logging
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import thread as executor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import torch
+import torch.overrides
+import torch.utils.checkpoint
+from torch import nn
+from torch.utils import _python_dispatch
+
+from dp_ray.engine.model import free_memory
+from dp_ray.errors import is_installed
+from dp_ray.tasks.task import deterministic_algorithms, use_deterministic_algorithms
+
+_C: Any = torch._C
+_overrides: Any = torch.overrides
+UNKNOWN = "(unknown)"  # this torch has no such setting, or does not tell: user code has mixed its two interfaces
+# Settings X of torch._C, with _get_X or _is_X, and _set_X.
+PAIRS = (
+    *("autograd_fallback_mode", "backcompat_broadcast_warn", "backcompat_keepdim_warn", "blas_preferred_backend"),
+    *("cpu_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction"),
+    *("cublas_allow_fp16_accumulation", "cublas_allow_fp16_reduced_precision_reduction", "cudnn_benchmark"),
+    *("cudnn_depthwise_kernel", "cudnn_deterministic", "cudnn_enabled", "dtensor_allow_implicit_replication"),
+    *("fwd_grad_enabled", "grad_layout_enforcement_enabled", "graph_executor_optimize", "linalg_preferred_backend"),
+    *("math_sdp_allow_fp16_bf16_reduction", "miopen_immediate", "mkldnn_deterministic", "mkldnn_enabled"),
+    *("multithreading_enabled", "nnpack_enabled", "qengine", "rocm_fa_preferred_backend", "sdp_priority_order"),
+    *("sm_carveout_experimental", "view_replay_enabled", "warnAlways"),
+)
+ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "fa3", "overrideable")
+# A precision of none is that of the backend, and then of all; so they are set in this order.
+FP32 = (("generic", "all"), *((one, op) for one in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")))
+CONFIGS = (
+    "torch._dynamo.config",
+    "torch._functorch.config",
+    "torch._inductor.config",
+    "torch.fx.experimental._config",
+)
+FIELDS: tuple[tuple[Any, str], ...] = (
+    (torch.backends.mha, "_is_fastpath_enabled"),
+    (torch.backends.opt_einsum, "enabled"),
+    (torch.backends.opt_einsum, "strategy"),
+    (torch.utils.deterministic, "fill_uninitialized_memory"),
+    (torch.utils.checkpoint, "_enable_checkpoint_early_stop"),
+    (torch.utils.checkpoint, "_checkpoint_debug_enabled"),
+    (torch._tensor_str, "PRINT_OPTS"),
+)
+
+
+class NotRestored(Exception):
+    """Settings have another value than before, and torch has no way back."""
+
+
+class Setting(NamedTuple):
+    """A setting of torch: its name, and how to read and to set it; None if it can only be read."""
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], object] | None
+
+    def read(self) -> Any:
+        """Its value; UNKNOWN if torch does not tell."""
+        try:
+            return self.get()
+        except (RuntimeError, AttributeError):
+            return UNKNOWN
+
+
+def torch_settings() -> Callable[[], object]:
+    """Take the settings as they are; the function that is returned brings them back.
+
+    That raises NotRestored, which names the settings that stay otherwise.
+    """
+    before = [(setting, setting.read()) for setting in settings_of_torch()]
+    torch._tensor_str.PRINT_OPTS = copy.copy(torch._tensor_str.PRINT_OPTS)  # which user code changes in place
+    configs = {name: sys.modules[name].get_config_copy() for name in CONFIGS if name in sys.modules}
+
+    def restore() -> None:
+        _restore_configs(configs)
+        for setting, value in before:
+            if value != UNKNOWN and setting.set is not None and setting.read() != value:
+                with suppress(Exception):  # what it leaves is told below
+                    setting.set(value)
+        if left := [setting.name for setting, value in before if setting.read() != value]:
+            raise NotRestored(", ".join(left))
+
+    return restore
+
+
+def settings_of_torch() -> Iterator[Setting]:
+    """All settings, in the order in which they are to be set."""
+    t: Any = torch
+    yield Setting("torch_function modes", _function_modes, _set_function_modes)
+    yield Setting("torch_dispatch modes", _dispatch_modes, _set_dispatch_modes)
+    yield Setting("default_device", default_device, torch.set_default_device)
+    yield Setting("default_tensor_type", lambda: _C._get_default_device(), None)
+    yield Setting("default_dtype", torch.get_default_dtype, torch.set_default_dtype)
+    yield Setting("num_threads", torch.get_num_threads, torch.set_num_threads)
+    yield Setting("num_interop_threads", torch.get_num_interop_threads, None)
+    yield Setting("flush_denormal", flushes_denormal, torch.set_flush_denormal)
+    yield Setting("sharing_strategy", t.multiprocessing.get_sharing_strategy, t.multiprocessing.set_sharing_strategy)
+    precision = "float32_matmul_precision"
+    yield Setting(precision, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+    yield from map(_fp32_precision, FP32)  # after the older interface, which sets some of them
+    yield from map(_pair, PAIRS)
+    yield from map(_attention, ATTENTION)
+    yield Setting("saved_tensors_hooks", _saved_tensors_hooks, _set_saved_tensors_hooks)
+    yield Setting("inference_mode", torch.is_inference_mode_enabled, None)
+    yield Setting("grad", torch.is_grad_enabled, torch.set_grad_enabled)
+    yield Setting("anomaly", _anomaly, lambda one: _C.set_anomaly_enabled(*one))
+    yield Setting("autocast_cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
+    for kind in ("cpu", "cuda"):
+        yield _autocast(kind)
+        yield _autocast_dtype(kind)
+    sparse: Any = torch.sparse.check_sparse_tensor_invariants
+    yield Setting("sparse invariants", sparse.is_enabled, lambda one: (sparse.enable if one else sparse.disable)())
+    for name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
+        yield Setting(name, getattr(torch.__future__, f"get_{name}"), getattr(torch.__future__, f"set_{name}"))
+    for name in ("crc32_options", "default_load_endianness", "default_mmap_options"):
+        get, put = (getattr(torch.serialization, f"{verb}_{name}") for verb in ("get", "set"))
+        yield Setting(name, get, put)
+    yield Setting("safe_globals", t.serialization.get_safe_globals, _set_safe_globals)
+    yield Setting("checkpoint device", _checkpoint_device, t.utils.checkpoint.DefaultDeviceType.set_device_type)
+    yield from (_field(owner, name) for owner, name in FIELDS)
+    yield Setting(
+        "deterministic_algorithms", deterministic_algorithms, lambda one: use_deterministic_algorithms(*one)
+    )
+
+
+def _pair(name: str) -> Setting:
+    get, put = (
+        getattr(_C, f"_get_{name}", None) or getattr(_C, f"_is_{name}", None),
+        getattr(_C, f"_set_{name}", None),
+    )
+    if get is None or put is None:  # of another version of torch
+        return Setting(name, lambda: None, None)
+    return Setting(name, get, lambda value: put(*value) if isinstance(value, tuple) else put(value))
+
+
+def _attention(kind: str) -> Setting:
+    get, put = getattr(_C, f"_get_{kind}_sdp_enabled", None), getattr(_C, f"_set_sdp_use_{kind}", None)
+    return Setting(f"{kind}_sdp", get or (lambda: None), put)
+
+
+def _fp32_precision(of: tuple[str, str]) -> Setting:
+    get, put = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
+    return Setting(f"fp32_precision of {' '.join(of)}", lambda: get(*of), lambda value: put(*of, value))
+
+
+def _autocast(kind: str) -> Setting:
+    return Setting(
+        f"autocast on {kind}",
+        lambda: torch.is_autocast_enabled(kind),
+        lambda value: torch.set_autocast_enabled(kind, value),
+    )
+
+
+def _autocast_dtype(kind: str) -> Setting:
+    return Setting(
+        f"autocast dtype on {kind}",
+        lambda: torch.get_autocast_dtype(kind),
+        lambda value: torch.set_autocast_dtype(kind, value),
+    )
+
+
+def _field(owner: Any, name: str) -> Setting:
+    return Setting(name, lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+
+
+def default_device() -> torch.device | None:
+    """The device that `torch.set_default_device` has set; None: none was set."""
+    found = torch.get_default_device()
+    return None if found.type == "cpu" else found
+
+
+def flushes_denormal() -> bool:
+    """Whether numbers too small for fp32's full precision become 0; torch can set this but does not tell."""
+    return bool((torch.tensor([1e-40], device="cpu", dtype=torch.float32) * 1).item() == 0)
+
+
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _checkpoint_device() -> str:
+    return torch.utils.checkpoint.DefaultDeviceType.get_device_type()
+
+
+def _set_safe_globals(globals_: list[Any]) -> None:
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(globals_)
+
+
+def _saved_tensors_hooks() -> list[Any]:
+    """The hooks on tensors that autograd saves, the first set first; the stack can only be read from its top."""
+    found = []
+    while (top := _C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(top)
+        _C._autograd._pop_saved_tensors_default_hooks()
+    found.reverse()
+    for one in found:
+        _C._autograd._push_saved_tensors_default_hooks(*one)
+    return found
+
+
+def _set_saved_tensors_hooks(hooks: list[Any]) -> None:
+    for _ in _saved_tensors_hooks():
+        _C._autograd._pop_saved_tensors_default_hooks()
+    for one in hooks:
+        _C._autograd._push_saved_tensors_default_hooks(*one)
+
+
+def _function_modes() -> list[Any]:
+    """The modes that user code has entered; the default device is one of torch's own."""
+    stack = _overrides._get_current_function_mode_stack()
+    return [one for one in stack if not isinstance(one, torch.utils._device.DeviceContext)]
+
+
+def _set_function_modes(modes: list[Any]) -> None:
+    stack = _overrides._get_current_function_mode_stack()
+    for _ in stack:
+        _overrides._pop_mode()
+    for one in stack:
+        if isinstance(one, torch.utils._device.DeviceContext) or one in modes:
+            _overrides._push_mode(one)
+
+
+def _dispatch_modes() -> list[Any]:
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+def _set_dispatch_modes(modes: list[Any]) -> None:
+    for one in reversed(_dispatch_modes()):
+        if one in modes:
+            break
+        one.__exit__(None, None, None)
+
+
+def _restore_configs(before: dict[str, dict[str, Any]]) -> None:
+    """Bring the compiler's configs back; of a part that the job has imported, to their defaults."""
+    for name in CONFIGS:
+        config: Any = sys.modules.get(name)
+        if config is None:
+            continue
+        if name in before:
+            now = config.get_config_copy()
+            changed = [key for key, value in before[name].items() if now.get(key) != value]
+            for key in changed:
+                setattr(config, key, before[name][key])
+            continue
+        for key in [key for key in config._config if not config._is_default(key)]:
+            delattr(config, key)
+            config._config[key].hide = False  # for torch it is deleted, and cannot be read
+
+
+Restore = Callable[[], object]
+
+
+def _environment() -> Restore:
+    before = dict(os.environ)
+
+    def restore() -> None:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+    return restore
+
+
+def _working_directory() -> Restore:
+    before = os.getcwd()
+    return lambda: os.chdir(before)
+
+
+def _lists() -> Restore:
+    """The lists of the interpreter and of torch that user code may add to."""
+    lists: tuple[list[Any], ...] = (sys.path, sys.argv, sys.meta_path, logging.getLogger().handlers)
+    kept = [(one, list(one)) for one in lists]
+
+    def restore() -> None:
+        for one, before in kept:
+            one[:] = before
+
+    return restore
+
+
+def _warnings() -> Restore:
+    caught = warnings.catch_warnings()
+    caught.__enter__()
+    return lambda: caught.__exit__(None, None, None)
+
+
+def _log_level() -> Restore:
+    before = logging.getLogger().level
+    return lambda: logging.getLogger().setLevel(before)
+
+
+def _hooks() -> Restore:
+    """The hooks of all modules and of all optimizers."""
+    owners = (nn.modules.module, sys.modules[torch.optim.Optimizer.__module__])
+    found = [one for owner in owners for name, one in vars(owner).items() if name.startswith("_global_")]
+    kept = [(one, dict(one)) for one in found if isinstance(one, dict)]
+
+    def restore() -> None:
+        for one, before in kept:
+            one.clear()
+            one.update(before)
+
+    return restore
+
+
+def _calculation() -> Restore:
+    """How numpy calculates, and what torch's distributions check."""
+    numpy_errors, validates = np.geterr(), torch.distributions.Distribution._validate_args
+
+    def restore() -> None:
+        np.seterr(**numpy_errors)
+        torch.distributions.Distribution.set_default_validate_args(validates)
+
+    return restore
+
+
+def _interpreter() -> Restore:
+    collects, recursion, timeout = gc.isenabled(), sys.getrecursionlimit(), socket.getdefaulttimeout()
+    os.umask(umask := os.umask(0))  # the only way to read it
+    starts, disabled, hook = (
+        multiprocessing.get_start_method(allow_none=True),
+        logging.root.manager.disable,
+        sys.excepthook,
+    )
+
+    def restore() -> None:
+        (gc.enable if collects else gc.disable)()
+        os.umask(umask)
+        sys.setrecursionlimit(recursion)
+        socket.setdefaulttimeout(timeout)
+        multiprocessing.set_start_method(starts, force=True)
+        logging.disable(disabled)
+        sys.excepthook = hook
+
+    return restore
+
+
+def _process() -> Restore:
+    """What the system or Python keeps of a process: limits, cores, blocked signals, how threads and memory share."""
+    limits, cores, blocked = resource.getrlimit(resource.RLIMIT_NOFILE), _cores(), signal.pthread_sigmask(0, ())
+    thresholds, interval, temporary = gc.get_threshold(), sys.getswitchinterval(), tempfile.tempdir
+
+    def restore() -> None:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+        tempfile.tempdir = temporary
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if resource.getrlimit(resource.RLIMIT_NOFILE) != limits:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if cores and _cores() != cores:
+            for thread in psutil.Process().threads():  # those that the job has started have its cores too
+                with suppress(OSError):
+                    os.sched_setaffinity(thread.id, cores)
+
+    return restore
+
+
+def _cores() -> set[int]:
+    """The cores on which this thread may run; none where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+SETTINGS: dict[str, Callable[[], Restore]] = {
+    "its environment": _environment,
+    "its working directory": _working_directory,
+    "its module paths": _lists,
+    "its warnings": _warnings,
+    "its log level": _log_level,
+    "hooks of all modules": _hooks,
+    "torch's settings": torch_settings,
+    "settings of calculation": _calculation,
+    "the interpreter's settings": _interpreter,
+    "its process's settings": _process,
+}
+
+
+END_SECONDS = 2.0  # how long threads and processes of a job may take to end by themselves
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What a process has that can remain after a job: child processes, threads and open files."""
+
+    children: frozenset[psutil.Process]
+    threads: frozenset[threading.Thread]
+    files: frozenset[str]
+
+    @classmethod
+    def now(cls) -> "Belongings":
+        """What this process has now."""
+        return cls(frozenset(_children()), frozenset(threading.enumerate()), frozenset(_open_files()))
+
+
+@contextmanager
+def isolated() -> Iterator[list[str]]:
+    """After the block, restore this process; the list that it yields then names what remains."""
+    belongings = Belongings.now()
+    restores = {name: take() for name, take in SETTINGS.items()}
+    remains: list[str] = []
+    try:
+        yield remains
+    finally:
+        for name, restore in reversed(restores.items()):
+            remains += _not_restored(name, restore)
+        _end_processes(belongings)
+        _free_kernels()
+        free_memory()
+        remains += _remains(belongings)
+
+
+def _not_restored(name: str, restore: Restore) -> list[str]:
+    """Restore something; what remains of it, by its name."""
+    try:
+        restore()
+    except NotRestored as what:
+        return [f"{name}: {what}"]
+    except Exception:  # user code may have broken anything
+        return [name]
+    return []
+
+
+def _end_processes(before: Belongings) -> None:
+    """End the processes that the job started; Python starts its server of forked processes again if it is needed."""
+    started = [child for child in _children() if child not in before.children]
+    server: Any = forkserver._forkserver
+    for child in started:
+        if child.pid == getattr(server, "_forkserver_pid", None):
+            child.kill()
+            server._stop()  # forgets the server, and waits for its end
+            this: Any = multiprocessing.current_process()
+            if folder := this._config.pop("tempdir", None):  # of its socket
+                shutil.rmtree(folder, ignore_errors=True)
+    _end(started)
+
+
+def _children() -> list[psutil.Process]:
+    """The child processes, but for Python's own that frees the shared memory of all others."""
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    return [child for child in psutil.Process().children() if child.pid != tracker]
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            one.terminate()
+    for one in psutil.wait_procs(processes, timeout=END_SECONDS)[1]:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
+def _free_kernels() -> None:
+    """Forget what was compiled; it holds the models."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _remains(before: Belongings) -> list[str]:
+    """What there is now and was not before: threads that do not end soon, and open files."""
+    threads = [one for one in threading.enumerate() if one not in before.threads and not _is_foreign(one)]
+    until = time.monotonic() + END_SECONDS
+    for one in threads:
+        one.join(max(0.0, until - time.monotonic()))
+    return [
+        *(f"the thread {one.name!r}" for one in threads if one.is_alive()),
+        *(f"the open file {name}" for name in sorted(_open_files() - before.files)),
+    ]
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Whether a thread runs no user code: one of Ray or torch, of an installed library, or of an executor."""
+    if isinstance(thread, threading._DummyThread):
+        return True
+    does: Any = getattr(thread, "_target", None) or getattr(thread, "function", None) or type(thread).run
+    code = getattr(does, "__code__", None)
+    return code is not None and (is_installed(code.co_filename) or code.co_filename == executor.__file__)
+
+
+def _open_files() -> set[str]:
+    """The regular files that this process holds open for writing or reading, without logs of Ray and libraries."""
+    with suppress(psutil.Error, OSError):
+        return {one.path for one in psutil.Process().open_files() if not _is_foreign_file(one.path)}
+    return set()
+
+
+def _is_foreign_file(path: str) -> bool:
+    return path.endswith((".so", ".py", ".pyc")) or "/ray/" in path or path.startswith(("/dev/", "/proc/", "/sys/"))

@@ -1,0 +1,109 @@
+"""Trace some steps of one worker with torch.profiler, for Perfetto."""
+
+import gzip
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dp_ray.engine.clock import Part, TimedStep
+from dp_ray.engine.world import World, gathered
+from dp_ray.errors import StorageError
+from dp_ray.job.job import Job
+from dp_ray.plan.costs import Profiled, profiled_of
+from dp_ray.storage import Storage
+from dp_ray.tasks.hooks import Note, Send
+
+PROFILE = "profile"
+NOT_OWN = (Part.EXCHANGE, Part.EVALUATION, Part.CHECKPOINT)  # the time in which a worker may wait for others
+
+
+class StepProfiler:
+    """Traces the steps that the job's `profile` names, on the rank that it names; a step calls `before` and `after`.
+
+    The trace goes to `profile/rank-R.json.gz`. If the rank is the slowest so far, all workers decide on it before the
+    first of these steps: the one whose own work took longest. At the end of a `with` block it traces no more.
+    """
+
+    def __init__(self, job: Job, world: World, run: Storage, total_steps: int, send: Send) -> None:
+        self._wanted: Profiled | None = None if job.profile is None else profiled_of(job.profile, total_steps)
+        self._world = world
+        self._run = run
+        self._send = send
+        self._own = 0.0
+        self._rank: int | None = None
+        self._running: profile | None = None
+        self._mark: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Stop to trace; after an error nothing is written."""
+        self._unmark()
+        traced, self._running = self._running, None
+        if traced is not None:
+            traced.stop()
+
+    def on_times(self, timed: Sequence[TimedStep]) -> None:
+        """Take in how long the parts of this worker's steps took."""
+        if self._wanted is not None:
+            self._own += sum(sum(one.seconds) - sum(one.seconds[part] for part in NOT_OWN) for one in timed)
+
+    def before(self, step: int) -> None:
+        """Begin to trace, if `step` is the first one to trace that this worker runs."""
+        if self._wanted is None or step not in self._wanted:
+            return
+        if self._rank is None:
+            self._rank = self._wanted.rank if self._wanted.rank is not None else self._slowest()
+            if self._rank == self._world.rank:
+                self._running = profile(activities=_activities(self._world.device))
+                self._running.start()
+        if self._running is not None:
+            self._mark = record_function(f"dp_ray step {step}")
+            self._mark.__enter__()  # type: ignore[no-untyped-call]
+
+    def after(self, step: int) -> None:
+        """End the trace, if `step` is the last one to trace."""
+        self._unmark()
+        if self._wanted is not None and step >= self._wanted.last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was traced, if that is not done."""
+        if self._running is None:
+            return
+        traced, self._running = self._running, None
+        traced.stop()
+        folder, name = self._run.child(PROFILE), f"rank-{self._world.rank}.json.gz"
+        try:
+            folder.create()
+            with folder.writing(name) as stream:
+                stream.write(_as_bytes(traced))
+        except StorageError as error:  # a trace only informs
+            self._send(Note(f"the profile cannot be kept: {error}"))
+        else:
+            self._send(Note(f"profile: {folder.shown(name)}, for https://ui.perfetto.dev"))
+
+    def _unmark(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+
+    def _slowest(self) -> int:
+        own = gathered(self._own)
+        return own.index(max(own))
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+
+
+def _as_bytes(traced: profile) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        traced.export_chrome_trace(str(path))
+        return gzip.compress(path.read_bytes(), 6)

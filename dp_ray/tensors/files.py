@@ -1,0 +1,355 @@
+"""Named tensors and a text in one safetensors file: reading it runs no code.
+
+The format (https://huggingface.co/docs/safetensors) is eight bytes with the header's length, the header as JSON, and
+the tensors' bytes. The file is streamed, so gigabytes are written without a copy, in parallel with a training.
+
+Tensors of which each worker holds rows: torch's DTensors, sharded over dimension 0 by `fully_shard`.
+
+Rank r of W holds rows `r * ceil(rows / W)` to the next rank's; the last ranks may hold fewer or none. This module
+does not import DTensor, since its import takes seconds that other jobs need not spend.
+
+Tensors as bytes, and from device to device, whatever their dtype.
+
+Tensors in safetensors files, read row by row: no more of a file is in memory than what is asked for.
+
+A tensor's layout in memory: its strides, kept where a copy would lose them.
+
+A hash of a model's outputs, as a metric: it shows whether two runs gave the same outputs.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dp_ray.errors import ModelError, StorageError
+from dp_ray.storage import Storage
+from dp_ray.system.threads import waiting
+from dp_ray.tensors.tree import flatten
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether this worker holds only rows of the tensor."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This worker's rows of a sharded tensor, in the same memory; any other tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def rows_of(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The first row of a rank, and its end.
+
+    >>> [rows_of(5, 4, rank) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    share = -(-rows // world_size)
+    return min(rows, share * rank), min(rows, share * (rank + 1))
+
+
+@torch.no_grad()
+def on_rank_0(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor on rank 0's CPU; every rank calls this for a sharded one, and others get no rows."""
+    if not is_sharded(tensor):
+        return tensor.detach().cpu()
+    is_first = dist.get_rank() == 0
+    mine, rows = local(tensor.detach()), tensor.shape[0]
+    share = -(-rows // dist.get_world_size())
+    padded = mine.new_zeros(share, *tensor.shape[1:])
+    padded[: mine.shape[0]] = mine
+    if dist.get_backend() == "nccl":
+        padded = padded.cuda()
+    received = [torch.empty_like(padded) for _ in range(dist.get_world_size())] if is_first else None
+    with waiting("the other workers' rows"):
+        dist.gather(padded, received, dst=0)
+    return torch.cat(received)[:rows].cpu() if received is not None else mine[:0]
+
+
+def attend_writing(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Send this worker's rows of each tensor to rank 0, which reads each twice in `write_tensors`."""
+    for _ in range(2):
+        for one in filter(is_sharded, tensors.values()):
+            on_rank_0(one)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in C order, uint8 [nbytes]: a view if the tensor is contiguous, else a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of `as_bytes`: a view of bytes as a tensor of like's dtype and size; surplus bytes are ignored."""
+    return raw[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def moved(leaf: Any, device: torch.device | None) -> Any:
+    """A tensor on the device; anything else, or with device None, unchanged.
+
+    Only a copy to the CPU is waited for: its numbers are read without regard to the GPU's streams.
+    """
+    if device is None or not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.to(device, non_blocking=device.type != "cpu")
+
+
+TEXT, DIGEST = "state", "sha256"
+PIECE = 1 << 24
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_tensors(
+    storage: Storage,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    text: str = "",
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Write CPU tensors, and a text that `read_tensors` returns, to the file `name`, whole or not at all.
+
+    Returns the checksum that the file holds. `whole` gives a tensor's numbers if they are elsewhere; it is called
+    for each tensor in order, twice. `metadata` is for other programs. Raises StorageError if the file cannot be
+    written, and ModelError for a dtype or layout that the format does not have.
+    """
+    table: dict[str, Any] = {}
+    end = 0
+    for key, tensor in tensors.items():
+        check_dtype(key, tensor)
+        table[key] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    digest = hashlib.sha256(frame(table, text))
+    for tensor in tensors.values():
+        for piece in _pieces(whole(tensor)):
+            digest.update(piece)
+    told = {**(metadata or {}), TEXT: text, DIGEST: digest.hexdigest()}
+    header = json.dumps({"__metadata__": told, **table}).encode()
+    header += b" " * (-len(header) % 8)
+    with storage.writing(name) as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        for tensor in tensors.values():
+            for piece in _pieces(whole(tensor)):
+                stream.write(piece)
+    return digest.hexdigest()
+
+
+def check_dtype(key: str, tensor: torch.Tensor) -> None:
+    """Raise ModelError if a safetensors file cannot hold the tensor; `key` names it in the message."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise ModelError(f"{key} is a tensor of layout {tensor.layout}, {tensor.dtype}: only dense ones can be kept")
+    if tensor.dtype not in _NAMES:
+        raise ModelError(f"{key} is of {tensor.dtype}, which a safetensors file cannot hold")
+
+
+def read_tensors(storage: Storage, name: str) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a safetensors file, and its text ("" if another program wrote it).
+
+    Raises StorageError if it is not safetensors, is truncated, or its checksum is wrong.
+    """
+    return parse_tensors(storage.read_bytes(name), f"{storage}/{name}")
+
+
+def parse_tensors(data: bytes, where: str) -> tuple[dict[str, torch.Tensor], str]:
+    """`read_tensors` for a file's bytes; `where` names the file in errors."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        table = json.loads(data[8 : 8 + size])
+        metadata = table.pop("__metadata__", {})
+        text, body = metadata.get(TEXT, ""), memoryview(data)[8 + size :]
+        tensors = {key: _tensor(body, **entry) for key, entry in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise StorageError(f"{where}: is damaged, or no safetensors file: {error}") from None
+    if TEXT in metadata or DIGEST in metadata:  # `write_tensors` writes both
+        digest = hashlib.sha256(frame(table, text))
+        digest.update(body)
+        if digest.hexdigest() != metadata.get(DIGEST):
+            raise StorageError(f"{where}: is damaged: its bytes are not those that were written")
+    return tensors, text
+
+
+def read_text(storage: Storage, name: str) -> str:
+    """The text of a safetensors file, "" if another program wrote it; reads no tensor.
+
+    Raises StorageError if the file is not safetensors.
+    """
+    with storage.open(name) as stream:
+        try:
+            header = json.loads(stream.read(min(stream.size(), int.from_bytes(stream.read(8), "little"))))
+            return str(header.get("__metadata__", {}).get(TEXT, ""))
+        except (ValueError, AttributeError) as error:
+            raise StorageError(f"{storage}/{name}: is damaged, or no safetensors file: {error}") from None
+
+
+def sha256_of(storage: Storage, name: str) -> str:
+    """The hash of the tensors' raw bytes, in the order of their names; raises what `read_tensors` raises."""
+    tensors, _ = read_tensors(storage, name)
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        for piece in _pieces(tensors[key]):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _tensor(body: memoryview, dtype: str, shape: list[int], data_offsets: list[int]) -> torch.Tensor:
+    start, end = data_offsets
+    made = torch.empty(shape, dtype=DTYPES[dtype])
+    if end - start != made.nbytes or end > len(body):
+        raise ValueError(f"bytes {start} to {end} of {len(body)} are not a tensor of size {shape}")
+    if made.nbytes:
+        made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8))
+    return made
+
+
+def frame(table: Mapping[str, Any], text: str) -> bytes:
+    """What a file's checksum covers besides the tensors' bytes."""
+    return json.dumps([text, table]).encode()
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in pieces of megabytes: hashing and writing a piece release Python's lock (GIL)."""
+    if not tensor.nbytes:
+        return
+    raw = as_bytes(tensor).numpy().data
+    for start in range(0, len(raw), PIECE):
+        yield raw[start : start + PIECE]
+
+
+Rows = Callable[[int, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is somewhere else: its size, and what reads rows of it. `strides` are those of its layout."""
+
+    shape: tuple[int, ...]
+    rows: Rows
+    strides: tuple[int, ...] | None = None
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor."""
+        return self.rows(0, self.shape[0] if self.shape else 1)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor of its size and dtype without memory."""
+        return torch.empty(self.shape, dtype=self.rows(0, 0).dtype, device="meta")
+
+    def like(self, tensor: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
+        """The part of it that a worker holds of `tensor`: its rows if that is sharded, else the whole."""
+        if not is_sharded(tensor):
+            return self.whole()
+        return self.rows(*rows_of(self.shape[0], world_size, rank))
+
+    @torch.no_grad()
+    def copy_to(self, tensor: torch.Tensor, world_size: int, rank: int) -> None:
+        """Copy into `tensor` what this worker holds of it."""
+        local(tensor).copy_(self.like(tensor, world_size, rank))
+
+
+def held(tensor: torch.Tensor) -> Stored:
+    """A tensor that is in memory, as if it were stored."""
+    return Stored(tuple(tensor.shape), lambda start, stop: tensor[start:stop] if tensor.ndim else tensor)
+
+
+class TensorFile:
+    """A safetensors file, of which only the header is read; raises StorageError if it is damaged."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self.where = f"{storage}/{name}"
+        self._storage = storage
+        self._name = name
+        try:
+            with storage.open(name) as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                self._table = json.loads(stream.read(min(size, stream.size())))
+            self._begin = 8 + size
+            metadata = self._table.pop("__metadata__", {})
+            self.text, self.digest = str(metadata.get(TEXT, "")), metadata.get(DIGEST)
+        except (OSError, ValueError, AttributeError) as error:
+            raise StorageError(f"{self.where}: is damaged, or no safetensors file: {error}") from None
+
+    def tensors(self) -> dict[str, Stored]:
+        """All its tensors."""
+        return {key: Stored(tuple(one["shape"]), self._reader(one)) for key, one in self._table.items()}
+
+    def check(self) -> None:
+        """Raise StorageError if its bytes are not those that were written; it is read in pieces."""
+        if self.digest is None:
+            return
+        digest = hashlib.sha256(frame(self._table, self.text))
+        with self._storage.open(self._name) as stream:
+            stream.seek(self._begin)
+            while piece := stream.read(PIECE):
+                digest.update(piece)
+        if digest.hexdigest() != self.digest:
+            raise StorageError(f"{self.where}: is damaged: its bytes are not those that were written")
+
+    def _reader(self, entry: dict[str, Any]) -> Rows:
+        shape, dtype = entry["shape"], DTYPES[entry["dtype"]]
+        row = [1, *shape[1:]]
+        row_bytes = int(torch.Size(row).numel()) * dtype.itemsize
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            made = torch.empty([stop - start, *shape[1:]] if shape else [], dtype=dtype)
+            if not made.nbytes:
+                return made
+            with self._storage.open(self._name) as stream:
+                stream.seek(self._begin + entry["data_offsets"][0] + start * row_bytes)
+                data = stream.read(made.nbytes)
+            if len(data) != made.nbytes:
+                raise StorageError(f"{self.where}: is damaged: it ends before its tensors do")
+            made.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            return made
+
+        return read
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements fill their memory without gaps, in any order of the dimensions."""
+    outer_first = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(outer_first).is_contiguous()
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def laid_out(values: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The same values in new memory with these strides, which must leave no gaps."""
+    made = torch.empty_strided(values.shape, tuple(strides), dtype=values.dtype, device=values.device)
+    return made.copy_(values)
+
+
+def outputs_digest(outputs: Any, target: Any) -> tuple[torch.Tensor, int]:
+    """40 bits of a hash of the outputs' bytes, as (sum, weight): the sum over thousands of shards is exact."""
+    digest = hashlib.blake2b(digest_size=5)
+    for leaf in flatten(outputs)[0]:
+        raw = as_bytes(torch.as_tensor(leaf).cpu())
+        digest.update(raw.numpy().data)
+    return torch.tensor(int.from_bytes(digest.digest())), 1
