@@ -140,6 +140,17 @@ def notes_of(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", ())) if isinstance(error, Error) else ""
 
 
+def error_report(error: Error, is_verbose: bool) -> str:
+    """Return an error as a user is shown it, below its traceback here or on a worker.
+
+    Of that, the frames of user code are kept, or all frames if `is_verbose`.
+    """
+    frames = frames_of(error)
+    if is_verbose and not notes_of(error) and error.__cause__ is not None:
+        frames = "".join(traceback.format_exception(error.__cause__))
+    return "\n".join([*([frames.rstrip("\n")] if frames else []), f"error: {error}"])
+
+
 def shorten(error: Error) -> None:
     """Change an Error, in place, so that Python's traceback of it and its cause shows only the user's frames."""
     error.__traceback__ = None

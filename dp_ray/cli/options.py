@@ -5,7 +5,6 @@ The arguments and options that several commands take, and the keys of a job that
 The first seconds of `dp-ray run`: Ray starts or is connected to while torch is imported.
 """
 
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import click
 
 from dp_ray.cluster.ray_version import check_ray
-from dp_ray.errors import Error, frames_of, notes_of
+from dp_ray.errors import Error, error_report
 from dp_ray.job.files import load_job, parse_setting, parse_workers
 from dp_ray.job.job import Job
 from dp_ray.system.imports import collector_paused
@@ -23,13 +22,8 @@ from dp_ray.text import harmless
 
 
 def show_error(error: Error, is_verbose: bool) -> None:
-    """Print the error below its traceback, here or on a worker: the frames of user code, or all frames if verbose."""
-    shown = frames_of(error)
-    if is_verbose and not notes_of(error) and error.__cause__ is not None:
-        shown = "".join(traceback.format_exception(error.__cause__))
-    if shown:
-        say(shown.rstrip("\n"))
-    say(f"error: {error}")
+    """Print an error below the frames of its traceback that a user needs."""
+    click.echo(harmless(error_report(error, is_verbose)), err=True)
 
 
 def say(text: str) -> None:

@@ -20,10 +20,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from dp_ray.cli.options import show_error
 from dp_ray.driver.checks import check_targets
 from dp_ray.driver.run import Options, execute
-from dp_ray.errors import ClusterError, Error, JobError, RunInterrupted
+from dp_ray.errors import ClusterError, Error, JobError, RunInterrupted, error_report
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.plan.order import derive_seed
@@ -36,6 +35,7 @@ from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
 from dp_ray.sweeps.record import Record, Trial, numbers, remove_sweep, runs_to_compare
 from dp_ray.system.process import environment
 from dp_ray.system.threads import ask_others, planned_stops
+from dp_ray.text import harmless
 
 if TYPE_CHECKING:
     from dp_ray.driver.sessions import Session
@@ -298,7 +298,7 @@ class Sweep:
             return
         self._record.put(replace(trial, state="failed", error=f"{type(error).__name__}: {error}"))
         Console(self._definition.name).say(f"trial {trial.number} failed:")
-        show_error(error, bool(self._how.flags.get("verbose")))
+        print(harmless(error_report(error, bool(self._how.flags.get("verbose")))), file=sys.stderr)
         if self._how.fail_fast:
             self.stop.is_asked = True
 
