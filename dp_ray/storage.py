@@ -175,6 +175,18 @@ class Storage:
             files = [info for info in with_names(self.fs.get_file_info(selector)) if info.is_file]
         return sorted(info.base_name for info in files if not info.base_name.startswith(TEMPORARY))
 
+    def entries(self) -> set[str]:
+        """The names of the files in the folder, and of the folders in it that hold files at any depth.
+
+        For files with names that are not UTF-8 it has "".
+        """
+        selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=True)
+        with self._named("cannot be listed"):
+            infos = [info for info in self.fs.get_file_info(selector) if info.type != pafs.FileType.Directory]
+        paths = [info.path for info in with_names(infos)]
+        names = {path.removeprefix(f"{self.path.rstrip('/')}/").partition("/")[0] for path in paths}
+        return names if len(paths) == len(infos) else {*names, ""}
+
     def exists(self, name: str) -> bool:
         """Whether the folder has a file of this name."""
         with self._named(f"cannot look for {name}"):

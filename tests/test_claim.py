@@ -101,6 +101,17 @@ def test_what_differs_is_told_by_its_path(tmp_path: Path, here: dict[str, Any], 
     assert f"a run of a different job ({says}); give it another name" in str(told.value)
 
 
+def test_a_key_that_an_earlier_version_did_not_have_is_no_difference(tmp_path: Path) -> None:
+    claim(job_of(), Storage(str(tmp_path)))
+    path = tmp_path / "job" / "run.json"
+    kept = json.loads(path.read_text())
+    del kept["job"]["strict"]
+    path.write_text(json.dumps(kept))
+    with pytest.raises(JobError, match=r"a run of a different job \(seed: 0 there, 2 here\)"):
+        claim(job_of(seed=2), Storage(str(tmp_path)))
+    assert claim(job_of(), Storage(str(tmp_path))).is_resumed
+
+
 def test_a_target_that_was_not_there_is_told_by_its_name(tmp_path: Path) -> None:
     train = {"task": "train", "loss": "torch.nn:CrossEntropyLoss", "optimizer": SGD}
     claim(job_of(**train), Storage(str(tmp_path)))
@@ -157,6 +168,69 @@ def test_a_job_that_sets_its_shards_keeps_them(tmp_path: Path) -> None:
 def test_a_run_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
     job = job_of(workers=3)
     assert with_shards_of_run(job, Storage(str(tmp_path))) is job
+
+
+def failed_at_once(folder: Path, **began: Any) -> Path:
+    """A run that failed before it kept a step, with the files and folders that such a run leaves."""
+    claim(job_of(**began), Storage(str(folder)))
+    run = folder / "job"
+    for path in ("about.json", "report.html", "previews/rows-0.json", "files/cut-1", "tensorboard/events"):
+        (run / path).parent.mkdir(exist_ok=True)
+        (run / path).write_text("x")
+    (run / "checkpoints").mkdir()
+    finish(folder, "failed")
+    return run
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted"])
+def test_a_run_that_kept_nothing_is_replaced_by_the_corrected_job(tmp_path: Path, status: str) -> None:
+    run, store = failed_at_once(tmp_path, workers=2), Storage(str(tmp_path))
+    finish(tmp_path, status)
+    corrected = with_shards_of_run(job_of(call="kwargs", workers=4), store)
+    assert (corrected.num_shards, corrected.workers) == (4, 4), "nothing is bound by the shards of the other run"
+    claimed = claim(corrected, store)
+    assert claimed.replaces and not claimed.is_resumed
+    assert sorted(path.name for path in run.iterdir()) == ["parts", "run.json"]
+    finish(tmp_path, status)
+    assert claim(job_of(dataset=InFolder("x")), store).replaces
+    finish(tmp_path, status)
+    assert claim(job_of(dataset=InFolder("y")), store).replaces, "objects cannot be compared, and need not be"
+    finish(tmp_path, status)
+    assert claim(job_of(), store, rows={"dataset": 3}).replaces
+    finish(tmp_path, status)
+    assert not claim(job_of(), store, rows={"dataset": 3}).replaces, "the same job goes on"
+    assert not claim(job_of(), store, overwrite=True).replaces
+
+
+def test_a_number_of_shards_that_was_found_stays_with_the_same_job_alone(tmp_path: Path) -> None:
+    failed_at_once(tmp_path, shards=6, workers=2)
+    store, auto = Storage(str(tmp_path)), {"shards": "auto", "workers": 2}
+    assert with_shards_of_run(job_of(**auto), store).num_shards == 6
+    assert with_shards_of_run(job_of(**auto, batch_size=20), store).finds_shards
+
+
+KEPT = ["parts/a.arrow", "checkpoints/step-3.safetensors", "history/steps-0-3.parquet", "outputs/0.parquet"]
+
+
+@pytest.mark.parametrize("path", [*KEPT, "quarantine/x.parquet", "profile/rank-0.json.gz", "notes.txt", "own/\udcff"])
+def test_a_run_that_kept_anything_is_replaced_by_nobody(tmp_path: Path, path: str) -> None:
+    kept = failed_at_once(tmp_path) / path
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("x")
+    with pytest.raises(JobError, match="holds a run of a different job"):
+        claim(job_of(seed=2), Storage(str(tmp_path)))
+    assert kept.read_text() == "x"
+
+
+@pytest.mark.parametrize("status", [None, "done"])
+def test_nor_is_one_that_did_not_fail(tmp_path: Path, status: str | None) -> None:
+    run = failed_at_once(tmp_path)
+    (run / "result.json").unlink()
+    if status:
+        finish(tmp_path, status)
+    with pytest.raises(JobError, match="holds a run of a different job"):
+        claim(job_of(seed=2), Storage(str(tmp_path)))
+    assert (run / "about.json").exists()
 
 
 def test_objects_from_python_are_never_taken_for_one_another(tmp_path: Path) -> None:

@@ -198,6 +198,19 @@ def test_a_model_of_keywords_predicts_with_its_ids(tmp_path: Path) -> None:
     assert list(result.carried["id"]) == [f"t{index}" for index in range(9)]
 
 
+def test_the_corrected_command_replaces_a_run_that_failed_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ModelError, match="set call: kwargs"):
+        run(tmp_path, Classifier(), Tokenized(9), collate=padded)
+    keys = {"call": "kwargs", "outputs": {"keep": ["logits"]}}
+    assert run(tmp_path, Classifier(), Tokenized(9), collate=padded, **keys, quiet=False).rows == 9
+    said = capsys.readouterr().err
+    assert said.count("run: replaces the run of this name, which had ended before it kept a step") == 1
+    with pytest.raises(JobError, match="holds a run of a different job"):
+        run(tmp_path, Classifier(), Tokenized(9), collate=padded, **keys, seed=3)
+
+
 class Prints(models.Rows):
     """Prints wherever it can."""
 

@@ -107,7 +107,12 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
 
 
 def resumption_lines(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> Iterator[str]:
-    """Lines for the user of a resumed run; `killed` is the lease of its last driver, if that was killed."""
+    """Lines for the user of a resumed run, or of one in the place of another.
+
+    `killed` is the lease of the run's last driver, if that was killed.
+    """
+    if claimed.replaces:
+        yield "replaces the run of this name, which had ended before it kept a step"
     if not claimed.is_resumed:
         return
     split = prepared.plan.split

@@ -17,7 +17,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -488,6 +488,34 @@ def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of the module's state_dict, without its other values."""
     return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
+def other_sizes(own: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> dict[str, str]:
+    """The tensors of a model of which some weights have another size, each with both sizes in words."""
+    return {
+        name: f"{name} {list(weights[name].shape)} in place of {list(one.shape)}"
+        for name, one in own.items()
+        if hasattr(weights.get(name), "shape") and not is_lazy(one) and tuple(weights[name].shape) != tuple(one.shape)
+    }
+
+
+def misfits(missing: Sequence[str], unexpected: Sequence[str], sizes: Mapping[str, str]) -> str:
+    """How some weights and a model differ, in words: by the names that one of them lacks, and by sizes."""
+    kinds = {"missing": missing, "unexpected": unexpected, "of another size": list(sizes.values())}
+    return "".join(f"; {kind}: {listed(names)}" for kind, names in kinds.items() if names)
+
+
+def loaded_of(
+    where: str, own: Set[str], missing: Sequence[str], unexpected: Sequence[str], sizes: Mapping[str, str]
+) -> str:
+    """How many tensors of a model were loaded with `strict: false`, and which were not, in words.
+
+    Raises ModelError if none was.
+    """
+    told = misfits(missing, unexpected, sizes)
+    if own and not own - {*missing, *sizes}:
+        raise ModelError(f"the weights of {where} have no tensor that fits this model by name and size{told}")
+    return f"; loads {len(own) - len({*missing, *sizes} & own)} of {len(own)} tensors of the model{told}"
 
 
 def check_all_tensors(model: nn.Module) -> None:

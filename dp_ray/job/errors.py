@@ -86,6 +86,7 @@ _TOP = (
         "resume resume_from resume_from_checkpoint resume_training ckpt ckpt_path checkpoint_path load load_from "
         "load_checkpoint pretrained pretrained_weights weights init_weights state_dict",
     ),
+    ("strict: false loads what fits of init_from", "strict_loading load_strict ignore_mismatched_sizes"),
     (
         "strategy: fsdp shards a model over the workers; that workers share each batch needs no key",
         "backend ddp deepspeed zero distributed dist distributed_backend parallel data_parallel",

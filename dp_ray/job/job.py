@@ -359,7 +359,7 @@ class Job(MeasuringKeys):
         kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self._shuffled}
         kept["skip"] = self.skipped or None
         del kept["order"]  # which is_shuffled tells
-        kept = {key: value for key, value in kept.items() if (key, value) not in _AS_BEFORE}
+        kept = {key: value for key, value in kept.items() if (key, value) not in AS_BEFORE}
         del kept["on_error"]  # a run may be resumed with another limit, or with the first one
         if self.on_error is not None and self.on_error.finite:
             kept["finite"] = True
@@ -394,8 +394,8 @@ def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
-# Keys that earlier versions did not have.
-_AS_BEFORE: tuple[tuple[str, Any], ...] = (
+# Keys that earlier versions did not have, each with the value that their runs have.
+AS_BEFORE: tuple[tuple[str, Any], ...] = (
     *(("target", None), ("skip", None), ("outputs", {})),
-    *(("early_stopping", None), ("ema", None)),
+    *(("early_stopping", None), ("ema", None), ("strict", True)),
 )

@@ -985,6 +985,11 @@ class JobKeys(WorkerKeys, WorkKeys):
         description="Start from a weights file (`.safetensors`, `.pt`), a run directory or a checkpoint. From "
         "Python, a Result too.",
     )
+    strict: bool = Field(
+        default=True,
+        description="Whether `init_from` must have all of the model's weights and no others, as in torch's "
+        "`load_state_dict`. false: load those that fit by name and size. A line names the others.",
+    )
 
     input_device: str | None = Field(
         default=None, description="The device to which inputs go. Default: that of the model's first parameter."

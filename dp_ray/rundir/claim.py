@@ -18,12 +18,12 @@ from typing import Any
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences, located_at
-from dp_ray.job.job import Job, that_count
+from dp_ray.job.job import AS_BEFORE, Job, that_count
 from dp_ray.job.keys import Elastic, Target
 from dp_ray.plan.split import Done, Split, num_filled, split_of
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.files import RESULT, RUN, is_finished, read_json, replacing
+from dp_ray.rundir.files import RESULT, RUN, has_kept_nothing, is_finished, read_json, replacing
 from dp_ray.rundir.history import METRICS, unmerge_history
 from dp_ray.rundir.incidents import IncidentKind, Interruption, read_incidents
 from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE, Lease, last_alive, read_lease, take_request, write_lease
@@ -41,7 +41,8 @@ PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 class RunDir:
     """A claimed run directory; `token` identifies this driver's claim, `is_resumed` says whether it resumes a run.
 
-    `lengths` says which keys make a training longer or shorter than before.
+    `lengths` says which keys make a training longer or shorter than before. `replaces` says that it takes the place
+    of a run that had kept nothing.
     Committing a file to `storage` raises StorageError if another driver has claimed the directory since.
     """
 
@@ -49,6 +50,7 @@ class RunDir:
     token: str
     is_resumed: bool
     lengths: str = ""
+    replaces: bool = False
 
 
 def claim(
@@ -65,7 +67,8 @@ def claim(
     `rows` are the lengths of the datasets, by their keys; a run with other lengths counts as a different job. `steps`
     is the total number of steps: a finished training is resumed if it has more steps now. `resume` says that the
     job's Python objects are those of the run. A finished prediction is resumed if `again` makes it an unfinished one;
-    it is called once nothing speaks against the job.
+    it is called once nothing speaks against the job. A run of a different job that failed before it kept anything is
+    replaced.
     Raises JobError if the directory holds a finished run, a run of a different job, or files of no run. Raises it too
     if the file that `init_from` names, or with which the run began, is missing, or would be deleted by `overwrite`.
     """
@@ -86,12 +89,13 @@ def claim(
         _reopen(storage)
     if is_resumed:
         storage.delete(RESULT)  # if this driver is killed, the last driver's result must not pass for its own
-    if overwrite:
+    replaces = not overwrite and not is_resumed and storage.exists(RUN)
+    if overwrite or replaces:
         storage.remove()
     storage.create()
     storage.write_text(RUN, text)
     storage.child("parts").create()
-    claimed = RunDir(storage, token, is_resumed, lengths)
+    claimed = RunDir(storage, token, is_resumed, lengths, replaces)
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
 
 
@@ -157,7 +161,7 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
     """The job with the number of shards of the run in STORAGE/NAME, if the job sets none, or auto.
 
     Each shard goes to one worker, so the number of workers is capped at the number of shards. A run that was stopped
-    before it had found its number has none.
+    before it had found its number has none, and one that kept nothing binds no other job.
     """
     storage = base.child(job.run_name)
     shards = read_claim(storage).get("job", {}).get("shards")
@@ -168,7 +172,9 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
     workers: Any = min(job.max_workers, shards)
     if isinstance(job.workers, Elastic):
         workers = Elastic(min=min(job.min_workers, shards), max=workers)
-    return Job.make({**dict(job), "shards": shards, "workers": workers}, job.run_name)
+    resumed = Job.make({**dict(job), "shards": shards, "workers": workers}, job.run_name)
+    is_replaced = has_kept_nothing(storage) and (not job.finds_shards or _other_job(read_claim(storage), resumed))
+    return job if is_replaced else resumed
 
 
 def is_ours(claimed: RunDir) -> bool:
@@ -228,7 +234,7 @@ def check_resumable(
     resume: bool = False,
     is_again: bool = False,
 ) -> bool:
-    """Whether the job resumes the run in `storage`; False if there is none.
+    """Whether the job resumes the run in `storage`; False if there is none, or one to replace that kept nothing.
 
     The arguments are those of `claim`; `is_again` says that a finished prediction may be resumed.
     Raises JobError if the directory holds another run, or no run but other files.
@@ -238,7 +244,10 @@ def check_resumable(
         _check_is_run(storage)
         return False
     advice = f"give it another name (--name, name=), or replace it {replacing(storage)}"
-    if others := _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows):
+    others = _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows)
+    if (others or not (job.is_all_targets or resume)) and has_kept_nothing(storage):
+        return False
+    if others:
         raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
     if not is_again and (told := _cannot_become(job, storage, _changed_lengths(claimed, job), steps)):
         raise JobError(f"{storage} holds this run, {told}{advice}")
@@ -302,11 +311,11 @@ def _other_job(claimed: dict[str, Any], job: Job) -> str:
     """The keys in which the run's job differs from this one; empty if it is the same job."""
     if job.has_fingerprint(claimed.get("fingerprint")):
         return ""
-    there = that_count(claimed.get("job", {}))
+    there, before = that_count(claimed.get("job", {})), dict(AS_BEFORE)
     found = []
     for described in (job.describe(), job.describe(as_objects=True)):  # as this version and as earlier ones tell args
         here = json.loads(json.dumps(that_count(described), default=str))
-        found.append(list(differences({key: there.get(key) for key in here}, here)))
+        found.append(list(differences({key: there.get(key, before.get(key)) for key in here}, here)))
     told = min(found, key=len)
     more = [f"and {len(told) - SHOWN} more"] if len(told) > SHOWN else []
     return "; ".join([*told[:SHOWN], *more]) or "made by another version of dp_ray"

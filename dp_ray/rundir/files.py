@@ -2,7 +2,7 @@
 
 Each other file is named in the module that writes it.
 
-Names the work in a run directory, so that each advice to use `--overwrite` says what it deletes.
+Names the work in a run directory: what `--overwrite` deletes, and whether there is any.
 
 Keeps what a run was made with: the command, the code's commit, versions, hardware and plan, for each driver.
 """
@@ -74,6 +74,22 @@ NAMED = {
     "outputs": "outputs",
     "outputs.parquet": "outputs",
 }
+# What a run leaves that failed before a step was kept; files of the user's own are not among them.
+TRACES = frozenset(
+    (
+        *("run.json", "result.json", "about.json", "report.html", "story.json", "progress.json", "attempt.json"),
+        *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
+        *("recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
+        *("reference-of-eval.dataset.json",),
+    )
+)
+
+
+def has_kept_nothing(run: Storage) -> bool:
+    """Whether a run failed, or was interrupted, before it kept a step: then another job may take its place."""
+    if not run.exists(RESULT) or read_json(run, RESULT).get("status") not in ("failed", "interrupted"):
+        return False
+    return run.entries() <= TRACES
 
 
 def replacing(run: Storage) -> str:
