@@ -211,6 +211,53 @@ def test_the_corrected_command_replaces_a_run_that_failed_at_once(
         run(tmp_path, Classifier(), Tokenized(9), collate=padded, **keys, seed=3)
 
 
+class Forward(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from models.Rows(9)
+
+
+class Drawn(models.Rows):
+    """Draws its rows by weights, as a DataLoader is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.sampler = torch.utils.data.WeightedRandomSampler([1.0] * 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            {"dataset": Forward()},
+            r"dataset: .*Forward lacks .*there is a Stream: \{target: 'dp_ray.data:Stream', args:",
+        ),
+        ({"dataset": iter([1])}, r"dataset: .* there is a Stream"),
+        ({"dataset": Drawn()}, r"dataset: its sampler would not be used; the job orders its samples by shuffle and"),
+        (
+            {"dataset": torch.utils.data.DataLoader(models.Rows(9))},
+            r"DataLoader lacks __getitem__; give the dataset that it loads. In place of its sampler",
+        ),
+        ({"dataset": [models.Rows(9), models.Rows(9)]}, r"dataset: is a list of 2 datasets, .* ConcatDataset"),
+        ({"dataset": [{"target": "a:b"}, "a:c"]}, r"dataset: is a list of 2 datasets, .* ConcatDataset"),
+        ({"eval": {"dataset": (models.Rows(9),)}}, r"eval.dataset: is a tuple of 1 datasets, .* ConcatDataset"),
+        ({"dataset": {"a": models.Rows(9), "b": models.Rows(9)}}, r"dataset: must be one target, got a dict of a, b"),
+        ({"optimizer": ["torch.optim:SGD", "torch.optim:SGD"]}, r"optimizer: is a list of 2, .* in optimizer.groups"),
+        ({"scheduler": ["torch.optim.lr_scheduler:StepLR"]}, r"scheduler: is a list; .* SequentialLR"),
+    ],
+)
+def test_what_is_not_supported_points_to_what_is_before_anything_starts(
+    tmp_path: Path, keys: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(JobError, match=says):
+        run(tmp_path, nn.Linear(5, 2), **{"dataset": models.Rows(9), **LEARNS, **keys})
+    assert not (tmp_path / "run").exists()
+
+
+def test_lists_of_samples_are_datasets_as_before(tmp_path: Path) -> None:
+    for samples in ([torch.ones(2), torch.ones(2)], ([1.0, 2.0], [3.0, 4.0])):
+        assert run(tmp_path, lambda: models.Doubler(), samples, call="one", overwrite=True).rows == 2
+
+
 class Prints(models.Rows):
     """Prints wherever it can."""
 

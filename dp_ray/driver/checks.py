@@ -19,6 +19,8 @@ def check_targets(job: Job) -> None:
             check_model(target)
         elif key == "optimizer":
             check_unbuilt(target)
+        elif key == "scheduler" and isinstance(target, list | tuple):
+            raise JobError("scheduler: is a list; give one, or a function of the optimizer with torch's SequentialLR")
         if isinstance(target, Target) and key in ("model", "eval.dataset"):
             bind(key, with_devices(target, ()) if key == "model" else target)
         elif isinstance(target, Target) and key in ("optimizer", "scheduler"):

@@ -314,6 +314,8 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
         """Make text, a mapping, a class or a function a target; leave other objects as they are."""
         if isinstance(value, str) or _is_called(value):
             return cls(target=value)
+        if isinstance(value, Mapping) and _are_targets(value):
+            raise ValueError(f"must be one target, got a {type(value).__qualname__} of {', '.join(map(str, value))}")
         if isinstance(value, Mapping):
             return cls.model_validate(dict(value))
         if value is None or isinstance(value, int | float):
@@ -321,6 +323,13 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
         return value
 
     return BeforeValidator(parse, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | cls)
+
+
+def _are_targets(values: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is no target, but holds several by names of its own."""
+    named = [one.get("target") if isinstance(one, Mapping) else one for one in values.values()]
+    told = [TARGET.fullmatch(one) if isinstance(one, str) else hasattr(one, "__len__") for one in named]
+    return len(values) > 1 and "target" not in values and all(told) and "args" not in values
 
 
 Targeted = Annotated[Any, target_parser(Target)]
