@@ -57,7 +57,8 @@ NOT_RUN = {
     "PYTHONPATH=/tmp/site python -m benchmarks.gpu": NEEDS_A_GPU,
     "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
 }
-RUN_ELSEWHERE = {"docs/first-day.md", "docs/sessions.md"}  # by tests/test_first_day.py and test_sessions.py
+# By tests/test_first_day.py, test_recipes.py and test_sessions.py.
+RUN_ELSEWHERE = {"docs/first-day.md", "docs/recipes.md", "docs/sessions.md"}
 # With what each key of a job, shown alone within a sentence, makes a job.
 ANY_JOB: dict[str, Any] = {
     "task": "train",
@@ -217,6 +218,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in RUN_ELSEWHERE], ids=name_of)
 def test_every_command_and_snippet_works(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(page, folder, capsys)
+
+
+def run_page(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a page from its top to its end: its files, commands and snippets. What its commands print is returned."""
+    printed: list[str] = []
     names: dict[str, Any] = {"__name__": "page"}
     said: str | None = None
     for block in blocks_of(page):
@@ -230,6 +237,7 @@ def test_every_command_and_snippet_works(page: Path, folder: Path, capsys: pytes
                 exec(compile(made_short(side(block, "+")), block.place, "exec"), names)
             case "sh":
                 said = said_by(block, capsys)
+                printed.append(said or "")
             case "text":
                 missing = set(block.text.splitlines()) - set((said or block.text).splitlines())
                 assert not missing, f"{block.place}: is not what the command says: {said}"
@@ -237,6 +245,7 @@ def test_every_command_and_snippet_works(page: Path, folder: Path, capsys: pytes
                 raise AssertionError(f"{block.place}: a YAML block begins with its file's name: # NAME.yaml")
             case other:
                 raise AssertionError(f"{block.place}: no test knows what a block of {other or 'nothing'} is")
+    return "".join(printed)
 
 
 def made_short(code: str) -> str:
