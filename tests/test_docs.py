@@ -29,6 +29,7 @@ from tests.support.sources import ORDER
 
 PACKAGE = ROOT / "dp_ray"
 VERIFIED = "needs Ray: tests/test_training_runs.py verifies a job on Ray"
+STAYS = "starts processes that stay: tests/support/hosts.py starts such nodes"
 OTHER_MACHINES = "needs a cluster of other machines"
 NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
 DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
@@ -55,6 +56,8 @@ NOT_RUN = {
     "python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl": NEEDS_A_GPU,
     "PYTHONPATH=/tmp/site python -m pytest tests/gpu": NEEDS_A_GPU,
     "PYTHONPATH=/tmp/site python -m benchmarks.gpu": NEEDS_A_GPU,
+    "ray start --head --port=6379": STAYS,
+    "ray start --address=10.0.0.1:6379": OTHER_MACHINES,
     "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
 }
 # By tests/test_first_day.py, test_recipes.py and test_sessions.py.

@@ -977,9 +977,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     )
     find_unused_parameters: Literal["auto"] | bool = Field(
         default="auto",
-        description="Whether the model may leave parameters unused. auto: with several workers, each looks once: it "
-        "runs its first shard twice, and restores the model; what else a forward changes, it changes twice. Set "
-        "true if the parameters that it uses change from step to step. With `strategy: fsdp`, auto looks every time.",
+        description="Whether the model may leave parameters unused. auto: each of several workers runs its first "
+        "shard twice to find out, and then restores the model. Other state that a forward changes is changed twice. "
+        "true: if other parameters are used from step to step. With `strategy: fsdp`, auto looks in each step.",
     )
     bitwise: bool = Field(
         default=False,
