@@ -213,7 +213,7 @@ def test_the_corrected_command_replaces_a_run_that_failed_at_once(
 
 class Forward(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
-        yield from models.Rows(9)
+        yield from models.Rows(9).data
 
 
 class Drawn(models.Rows):
