@@ -17,9 +17,7 @@ from jobs.digits import Digits, Net
 from tests.support import training
 from tests.support.cluster import ROOT
 from tests.support.group import ProcessExit, history_of, run_group
-from tests.test_docs import folder, run_page
-
-__all__ = ["folder"]  # the fixture
+from tests.support.page_runs import run_page, standing_in
 
 
 class Items(training.Pairs):
@@ -145,10 +143,18 @@ def loaded(name: str) -> Any:
 
 
 @pytest.mark.slow
-def test_the_page_of_recipes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for package in ("transformers", "torchmetrics"):
         pytest.importorskip(package)
-    said = run_page(ROOT / "docs" / "recipes.md", folder, capsys)
+    with standing_in(tmp_path, monkeypatch):
+        said = run_page(ROOT / "docs" / "recipes.md", tmp_path, capsys)
+        check_recipes(said)
+
+
+def check_recipes(said: str) -> None:
+    """Check what the recipes leave, in their folder."""
     images, best = loaded("images"), loaded("images").best["weights"]
     assert {"eval_accuracy", "eval_loss"} <= images.metrics.keys()
     assert any(not torch.equal(one, images.weights[name]) for name, one in images.ema_weights.items())
