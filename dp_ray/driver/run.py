@@ -47,8 +47,11 @@ from dp_ray.rundir.claim import (
     check_ours,
     claim,
     held,
+    is_aside,
     keep_shards,
     last_end,
+    replacement_has_begun,
+    settle,
     stop_message,
     wait_until_free,
     with_full_init_from,
@@ -280,16 +283,21 @@ def execute(
     prepared = prepare(job, console, options.overwrite, options.inject)
     base = base_storage(prepared.job)
     killed = wait_until_free(base.child(job.run_name), console.say)
+    if is_aside(base.child(job.run_name)):
+        settled = settle(base.child(job.run_name), bool(killed and killed.step))
+        console.say(f"{relative(str(base.child(job.run_name)))}: {settled}")
+        prepared, killed = prepare(job, console, options.overwrite, options.inject), None
     if prepared.job.finds_shards and not options.overwrite:  # whoever was waited for may have found the number
         prepared = prepared.cut_as(with_shards_of_run(prepared.job, base))
     job, plan = prepared.job, prepared.plan
     reopen = again and functools.partial(again, plan.split)
-    with contextlib.ExitStack() as until_end:
+    with contextlib.ExitStack() as after_workers, contextlib.ExitStack() as until_end:
         workers = on_ray or _on_own_workers(job, options, console, until_end)
         claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, reopen)
         for line in resumption_lines(prepared, claimed, killed):
             console.say(line)
         execution = Execution(prepared, claimed, options, console, started, workers, on_ray is not None)
+        after_workers.callback(execution.end_replaced)
         until_end.enter_context(held(claimed, lambda: execution.steps_done))
         try:
             return execution.run()
@@ -342,6 +350,7 @@ class Execution:
         self._on_ray = on_ray
         self._monitor: Monitor | None = None
         self._trackers: RunTrackers | None = None
+        self._is_replacing = claimed.is_replacing
 
     @property
     def _job(self) -> Job:
@@ -368,13 +377,14 @@ class Execution:
             with (
                 planned_stops(self._ask_to_stop) as stop,
                 recorded_about(self._storage, *told),
-                repeated("stop requests", self._look_seconds, lambda: self._heed_request(stop)),
+                repeated("stop requests", self._look_seconds, lambda: self._look(stop)),
             ):
                 self._follow()
                 check_ours(self._claimed)
                 self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
-            interrupted = RunInterrupted(stop_message(self._job, self._storage, self._split, self._options.overwrite))
+            is_new = self._options.overwrite and not self._is_undone
+            interrupted = RunInterrupted(stop_message(self._job, self._storage, self._split, is_new))
             self._keep_unfinished("interrupted", interrupted)
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
@@ -392,6 +402,30 @@ class Execution:
     def _look_seconds(self) -> float:
         """How often it is looked for a request to stop: an object store counts each look."""
         return RENEW_SECONDS if self._storage.is_atomic else TELL_SECONDS
+
+    def _look(self, stop: Callable[[], object]) -> None:
+        """Heed requests to stop; once a step is done, remove the run that this one replaces."""
+        self._heed_request(stop)
+        if self.steps_done and self._is_replacing:
+            self._settle_replaced()
+
+    def _settle_replaced(self) -> None:
+        settle(self._storage, self.steps_done > 0)
+        self._is_replacing = False
+
+    @property
+    def _is_undone(self) -> bool:
+        """Whether this run has not begun, so that the one that it replaces is put back at its end."""
+        return self._is_replacing and not self.steps_done and not replacement_has_begun(self._storage)
+
+    def end_replaced(self) -> None:
+        """Put the run that this one replaces back, if this one has not begun, or remove it."""
+        try:
+            if self._is_replacing:
+                check_ours(self._claimed)
+                self._console.say(f"{relative(str(self._storage))}: {settle(self._storage, self.steps_done > 0)}")
+        except StorageError as error:
+            self._console.say(str(error))
 
     def _heed_request(self, stop: Callable[[], object]) -> None:
         """Stop the run if `dp-ray stop` asks for it; asked again, it stops after its step all the same."""
@@ -467,6 +501,8 @@ class Execution:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
         result = self._result("done")
         result.save(self._storage)
+        if self._is_replacing:
+            self._settle_replaced()
         # What `dp-ray retry` needs of a prediction that has set samples aside stays.
         is_to_retry = result.task == "predict" and result.quarantined > 0
         for folder in (PARTS, HISTORY, QUARANTINE, LINKS, *[FILES] * (not is_to_retry)):
@@ -486,6 +522,8 @@ class Execution:
 
     def write_page(self) -> None:
         """Write the page of the run; a page that cannot be made is told of, and fails no run."""
+        if self._is_undone:
+            return
         try:
             from dp_ray.report.page import (
                 REPORT,  # not before: a run does not wait for it at its start

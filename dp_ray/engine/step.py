@@ -23,14 +23,14 @@ from torch.nn.modules.loss import _Loss
 
 from dp_ray.engine.model import call_model, mixed_devices, shapes_told
 from dp_ray.engine.random import preserved
-from dp_ray.engine.user_code import got, it_got, one_row_told, raising, shards_told
+from dp_ray.engine.user_code import OF_SHARDS, got, it_got, one_row_told, raising, shards_told
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, bound, resolve
 from dp_ray.plan.split import Shard
-from dp_ray.tensors.files import moved
+from dp_ray.tensors.files import is_sharded, moved
 from dp_ray.tensors.scatter import cut, gather, num_rows, rows_dim, scatter
 from dp_ray.tensors.tree import flatten, map_leaves
 from dp_ray.text import listed
@@ -48,12 +48,14 @@ class Weighted(NamedTuple):
 def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     """The sum and weight of what a loss or metric returned for a shard of `rows` rows; `what` names it in errors.
 
-    Raises ModelError if it is one number for the whole shard, whose weight in the batch is unknown. Raises
-    ModelError if its size does not match the rows: it has fewer elements, or no dimension is `rows` long and the
-    first one is no multiple of `rows`.
+    Raises ModelError if it is computed from shards of parameters (strategy: fsdp), or if it is one number for the
+    whole shard, whose weight in the batch is unknown. Raises ModelError if its size does not match the rows: it has
+    fewer elements, or no dimension is `rows` long and the first one is no multiple of `rows`.
     """
     if isinstance(value, Weighted):
         return value
+    if any(map(is_sharded, value if isinstance(value, tuple | list) else [value])):
+        raise ModelError(f"{what} returned a tensor of shards{OF_SHARDS}")
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value
         if _is_number(total) and _is_number(weight):

@@ -175,19 +175,28 @@ def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return _pack(state, "", tensors), tensors
 
 
-def unpack(plain: Any, tensors: Mapping[str, Any], lay_out: Callable[[Any, Any], Any] = laid_out) -> Any:
-    """The inverse of `pack`; `lay_out` gives a tensor the strides that it had."""
+def sparse(indices: torch.Tensor, values: torch.Tensor, shape: list[int], is_coalesced: bool) -> torch.Tensor:
+    """A sparse tensor of its parts, which are not checked."""
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
+
+
+def unpack(
+    plain: Any,
+    tensors: Mapping[str, Any],
+    lay_out: Callable[[Any, Any], Any] = laid_out,
+    make_sparse: Callable[[Any, Any, list[int], bool], Any] = sparse,
+) -> Any:
+    """The inverse of `pack`; `lay_out` gives a tensor the strides that it had, `make_sparse` makes a sparse one."""
     if not isinstance(plain, dict):
         return plain
     (kind, value), *more = plain.items()
     if kind == "tensor":
         return lay_out(tensors[value], more[0][1]) if more else tensors[value]
     if kind == "sparse":
-        indices, values, shape, is_coalesced = (unpack(inner, tensors, lay_out) for inner in value)
-        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
+        return make_sparse(*(unpack(inner, tensors, lay_out, make_sparse) for inner in value))
     if kind == "dict":
-        return {key: unpack(inner, tensors, lay_out) for key, inner in value}
-    items = [unpack(inner, tensors, lay_out) for inner in value]
+        return {key: unpack(inner, tensors, lay_out, make_sparse) for key, inner in value}
+    items = [unpack(inner, tensors, lay_out, make_sparse) for inner in value]
     return tuple(items) if kind == "tuple" else items
 
 

@@ -1,5 +1,11 @@
 """Claims a run directory for a driver, and decides whether its run can be resumed.
 
+Keeps the run that `--overwrite` replaces until the new run has begun: until it has done a step.
+
+The old run is renamed to `.NAME.replaced`, beside the new one. A driver that was killed leaves both. The next one
+puts the old run back, or removes it if the new one holds work. An object store cannot rename: there the old run is
+removed at once.
+
 The lease of a run: its driver renews it, so that a second driver knows whether the first is alive.
 
 The state of an unfinished run: how many steps are kept, how its last driver ended, and how to resume it.
@@ -16,6 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
+from pyarrow import fs as pafs
+
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences, located_at
 from dp_ray.job.job import AS_BEFORE, Job, that_count
@@ -23,7 +31,7 @@ from dp_ray.job.keys import Elastic, Target
 from dp_ray.plan.split import Done, Split, num_filled, split_of
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.files import RESULT, RUN, has_kept_nothing, is_finished, read_json, replacing
+from dp_ray.rundir.files import RESULT, RUN, has_kept_nothing, holds_work, is_finished, read_json, replacing
 from dp_ray.rundir.history import METRICS, unmerge_history
 from dp_ray.rundir.incidents import IncidentKind, Interruption, read_incidents
 from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE, Lease, last_alive, read_lease, take_request, write_lease
@@ -34,6 +42,84 @@ from dp_ray.system.process import is_dead, machine, this_process
 from dp_ray.system.threads import has_begun, repeated
 from dp_ray.text import SHOWN, hide, json_text, listed
 
+
+def move_aside(run: Storage) -> bool:
+    """Free the name of a run: rename its folder, or remove it; returns whether a run can be put back.
+
+    A link to a folder, a mounted disk, and what is on an object store are removed.
+    """
+    if is_aside(run):  # then what is here has not begun
+        run.remove()
+        return True
+    if isinstance(run.fs, pafs.LocalFileSystem) and run.exists(RUN) and not os.path.islink(run.path):
+        with suppress(OSError):
+            os.rename(run.path, _aside(run))
+            return True
+    run.remove()
+    return False
+
+
+def is_aside(run: Storage) -> bool:
+    """Whether an old run waits to be put back."""
+    return isinstance(run.fs, pafs.LocalFileSystem) and os.path.isdir(_aside(run))
+
+
+def replacement_has_begun(run: Storage) -> bool:
+    """Whether the files of a new run say that it has begun."""
+    return is_finished(run) or holds_work(run)
+
+
+def settle(run: Storage, is_begun: bool) -> str:
+    """Remove the old run if the new one has begun, else put it back; returns a line on that."""
+    if is_begun or replacement_has_begun(run):
+        let_go(run)
+        return "the run that it replaces is removed"
+    put_back(run)
+    return "the run that was there before is back, since the one that was to replace it did no step"
+
+
+def put_back(run: Storage) -> None:
+    """Put the old run back under its name, in place of the new one; it is never removed, whatever fails."""
+    left = _removed(run)
+    try:
+        is_there = os.path.isdir(run.path)
+        if is_there:
+            os.rename(run.path, left)
+        try:
+            os.rename(_aside(run), run.path)
+        except OSError:  # another driver was first, and what is there is the old run
+            if is_there:
+                os.rename(left, run.path)
+            raise
+    except OSError as error:
+        raise StorageError(f"{run}: the run that was there before cannot be put back: {error}") from error
+    _clear(run)
+
+
+def let_go(run: Storage) -> None:
+    """Remove the old run. It is renamed first, so that a part of it is never put back."""
+    try:
+        os.rename(_aside(run), _removed(run))
+    except OSError as error:
+        raise StorageError(f"{_aside(run)}: cannot be removed: {error}") from error
+    _clear(run)
+
+
+def _aside(run: Storage) -> str:
+    return run.parent.file(f".{run.name}.replaced")
+
+
+def _removed(run: Storage) -> str:
+    return run.parent.file(f".{run.name}.removed-{uuid.uuid4().hex[:8]}")
+
+
+def _clear(run: Storage) -> None:
+    """Remove what is to be removed, also what killed drivers left of it."""
+    for name in os.listdir(run.parent.path):
+        if name.startswith(f".{run.name}.removed-"):
+            run.parent.child(name).remove()
+
+
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 
 
@@ -42,7 +128,8 @@ class RunDir:
     """A claimed run directory; `token` identifies this driver's claim, `is_resumed` says whether it resumes a run.
 
     `lengths` says which keys make a training longer or shorter than before. `replaces` says that it takes the place
-    of a run that had kept nothing.
+    of a run that had kept nothing; `is_replacing`, that the run which was here waits aside, until this one has done
+    a step.
     Committing a file to `storage` raises StorageError if another driver has claimed the directory since.
     """
 
@@ -51,6 +138,7 @@ class RunDir:
     is_resumed: bool
     lengths: str = ""
     replaces: bool = False
+    is_replacing: bool = False
 
 
 def claim(
@@ -90,12 +178,18 @@ def claim(
     if is_resumed:
         storage.delete(RESULT)  # if this driver is killed, the last driver's result must not pass for its own
     replaces = not overwrite and not is_resumed and storage.exists(RUN)
-    if overwrite or replaces:
+    if replaces:
         storage.remove()
-    storage.create()
-    storage.write_text(RUN, text)
-    storage.child("parts").create()
-    claimed = RunDir(storage, token, is_resumed, lengths, replaces)
+    is_replacing = overwrite and move_aside(storage)
+    try:
+        storage.create()
+        storage.write_text(RUN, text)
+        storage.child("parts").create()
+    except BaseException:
+        if is_replacing:
+            put_back(storage)
+        raise
+    claimed = RunDir(storage, token, is_resumed, lengths, replaces, is_replacing)
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
 
 

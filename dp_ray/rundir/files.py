@@ -108,6 +108,11 @@ def holdings(run: Storage) -> str:
     return "its " + " and ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
 
 
+def holds_work(run: Storage) -> bool:
+    """Whether a run directory holds checkpoints, history, weights or outputs."""
+    return any(run.child(name).names() for name in {*COUNTED, *NAMED}) or any(map(run.exists, NAMED))
+
+
 def _plural(noun: str, count: int) -> str:
     first, *rest = noun.split(" ")
     return " ".join([first + "s" * (count != 1), *rest])

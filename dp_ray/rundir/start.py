@@ -53,6 +53,7 @@ from dp_ray.tensors.files import (
     held,
     is_sharded,
     local,
+    made_dense,
     parse_tensors,
     read_tensors,
     read_text,
@@ -471,7 +472,7 @@ def open_checkpoint(storage: Storage, name: str) -> OpenCheckpoint:
         said = about.pop(PIECES, None)
         files = [] if said is None else open_pieces(storage, said)
         tensors = {**first.tensors(), **({} if said is None else stored_in(files, said))}
-        state = unpack(about.pop("state"), tensors, _with_strides)
+        state = unpack(about.pop("state"), tensors, _with_strides, made_dense)
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{first.where}: is no checkpoint of dp_ray: {error!r}") from None
     return OpenCheckpoint(about, state, [first, *files])
