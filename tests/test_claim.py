@@ -62,7 +62,7 @@ def test_an_unfinished_run_of_the_same_job_is_resumed(tmp_path: Path, status: st
 def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     claim(job_of(), Storage(str(tmp_path)))
     finish(tmp_path, "done")
-    with pytest.raises(JobError, match="finished; give it another name"):
+    with pytest.raises(JobError, match=r"finished; load its result \(dp_ray.load\(.*give it another name"):
         claim(job_of(), Storage(str(tmp_path)))
     assert not claim(job_of(), Storage(str(tmp_path)), overwrite=True).is_resumed
     assert not (tmp_path / "job" / "result.json").exists()

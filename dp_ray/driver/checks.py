@@ -33,8 +33,9 @@ def check_targets(job: Job) -> None:
             check_hook(key, target)
         elif isinstance(target, Target):
             resolve(key, target)
-    for name in (*(job.devices or ()), *([job.input_device] if job.input_device else ())):
-        try:
-            torch.device(name)
-        except RuntimeError as error:
-            raise JobError(f"devices: {name!r} is no device of torch: {error}") from None
+    for key, names in (("devices", job.devices), ("input_device", [job.input_device] if job.input_device else None)):
+        for name in names or ():
+            try:
+                torch.device(name)
+            except RuntimeError as error:
+                raise JobError(f"{key}: {name!r} is no device of torch: {error}") from None

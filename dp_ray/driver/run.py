@@ -23,6 +23,7 @@ from dp_ray.driver.checks import check_targets
 from dp_ray.driver.finish import result_of, save_unfinished, summary_of, time_lines
 from dp_ray.driver.in_process import ONE_AT_A_TIME, run_in_process, with_own_model, with_own_objects
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
+from dp_ray.engine.model import devices_here
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
@@ -103,6 +104,8 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
     building = console.if_slow("building the dataset")
     with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
         check_targets(job)  # stdout is kept free of what user code prints
+        if job.max_workers == 0:
+            devices_here(job)
         plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
     if job.max_workers == 0:
         job = with_own_model(job)
@@ -226,6 +229,7 @@ class Options:
     quiet: bool = False
     verbose: bool = False
     resume: bool = False  # the caller says that the Python objects are those of the run
+    brief: bool = False  # the run is but a means to an end, so that its epochs need few lines; no flag
 
 
 def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
@@ -244,7 +248,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
 def options_of(keys: dict[str, Any]) -> Options:
     """Take the options out of the keywords of `run`, and leave the job's keys."""
-    names = {field.name for field in dataclasses.fields(Options)}
+    names = {field.name for field in dataclasses.fields(Options)} - {"brief"}
     if not isinstance(keys.get("resume", False), bool):
         names.remove("resume")  # a path, as in other libraries: the job rejects that key with a hint
     return Options(**{name: keys.pop(name) for name in names & keys.keys()})
@@ -279,7 +283,7 @@ def execute(
     `on_ray` runs the workers, by default new ones. `again` makes a finished prediction one that is to be resumed.
     """
     started = time.monotonic()
-    console = Console(job.run_name, options.quiet)
+    console = Console(job.run_name, options.quiet, options.brief)
     prepared = prepare(job, console, options.overwrite, options.inject)
     base = base_storage(prepared.job)
     killed = wait_until_free(base.child(job.run_name), console.say)
@@ -308,20 +312,21 @@ def execute(
 def _on_own_workers(job: Job, options: Options, console: Console, until_end: contextlib.ExitStack) -> OnRay:
     """What runs jobs on workers that the first one starts.
 
-    Raises an Error if a job that replaces another run has no Ray on which it could run: before that run is deleted.
+    Raises an Error if a job that replaces another run, or asks for GPUs, has no Ray on which it could run: before
+    anything is deleted or written.
     """
 
     @functools.cache
     def workers() -> Any:
         from dp_ray.cluster.workers import OwnWorkers  # imports Ray, which `workers: 0` does not need
 
-        return until_end.enter_context(OwnWorkers(options.address, options.verbose))
+        return until_end.enter_context(OwnWorkers(options.address, options.verbose, console.say))
 
     def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
         job, rows = prepared.job, prepared.plan.rows
-        workers().run(job, claimed, rows, monitor, console, prepared.faults)
+        workers().run(job, claimed, rows, monitor, prepared.faults)
 
-    if options.overwrite and job.max_workers > 0:
+    if (options.overwrite or job.asks_for_gpus) and job.max_workers > 0:
         with console.if_slow("looking for the cluster"):
             workers().check(job)
     return on_ray
@@ -512,7 +517,7 @@ class Execution:
         self._storage.remove_unfinished(recursive=True)
         for line in time_lines(result):
             self._console.say(line)
-        self._console.say(summary_of(result, self._claimed.is_resumed))
+        self._console.say(summary_of(result, self._claimed.is_resumed, self._split.is_cut_short))
         self._end_trackers("done", result)
         return result
 

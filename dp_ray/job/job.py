@@ -18,7 +18,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target, with_args
 from dp_ray.plan.costs import profiled_of
-from dp_ray.text import hide, hide_in, hide_in_as_before
+from dp_ray.text import counted, hide, hide_in, hide_in_as_before
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The columns that every history has; each metric adds one of its own name.
@@ -221,7 +221,8 @@ class Job(MeasuringKeys):
         if wanted.rank is None and self.task != "train":
             yield f"profile: only the workers of a training know which is slowest; name a rank, got {self.profile!r}"
         elif (wanted.rank or 0) >= max(1, self.max_workers):
-            yield f"profile: the job has {max(1, self.max_workers)} workers, ranks from 0; got {self.profile!r}"
+            has = f"the job has {counted(max(1, self.max_workers), 'worker')}, ranks from 0"
+            yield f"profile: {has}; got {self.profile!r}"
 
     @property
     def gives_first(self) -> bool:

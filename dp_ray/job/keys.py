@@ -826,6 +826,13 @@ class WorkerKeys(Strict):
         return self.workers.max if isinstance(self.workers, Elastic) else self.workers
 
     @property
+    def asks_for_gpus(self) -> bool:
+        """Whether the job names GPUs or their number, so that it does not run where there are none."""
+        return self.gpus_per_worker not in ("auto", 0) or any(
+            gpu_number(one) is not None for one in self.devices or ()
+        )
+
+    @property
     def own_gpus(self) -> int:
         """How many GPUs of its own each worker needs for its `devices`; 0 if a worker is alone on its node.
 
@@ -834,6 +841,13 @@ class WorkerKeys(Strict):
         if self.max_workers < 2 or self.placement == "STRICT_SPREAD":
             return 0
         return max((number + 1 for number in map(gpu_number, self.devices or ()) if number is not None), default=0)
+
+
+def runs_anywhere(gpus: float = 1) -> str:
+    """How to change a job that asks for GPUs where there are too few."""
+    if gpus > 1:
+        return "to try the model without them, set devices: [cpu, cpu], a device for each, and no gpus_per_worker"
+    return "with gpus_per_worker: auto and no devices the same file runs anywhere, and takes GPUs where there are any"
 
 
 def gpu_number(device: str) -> int | None:

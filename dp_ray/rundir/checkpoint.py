@@ -22,6 +22,9 @@ from typing import Any
 import torch
 
 from dp_ray.errors import ModelError, StorageError
+from dp_ray.rundir.files import CHECKPOINTS as CHECKPOINTS
+from dp_ray.rundir.files import NAME as NAME
+from dp_ray.rundir.files import steps_of as steps_of
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import (
@@ -109,10 +112,6 @@ def _over_pieces(parts: list[Stored], rows: int) -> Rows:
     return read
 
 
-CHECKPOINTS = "checkpoints"
-NAME = re.compile(r"step-(\d+)\.safetensors")
-
-
 @dataclass
 class TrainState:
     """The running values of a training: `step` steps are done; `measured` holds the last evaluation."""
@@ -157,12 +156,6 @@ class TrainState:
 def name_of(step: int) -> str:
     """The file name of the checkpoint after `step` steps."""
     return f"step-{step}.safetensors"
-
-
-def steps_of(checkpoints: Storage) -> list[int]:
-    """The steps of the checkpoints in a folder, in order."""
-    found = (NAME.fullmatch(name) for name in checkpoints.names())
-    return sorted(int(match[1]) for match in found if match)
 
 
 def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -359,11 +359,12 @@ def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) 
         return f"which has done {done} steps, and this job has {steps} ({lengths}); "
     if not is_finished(storage):
         return ""
+    load = f"load its result (dp_ray.load({str(storage)!r})), "
     if told := _stops_again(job, storage):
-        return f"which {told}; to train on, give early_stopping more patience or leave it out; else "
+        return f"which {told}; {load}or to train on, give early_stopping more patience or leave it out; else "
     if not lengths or steps == done:
         use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
-        return "finished; " + use * (job.task == "train")
+        return f"finished; {load}" + use * (job.task == "train")
     if not kept or not storage.exists(METRICS):
         return "finished, without the checkpoints and the history from which it could resume; "
     return ""

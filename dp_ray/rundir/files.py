@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import threading
@@ -33,6 +34,8 @@ RESULT = "result.json"
 BEFORE_RETRY = "before-retry.json"  # the result of a prediction that is retried; gone once the retry has ended well
 SHAPES = "shapes.parquet"
 SWEEP = "sweep.json"  # in the directory of a sweep: its definition and its trials
+CHECKPOINTS = "checkpoints"  # the folder of a training's checkpoints
+NAME = re.compile(r"step-(\d+)\.safetensors")  # of a checkpoint
 
 
 def read_json(run: Storage, name: str) -> dict[str, Any]:
@@ -41,6 +44,12 @@ def read_json(run: Storage, name: str) -> dict[str, Any]:
         return dict(json.loads(run.read_text(name)))
     except (ValueError, TypeError, RecursionError) as error:
         raise StorageError(f"{run}/{name}: is damaged: {error}") from None
+
+
+def steps_of(checkpoints: Storage) -> list[int]:
+    """The steps of the checkpoints in a folder, in order."""
+    found = (NAME.fullmatch(name) for name in checkpoints.names())
+    return sorted(int(match[1]) for match in found if match)
 
 
 def is_finished(run: Storage) -> bool:
