@@ -84,7 +84,7 @@ class Storage:
 
     def __init__(self, location: str) -> None:
         try:
-            url = location if "://" in location else Path(location).expanduser().absolute().as_posix()
+            url = location if "://" in location else _absolute(location).as_posix()
             self.fs, self.path = pafs.FileSystem.from_uri(url)
         except (ValueError, NotImplementedError) as error:
             raise StorageError(f"storage {location!r} is no folder, and no URL of a store: {error}") from None
@@ -122,7 +122,7 @@ class Storage:
             return bool(mark) and (_bare(location) + "/").startswith(_bare(self._base) + "/")
         if mark and scheme != "file":
             return False
-        path = Path(rest if mark else location).expanduser().absolute()
+        path = _absolute(rest if mark else location)
         folders = {one for found in (path, path.resolve()) for one in (found, *found.parents)}
         return any(_is_same(one, self.path) for one in folders)
 
@@ -314,6 +314,11 @@ def is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _absolute(path: str) -> Path:
+    """The absolute path; `~` and `~NAME` at its beginning are the home of a user, if there is one of this name."""
+    return Path(os.path.expanduser(path)).absolute()  # Path.expanduser takes ./~NAME for a user too
 
 
 def _bare(url: str) -> str:

@@ -201,6 +201,7 @@ def _reference(job: Job, key: str, dataset: Any, run: Storage) -> Reference:
         chosen = Reference(**read_json(run, name))
     else:
         chosen = find_reference(job, dataset, key)
-        write_json(run, name, chosen._asdict())
+        # As it is: write_json would hide the form of a key that is called like a secret, such as `api_key`.
+        run.write_text(name, json.dumps(chosen._asdict(), indent=2) + "\n")
     broadcast(json.dumps(chosen._asdict()))
     return chosen
