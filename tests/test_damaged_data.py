@@ -161,7 +161,7 @@ def rows_or_none(make: Callable[[], Any]) -> list[dict[str, Any]] | None:
 
 def plain(value: Any) -> Any:
     if isinstance(value, bytes):  # text, whose type a Parquet file keeps without a checksum
-        return value.decode()
+        return value.decode(errors="surrogateescape")
     return value.tolist() if isinstance(value, torch.Tensor | np.generic) else value
 
 
