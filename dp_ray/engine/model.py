@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.random import seed_all
-from dp_ray.engine.user_code import it_got
+from dp_ray.engine.user_code import describe_input
 from dp_ray.engine.world import Cause, World, broadcast, failed_collective, gathered, text_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
@@ -297,9 +297,9 @@ def advised(
         raise ModelError(f"{said.rstrip('.')}; {advice(job, size, more)}") from error
 
 
-def shapes_told(error: BaseException, batch: Any) -> str:
+def batch_hint(error: BaseException, batch: Any) -> str:
     """A hint for an out-of-memory error: the dtypes and sizes of the shard's batch; nothing for other errors."""
-    return it_got(batch) if is_out_of_memory(error) else ""
+    return describe_input(batch) if is_out_of_memory(error) else ""
 
 
 def gpu_room(world: World) -> int | None:

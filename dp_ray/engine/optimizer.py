@@ -28,7 +28,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from dp_ray.engine.buffers import copy_all, same_buffers
 from dp_ray.engine.model import check_has_shape, compiled, tensors_of
-from dp_ray.engine.user_code import raising
+from dp_ray.engine.user_code import reraise_as
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Optimizer, Scheduler, Target
@@ -361,7 +361,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _called(key: str, function: Any, first: Any) -> Any:
-    with raising(key, kind=JobError):
+    with reraise_as(key, kind=JobError):
         return function(first)
 
 
@@ -374,7 +374,7 @@ def averaged_model(job: Job, module: nn.Module) -> AveragedModel:
     Raises JobError if it cannot be copied.
     """
     assert job.ema is not None
-    with raising("ema: copying the model", kind=JobError):
+    with reraise_as("ema: copying the model", kind=JobError):
         mean = get_ema_multi_avg_fn(job.ema.decay)  # type: ignore[no-untyped-call]
         made = AveragedModel(module, multi_avg_fn=mean)
     made.requires_grad_(False)

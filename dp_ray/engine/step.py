@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.loss import _Loss
 
-from dp_ray.engine.model import call_model, mixed_devices, shapes_told
+from dp_ray.engine.model import batch_hint, call_model, mixed_devices
 from dp_ray.engine.random import preserved
-from dp_ray.engine.user_code import got, it_got, one_row_told, raising, shards_told
+from dp_ray.engine.user_code import describe_compared, describe_input, one_row_hint, reraise_as, shards_hint
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
@@ -460,13 +460,13 @@ def build_step(job: Job, world: World) -> Step:
 
     def plain_step(model: nn.Module, batch: Any) -> StepOutput:
         inputs, target = model_inputs(job, batch), batch[1]
-        with raising("model", lambda error: told(model, error) or one_row_told(error) or it_got(inputs)):
+        with reraise_as("model", lambda error: told(model, error) or one_row_hint(error) or describe_input(inputs)):
             outputs = call_model(model, inputs, job.call)
         if has_several:
             target = beside(outputs, target)
         if loss is None:
             return StepOutput(None, outputs, target)
-        with raising("loss", lambda _: got(outputs, target)):
+        with reraise_as("loss", lambda _: describe_compared(outputs, target)):
             return StepOutput(loss(outputs, target), outputs, target, loss)
 
     return plain_step
@@ -474,7 +474,7 @@ def build_step(job: Job, world: World) -> Step:
 
 def told(model: nn.Module, error: BaseException) -> str:
     """A hint on an error of code that runs the model: tensors on two devices, or shards."""
-    return mixed_devices(model, error) or shards_told(error)
+    return mixed_devices(model, error) or shards_hint(error)
 
 
 def beside(outputs: Any, target: Any) -> Any:
@@ -488,7 +488,7 @@ def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
 
     Raises ModelError if the step raises, or if its mapping has no loss or other keys.
     """
-    with raising("step", lambda error: told(model, error) or shapes_told(error, batch)):
+    with reraise_as("step", lambda error: told(model, error) or batch_hint(error, batch)):
         given = step(model, batch)
     if isinstance(given, StepOutput):
         return given
@@ -532,7 +532,7 @@ class Metrics:
                 raise ModelError(
                     f"metrics.{name}: the step gave no outputs; return them: {{'loss': ..., 'outputs': ...}}"
                 )
-            with raising(f"metrics.{name}", lambda _: got(step_output.outputs, step_output.target)):
+            with reraise_as(f"metrics.{name}", lambda _: describe_compared(step_output.outputs, step_output.target)):
                 value = function(step_output.outputs, step_output.target)
             measured.append(self._weighted_sum(f"metrics.{name}", function, value, step_output, rows))
         return measured
@@ -549,7 +549,7 @@ class Metrics:
             self._asked.add(what)
             if (given := numbers_given(function, *seen, self._batch_dim)) is not None:
                 size = f"{what} returned a tensor of size {list(value.shape)} for a shard of {rows} rows"
-                check_numbers(size, *given, got(*seen))
+                check_numbers(size, *given, describe_compared(*seen))
         return weighed
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from dp_ray.engine.buffers import Buffers, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
-from dp_ray.engine.model import ShardSize, advised, gpu_room, remove_hooks, shapes_told, synchronise
+from dp_ray.engine.model import ShardSize, advised, batch_hint, gpu_room, remove_hooks, synchronise
 from dp_ray.engine.optimizer import Schedule, runs_users_code
 from dp_ray.engine.quarantine import Real, as_planned
 from dp_ray.engine.random import ForwardSeeds, seed_all
@@ -33,7 +33,7 @@ from dp_ray.engine.sharded.rounds import StandIns
 from dp_ray.engine.sharded.state import Sharded, whole_tensors
 from dp_ray.engine.step import Metrics, OnShard, Step
 from dp_ray.engine.update import OptimizerStep, average_of, load_part
-from dp_ray.engine.user_code import at, loaded, place, raising
+from dp_ray.engine.user_code import locating, location, next_batch, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, LossWatch, Stats, StopVote
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.job.job import Job
@@ -107,7 +107,7 @@ class BatchGradient:
         rows = stop - start
         if self._sharded is not None:
             batches = self._stand_ins.look(shards, batches, real)
-        pending = [loaded(batches, place(shard))[1] for shard in shards[:1]]
+        pending = [next_batch(batches, location(shard))[1] for shard in shards[:1]]
         shards = [real(shard) for shard in shards]
         filled = [shard for shard in shards if shard.rows]
         if missing := sum(len(shard.missing) for shard in shards):
@@ -122,7 +122,7 @@ class BatchGradient:
         if shards and shards[0].shard == 0 and not shards[0].rows:
             self.buffers.keep()  # without shard 0, the step leaves the buffers as they are
         for shard in shards:
-            batch = pending.pop() if pending else loaded(batches, place(shard))[1]
+            batch = pending.pop() if pending else next_batch(batches, location(shard))[1]
             if not shard.rows:
                 continue
             if shard is not filled[0]:
@@ -191,7 +191,7 @@ class BatchGradient:
 
     def _try(self, replica: nn.Module, shard: Shard, batch: Any) -> None:
         """Forward and backward of a shard on this worker alone, with a copy of the batch: a model may write it."""
-        _backward(self._forward(replica, shard, copied(batch)), place(shard), batch)
+        _backward(self._forward(replica, shard, copied(batch)), location(shard), batch)
 
     def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
         """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
@@ -227,9 +227,9 @@ class BatchGradient:
             self._clock.enter(Part.BACKWARD)
             if is_last:
                 reduction.before_last()
-                self._last_backward(reduction, loss / rows, stats, place(shard), batch)
+                self._last_backward(reduction, loss / rows, stats, location(shard), batch)
             else:
-                _backward(self._optimizer_step.scaled(loss / rows), place(shard), batch)
+                _backward(self._optimizer_step.scaled(loss / rows), location(shard), batch)
         reduction.after(shard.shard, is_last)
         self.running = None
         if not is_last:
@@ -262,7 +262,7 @@ class BatchGradient:
     def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
         self._clock.enter(Part.FORWARD)
         self._seeds.begin(shard)
-        with at(place(shard)), self.buffers.forward():
+        with locating(location(shard)), self.buffers.forward():
             loss: torch.Tensor = replica(batch, shard.rows)
         self._clock.enter(Part.OTHER)
         return loss
@@ -288,7 +288,7 @@ class BatchGradient:
 
 
 def _backward(loss: torch.Tensor, where: str, batch: Any = None) -> None:
-    with raising(f"{where}: backward", lambda error: "" if batch is None else shapes_told(error, batch)):
+    with reraise_as(f"{where}: backward", lambda error: "" if batch is None else batch_hint(error, batch)):
         loss.backward()  # type: ignore[no-untyped-call]
 
 

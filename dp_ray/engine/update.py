@@ -35,7 +35,7 @@ from dp_ray.engine.sharded.state import (
     sharded_as,
     whole_tensors,
 )
-from dp_ray.engine.user_code import raising, shards_told
+from dp_ray.engine.user_code import reraise_as, shards_hint
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.system.threads import waiting
@@ -155,10 +155,10 @@ class OptimizerStep:
         norm = self._norm(gradients, with_gradient)
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        with raising(f"step {step}: optimizer", shards_told), self._updating():
+        with reraise_as(f"step {step}: optimizer", shards_hint), self._updating():
             self.has_skipped = self._step()
         if not self.has_skipped:
-            with raising(f"step {step}: scheduler"):
+            with reraise_as(f"step {step}: scheduler"):
                 self.schedule.after_step()
         self.drop_gradients()
         return norm
@@ -167,7 +167,7 @@ class OptimizerStep:
         """Update the parameters by the gradients as they are, without other workers, to make the state."""
         if self.aligned is not None:
             self.aligned.take()
-        with raising("optimizer", shards_told), self._updating():
+        with reraise_as("optimizer", shards_hint), self._updating():
             self.optimizer.step()
         self.drop_gradients()
 

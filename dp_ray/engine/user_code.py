@@ -20,7 +20,7 @@ _ENDED_LOADER = re.compile(
 
 
 @contextmanager
-def raising(
+def reraise_as(
     what: str, hint: Callable[[BaseException], str] = lambda error: "", kind: type[Error] = ModelError
 ) -> Iterator[None]:
     """Turn an exception of the block into a `kind` of Error: `loss raised ValueError: ...`, then the hint.
@@ -36,11 +36,11 @@ def raising(
             raise
         if (ended := ended_loader(error)) is not None:
             raise ended from None
-        raise kind(said(what, error, hint(error))) from error
+        raise kind(error_text(what, error, hint(error))) from error
 
 
 @contextmanager
-def at(where: str) -> Iterator[None]:
+def locating(where: str) -> Iterator[None]:
     """Put the place, like `step 3, shard 1`, before the block's error; a JobError is about no place, and passes."""
     try:
         yield
@@ -56,7 +56,7 @@ def at(where: str) -> Iterator[None]:
             raise
         if (ended := ended_loader(error)) is not None:
             raise DataError(f"{where}: {ended}") from None
-        raise ModelError(said(where, error)) from error
+        raise ModelError(error_text(where, error)) from error
 
 
 def ended_loader(error: BaseException) -> DataError | None:
@@ -67,10 +67,10 @@ def ended_loader(error: BaseException) -> DataError | None:
     found = _ENDED_LOADER.search(str(error))
     if found is None or not isinstance(error, RuntimeError):
         return None
-    return loader_has_ended(f" ({found['who']})")
+    return loader_ended_error(f" ({found['who']})")
 
 
-def loader_has_ended(who: str = "") -> DataError:
+def loader_ended_error(who: str = "") -> DataError:
     """What to raise if a process of a DataLoader has ended; `who` names it."""
     return DataError(
         f"a process of the loader has ended in the midst of its work{who}, as where the system kills one because "
@@ -78,16 +78,16 @@ def loader_has_ended(who: str = "") -> DataError:
     )
 
 
-def loaded(batches: Iterator[Loaded], where: str) -> Loaded:
+def next_batch(batches: Iterator[Loaded], where: str) -> Loaded:
     """The next batch; the error of one that cannot be loaded says where it belongs, like `step 3, shard 1`."""
-    with at(where):
+    with locating(where):
         return next(batches)
 
 
 def read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:
     """The samples that a dataset's `__getitems__` gives; raises DataError, naming it, unless it is one for each."""
     what = f"samples {listed(indices)}"
-    with raising(f"{what} of {name}", kind=DataError):
+    with reraise_as(f"{what} of {name}", kind=DataError):
         items = many(list(indices))
     if isinstance(items, list | tuple) and len(items) == len(indices):
         return items
@@ -95,30 +95,30 @@ def read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -
     raise DataError(f"{name}'s __getitems__ gave {got} for {what}: it must give a list of one item for each")
 
 
-def place(shard: Shard) -> str:
+def location(shard: Shard) -> str:
     """A shard's step and number, for messages."""
     return f"step {shard.step}, shard {shard.shard}"
 
 
-def said(what: str, error: BaseException, hint: str = "") -> str:
+def error_text(what: str, error: BaseException, hint: str = "") -> str:
     """The message of an error: what raised, the exception's type and text, and the hint."""
     text = text_of(error).rstrip("." if hint else None)
     return f"{what} raised {type(error).__name__}" + (f": {text}" if text else "") + hint
 
 
-def got(outputs: Any, target: Any) -> str:
+def describe_compared(outputs: Any, target: Any) -> str:
     """A hint for a loss or a metric: the dtypes and sizes that it got."""
     return f"; it got outputs {dtypes_and_sizes(outputs)}, target {dtypes_and_sizes(target)}"
 
 
-def one_row_told(error: BaseException) -> str:
+def one_row_hint(error: BaseException) -> str:
     """A hint where BatchNorm trains on a shard of a single row; else empty."""
     if "Expected more than 1 value per channel" not in str(error):
         return ""
     return "; this shard has one row: choose batch_size and shards so that each has two"
 
 
-def shards_told(error: BaseException) -> str:
+def shards_hint(error: BaseException) -> str:
     """A hint where code meets the shards of parameters; else empty."""
     if not any(one in str(error) for one in ("DTensor", "tensor subclass", "Sharding propagation")):
         return ""
@@ -128,7 +128,7 @@ def shards_told(error: BaseException) -> str:
     )
 
 
-def it_got(inputs: Any) -> str:
+def describe_input(inputs: Any) -> str:
     """A hint for a model: the dtypes and sizes that it got."""
     return f"; it got {dtypes_and_sizes(inputs)}"
 
