@@ -237,7 +237,7 @@ class Look:
         with self.unchanged(), advised(self._job, location(one.shard), size):
             with finder.forward(one.shard.shard):
                 loss = self.forward(one)
-            given = self._loss.found.step_output
+            given = self._loss.result.step_output
             found = row_losses(
                 self._job, self._step, self.model, copied(one.batch), given, one.shard.rows, self._device
             )

@@ -367,7 +367,7 @@ def train(
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, attempt))
         trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
-        trainer.real = Skipping(job, dataset) if quarantine is None else quarantine.real
+        trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.real
         evaluator = Evaluator(job, trainer, evaluation, world, run, control, rows_on_driver, send, attempt)
         stopping = EarlyStopping(job, train_state, split.total_steps)
         hooks = hooks_of(job, world, trainer, split, train_state, run)
