@@ -421,20 +421,15 @@ def mixed_devices(model: nn.Module, error: BaseException) -> str:
     found = next((match for pattern in _MIXED if (match := pattern.search(str(error)))), None)
     if found is None:
         return ""
-    where = _innermost(model, error)
-    name = f"module {where!r}" if where else "the model's own forward"
-    one, two = found["one"].rstrip(":"), found["two"].rstrip(":")
-    return f"; {name} got tensors on two devices, {one} and {two}: move them in forward, as in x.to(device)"
-
-
-def _innermost(model: nn.Module, error: BaseException) -> str:
-    """Return the name of the innermost module whose forward raised the error; "" for the model itself."""
+    # The innermost module whose forward raised the error.
     names = {id(module): name.removeprefix("_orig_mod.") for name, module in model.named_modules()}
     where, trace = "", error.__traceback__
     while trace is not None:
         where = names.get(id(trace.tb_frame.f_locals.get("self")), where)
         trace = trace.tb_next
-    return where
+    name = f"module {where!r}" if where else "the model's own forward"
+    one, two = found["one"].rstrip(":"), found["two"].rstrip(":")
+    return f"; {name} got tensors on two devices, {one} and {two}: move them in forward, as in x.to(device)"
 
 
 # cuBLAS, CUDA itself and torch's allocator of a CPU raise plain RuntimeErrors with these texts.

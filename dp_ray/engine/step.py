@@ -287,14 +287,14 @@ def row_of(measured: list[Weighted], device: torch.device) -> Row:
     )
     if not is_gpu(device) and all(can_be_read):
         return [number.item() if isinstance(number, torch.Tensor) else number for number in numbers]
-    return torch.stack([_scalar(number, device) for number in numbers])
-
-
-def _scalar(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """Return the number on the device, without waiting for the device."""
-    if isinstance(number, torch.Tensor):
-        return number.detach().to(device, torch.float64).reshape(())
-    return torch.full((), number, dtype=torch.float64, device=device)
+    return torch.stack(
+        [
+            number.detach().to(device, torch.float64).reshape(())
+            if isinstance(number, torch.Tensor)
+            else torch.full((), number, dtype=torch.float64, device=device)
+            for number in numbers
+        ]
+    )
 
 
 def as_tensor(row: Row, device: torch.device) -> torch.Tensor:

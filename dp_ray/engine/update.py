@@ -146,10 +146,21 @@ class OptimizerStep:
             self.scaler.unscale_(self._unscaled)
         with_gradient = [one for one in self._parameters if one.grad is not None]
         gradients = [numbers_of(one.grad) for one in with_gradient if one.grad is not None]
-        self._has_weighed = weigh_gradients(gradients, weight, rows)
+        # From sum / rows to sum / weight; with a weight of 0 they become 0. A tensor is not read: it is on a GPU, for
+        # which this would wait.
+        self._has_weighed = isinstance(weight, torch.Tensor) or weight != rows
+        if isinstance(weight, torch.Tensor):
+            scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
+        elif weight != rows:
+            torch._foreach_mul_(gradients, rows / weight if weight > 0 else 0.0)
         if self._has_weighed:
             self._known.clear()
-        norm = self._norm(gradients, with_gradient)
+        if self._sharded is None or not gradients:
+            norm = total_norm(gradients, [self._known.get(id(one)) for one in with_gradient] if self._known else ())
+        elif self.aligned is None:
+            norm = self._sharded.total_norm(gradients, with_gradient)
+        else:
+            norm = self.aligned.total_norm(gradients, with_gradient, comm_device(gradients[0].device))
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
         with reraise_as(f"step {step}: optimizer", shards_hint), self._updating():
@@ -167,14 +178,6 @@ class OptimizerStep:
         with reraise_as("optimizer", shards_hint), self._updating():
             self.optimizer.step()
         self.drop_gradients()
-
-    def _norm(self, gradients: list[torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
-        if self._sharded is None or not gradients:
-            known = [self._known.get(id(one)) for one in parameters] if self._known else ()
-            return total_norm(gradients, known)
-        if self.aligned is None:
-            return self._sharded.total_norm(gradients, parameters)
-        return self.aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
 
     def _updating(self) -> AbstractContextManager[object]:
         """Return the context of an update."""
@@ -265,18 +268,6 @@ def one_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group.update(keys)
 
 
-def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor | float, rows: int) -> bool:
-    """Turn gradients of sum / rows into those of sum / weight, in place; return whether they may have changed.
-
-    With a weight of 0 they become 0.
-    """
-    if isinstance(weight, torch.Tensor):  # without waiting for the device
-        scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
-    elif weight != rows:
-        torch._foreach_mul_(list(gradients), rows / weight if weight > 0 else 0.0)
-    return isinstance(weight, torch.Tensor) or weight != rows
-
-
 def load_part(name: str, part: Any, state: Any) -> None:
     """Load a part's state_dict; raises ModelError if it belongs to another model or optimizer."""
     if (part is None) != (state is None):
@@ -311,7 +302,7 @@ class ShardedAverage:
     def in_place(self) -> Iterator[None]:
         """Put the average in the model's place while the block runs."""
         weights, averages = self._of_model(), self._of_average()
-        before = _copies(weights)
+        before = [one.clone() for one in weights]
         copy_all(weights, averages)
         try:
             yield
@@ -345,7 +336,7 @@ class ShardedAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load this worker's rows of a state whose tensors are stored, by way of the model."""
         weights = self._of_model()
-        before = _copies(weights)
+        before = [one.clone() for one in weights]
         self._sharded.load_weights(weights_of_average(state), "the checkpoint's ema")
         copy_all(self._of_average(), weights)
         copy_all(weights, before)
@@ -379,11 +370,6 @@ class _Parts(nn.Module):
         self.parts = nn.ParameterList(nn.Parameter(one, requires_grad=False) for one in parameters)
         for number, one in enumerate(buffers):
             self.register_buffer(f"buffer_{number}", one)
-
-
-@torch.no_grad()
-def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [one.clone() for one in tensors]
 
 
 def average_of(
