@@ -83,15 +83,15 @@ class _Writable:
         self._is_sharded = any(map(is_sharded, self._parameters.values()))
         self._plain = {name: one for name, one in self._parameters.items() if _is_plain(one)}
         self._places = _places(model)
-        self._static = frozenset(self._followed_anyway())
+        self._static = frozenset(self._always_followed())
         self._followed = {name: self._plain[name] for name in self._static}
         self._watched: dict[str, nn.Parameter] = {}
         self._versioned: list[nn.Parameter] = []
         self._placed: list[nn.Parameter] = []
         self._stamps: tuple[list[int], list[int]] = ([], [])
 
-    def _followed_anyway(self) -> Iterator[str]:
-        """The parameters that are always copied: those of an embedding with `max_norm`, and small frozen ones."""
+    def _always_followed(self) -> Iterator[str]:
+        """Yield the parameters that are always copied: of an embedding with `max_norm`, and small frozen ones."""
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
                 weight = f"{name}.weight".lstrip(".")

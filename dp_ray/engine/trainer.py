@@ -294,8 +294,9 @@ class BatchGradient:
         pending = [next_batch(batches, location(shard))[1] for shard in shards[:1]]
         shards = [without_set_aside(shard) for shard in shards]
         filled = [shard for shard in shards if shard.rows]
-        if missing := sum(len(shard.missing) for shard in shards):
-            stats.set_aside(missing)
+        num_missing = sum(len(shard.missing) for shard in shards)
+        if num_missing:
+            stats.set_aside(num_missing)
         if self._reduction is None:
             if filled and filled[0] is shards[0]:
                 self._count_flops(shards[0], pending[0])

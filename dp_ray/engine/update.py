@@ -251,7 +251,7 @@ class UnscaledParts:
 
 @contextmanager
 def one_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While the block runs, an optimizer updates one parameter at a time in groups of which only some are sharded.
+    """Have an optimizer update one parameter at a time, in the block, in groups of which only some are sharded.
 
     An operation on a list of tensors takes sharded ones or others, but not both.
     """
@@ -344,9 +344,10 @@ class ShardedAverage:
 
     def _live(self) -> list[torch.Tensor]:
         """Return the tensors to average: of each parameter the part that the optimizer updates."""
+        parts = [self._aligned.get(id(one)) for one in self._parameters]
         return [
-            local(one.detach()) if (part := self._aligned.get(id(one))) is None else part.flat.detach()
-            for one in self._parameters
+            local(one.detach()) if part is None else part.flat.detach()
+            for one, part in zip(self._parameters, parts, strict=True)
         ]
 
     def _of_model(self) -> list[torch.Tensor]:
@@ -354,12 +355,12 @@ class ShardedAverage:
 
     def _of_average(self) -> list[torch.Tensor]:
         """Return the average of each parameter's part, in the part's shape, and the buffers beside it."""
-        averages = [one.detach() for one in self._averaged.module.parameters()]
-        inner = [
-            mine if (part := self._aligned.get(id(one))) is None else part.inner(mine).view(local(one).shape)
-            for one, mine in zip(self._parameters, averages, strict=True)
-        ]
-        return [*inner, *self._averaged.module.buffers()]
+        averages = []
+        for one, average in zip(self._parameters, self._averaged.module.parameters(), strict=True):
+            part = self._aligned.get(id(one))
+            flat = average.detach()
+            averages.append(flat if part is None else part.inner(flat).view(local(one).shape))
+        return [*averages, *self._averaged.module.buffers()]
 
 
 class _Parts(nn.Module):
