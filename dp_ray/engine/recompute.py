@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -150,13 +151,13 @@ def _blocks_to_recompute(job: Job, model: nn.Module) -> list[nn.Module]:
     return blocks[: len(blocks) - kept]  # the last ones' activations are freed before the first block runs again
 
 
+@dataclass(eq=False, repr=False)  # private names: `wraps` copies the attributes of the forward to it
 class _Recomputed:
     """The forward of a block; with gradients, it keeps no more than its arguments for the backward."""
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
-        self._block = block
-        self._forward = forward
-        self._devices = devices
+    _block: nn.Module
+    _forward: Callable[..., Any]
+    _devices: tuple[torch.device, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
