@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def plan_job(job: Job) -> Plan:
     with contextlib.redirect_stdout(sys.stderr), environment(job.env):
         rows = dataset_rows(job)
         plan = _plan_of_resumed(job, rows) if _may_hold_run(job) else make_plan(job, rows)
-        return dataclasses.replace(plan, blocks=_blocks(job))
+        return dataclasses.replace(plan, blocks=_blocks(job), remarks=(*plan.remarks, *_lacking(job)))
 
 
 def plan_memory_of(job: Job, gpu_gib: float | None) -> MemoryPlan:
@@ -117,6 +117,18 @@ def _plan_of_resumed(asked: Job, rows: Mapping[str, int]) -> Plan:
         return make_plan(asked, rows, [f"whether an earlier run would be resumed is not known: {error}"])
     except JobError as error:
         return make_plan(asked, rows, [f"a run would not start: {error}"])
+
+
+def _lacking(job: Job) -> Iterator[str]:
+    """A remark if the job is to run in this process, and asks for a GPU that this machine lacks."""
+    if job.max_workers > 0 or not (job.asks_for_gpus or gpu_number(job.input_device or "") is not None):
+        return
+    from dp_ray.engine.model import devices_here  # imports torch
+
+    try:
+        devices_here(job)
+    except JobError as error:
+        yield f"a run would not start: {error}"
 
 
 def _blocks(job: Job) -> tuple[PlacedBlock, ...]:

@@ -23,6 +23,7 @@ from dp_ray.driver.checks import check_targets
 from dp_ray.driver.finish import result_of, save_unfinished, summary_of, time_lines
 from dp_ray.driver.in_process import ONE_AT_A_TIME, run_in_process, with_own_model, with_own_objects
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
+from dp_ray.engine.model import devices_here
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
@@ -47,8 +48,11 @@ from dp_ray.rundir.claim import (
     check_ours,
     claim,
     held,
+    is_aside,
     keep_shards,
     last_end,
+    replacement_has_begun,
+    settle,
     stop_message,
     wait_until_free,
     with_full_init_from,
@@ -100,6 +104,8 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
     building = console.if_slow("building the dataset")
     with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
         check_targets(job)  # stdout is kept free of what user code prints
+        if job.max_workers == 0:
+            devices_here(job)
         plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
     if job.max_workers == 0:
         job = with_own_model(job)
@@ -107,7 +113,12 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
 
 
 def resumption_lines(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> Iterator[str]:
-    """Lines for the user of a resumed run; `killed` is the lease of its last driver, if that was killed."""
+    """Lines for the user of a resumed run, or of one in the place of another.
+
+    `killed` is the lease of the run's last driver, if that was killed.
+    """
+    if claimed.replaces:
+        yield "replaces the run of this name, which had ended before it kept a step"
     if not claimed.is_resumed:
         return
     split = prepared.plan.split
@@ -218,6 +229,7 @@ class Options:
     quiet: bool = False
     verbose: bool = False
     resume: bool = False  # the caller says that the Python objects are those of the run
+    brief: bool = False  # the run is but a means to an end, so that its epochs need few lines; no flag
 
 
 def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
@@ -236,7 +248,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
 def options_of(keys: dict[str, Any]) -> Options:
     """Take the options out of the keywords of `run`, and leave the job's keys."""
-    names = {field.name for field in dataclasses.fields(Options)}
+    names = {field.name for field in dataclasses.fields(Options)} - {"brief"}
     if not isinstance(keys.get("resume", False), bool):
         names.remove("resume")  # a path, as in other libraries: the job rejects that key with a hint
     return Options(**{name: keys.pop(name) for name in names & keys.keys()})
@@ -271,20 +283,25 @@ def execute(
     `on_ray` runs the workers, by default new ones. `again` makes a finished prediction one that is to be resumed.
     """
     started = time.monotonic()
-    console = Console(job.run_name, options.quiet)
+    console = Console(job.run_name, options.quiet, options.brief)
     prepared = prepare(job, console, options.overwrite, options.inject)
     base = base_storage(prepared.job)
     killed = wait_until_free(base.child(job.run_name), console.say)
+    if is_aside(base.child(job.run_name)):
+        settled = settle(base.child(job.run_name), bool(killed and killed.step))
+        console.say(f"{relative(str(base.child(job.run_name)))}: {settled}")
+        prepared, killed = prepare(job, console, options.overwrite, options.inject), None
     if prepared.job.finds_shards and not options.overwrite:  # whoever was waited for may have found the number
         prepared = prepared.cut_as(with_shards_of_run(prepared.job, base))
     job, plan = prepared.job, prepared.plan
     reopen = again and functools.partial(again, plan.split)
-    with contextlib.ExitStack() as until_end:
+    with contextlib.ExitStack() as after_workers, contextlib.ExitStack() as until_end:
         workers = on_ray or _on_own_workers(job, options, console, until_end)
         claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, reopen)
         for line in resumption_lines(prepared, claimed, killed):
             console.say(line)
         execution = Execution(prepared, claimed, options, console, started, workers, on_ray is not None)
+        after_workers.callback(execution.end_replaced)
         until_end.enter_context(held(claimed, lambda: execution.steps_done))
         try:
             return execution.run()
@@ -295,20 +312,21 @@ def execute(
 def _on_own_workers(job: Job, options: Options, console: Console, until_end: contextlib.ExitStack) -> OnRay:
     """What runs jobs on workers that the first one starts.
 
-    Raises an Error if a job that replaces another run has no Ray on which it could run: before that run is deleted.
+    Raises an Error if a job that replaces another run, or asks for GPUs, has no Ray on which it could run: before
+    anything is deleted or written.
     """
 
     @functools.cache
     def workers() -> Any:
         from dp_ray.cluster.workers import OwnWorkers  # imports Ray, which `workers: 0` does not need
 
-        return until_end.enter_context(OwnWorkers(options.address, options.verbose))
+        return until_end.enter_context(OwnWorkers(options.address, options.verbose, console.say))
 
     def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
         job, rows = prepared.job, prepared.plan.rows
-        workers().run(job, claimed, rows, monitor, console, prepared.faults)
+        workers().run(job, claimed, rows, monitor, prepared.faults)
 
-    if options.overwrite and job.max_workers > 0:
+    if (options.overwrite or job.asks_for_gpus) and job.max_workers > 0:
         with console.if_slow("looking for the cluster"):
             workers().check(job)
     return on_ray
@@ -337,6 +355,7 @@ class Execution:
         self._on_ray = on_ray
         self._monitor: Monitor | None = None
         self._trackers: RunTrackers | None = None
+        self._is_replacing = claimed.is_replacing
 
     @property
     def _job(self) -> Job:
@@ -363,13 +382,14 @@ class Execution:
             with (
                 planned_stops(self._ask_to_stop) as stop,
                 recorded_about(self._storage, *told),
-                repeated("stop requests", self._look_seconds, lambda: self._heed_request(stop)),
+                repeated("stop requests", self._look_seconds, lambda: self._look(stop)),
             ):
                 self._follow()
                 check_ours(self._claimed)
                 self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
-            interrupted = RunInterrupted(stop_message(self._job, self._storage, self._split, self._options.overwrite))
+            is_new = self._options.overwrite and not self._is_undone
+            interrupted = RunInterrupted(stop_message(self._job, self._storage, self._split, is_new))
             self._keep_unfinished("interrupted", interrupted)
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
@@ -387,6 +407,30 @@ class Execution:
     def _look_seconds(self) -> float:
         """How often it is looked for a request to stop: an object store counts each look."""
         return RENEW_SECONDS if self._storage.is_atomic else TELL_SECONDS
+
+    def _look(self, stop: Callable[[], object]) -> None:
+        """Heed requests to stop; once a step is done, remove the run that this one replaces."""
+        self._heed_request(stop)
+        if self.steps_done and self._is_replacing:
+            self._settle_replaced()
+
+    def _settle_replaced(self) -> None:
+        settle(self._storage, self.steps_done > 0)
+        self._is_replacing = False
+
+    @property
+    def _is_undone(self) -> bool:
+        """Whether this run has not begun, so that the one that it replaces is put back at its end."""
+        return self._is_replacing and not self.steps_done and not replacement_has_begun(self._storage)
+
+    def end_replaced(self) -> None:
+        """Put the run that this one replaces back, if this one has not begun, or remove it."""
+        try:
+            if self._is_replacing:
+                check_ours(self._claimed)
+                self._console.say(f"{relative(str(self._storage))}: {settle(self._storage, self.steps_done > 0)}")
+        except StorageError as error:
+            self._console.say(str(error))
 
     def _heed_request(self, stop: Callable[[], object]) -> None:
         """Stop the run if `dp-ray stop` asks for it; asked again, it stops after its step all the same."""
@@ -462,6 +506,8 @@ class Execution:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
         result = self._result("done")
         result.save(self._storage)
+        if self._is_replacing:
+            self._settle_replaced()
         # What `dp-ray retry` needs of a prediction that has set samples aside stays.
         is_to_retry = result.task == "predict" and result.quarantined > 0
         for folder in (PARTS, HISTORY, QUARANTINE, LINKS, *[FILES] * (not is_to_retry)):
@@ -471,7 +517,7 @@ class Execution:
         self._storage.remove_unfinished(recursive=True)
         for line in time_lines(result):
             self._console.say(line)
-        self._console.say(summary_of(result, self._claimed.is_resumed))
+        self._console.say(summary_of(result, self._claimed.is_resumed, self._split.is_cut_short))
         self._end_trackers("done", result)
         return result
 
@@ -481,6 +527,8 @@ class Execution:
 
     def write_page(self) -> None:
         """Write the page of the run; a page that cannot be made is told of, and fails no run."""
+        if self._is_undone:
+            return
         try:
             from dp_ray.report.page import (
                 REPORT,  # not before: a run does not wait for it at its start

@@ -116,6 +116,12 @@ def check_unbuilt(spec: Any) -> None:
             "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
             "give a function of the parameters, like functools.partial(torch.optim.AdamW, lr=0.001)"
         )
+    if isinstance(spec, list | tuple):
+        raise JobError(
+            f"optimizer: is a {type(spec).__qualname__} of {len(spec)}, and a job has one; give parts of the model "
+            "args of their own in optimizer.groups, like [{match: head, args: {lr: 0.01}}]; a loop with several "
+            "optimizers, as of a GAN, is not supported"
+        )
 
 
 def check_optimizer(kind: Any) -> None:

@@ -20,14 +20,21 @@ from torch.nn.modules.loss import _Loss
 
 from dp_ray.engine.model import batch_hint, call_model, mixed_devices
 from dp_ray.engine.random import preserved
-from dp_ray.engine.user_code import describe_compared, describe_input, one_row_hint, reraise_as, shards_hint
+from dp_ray.engine.user_code import (
+    OF_SHARDS,
+    describe_compared,
+    describe_input,
+    one_row_hint,
+    reraise_as,
+    shards_hint,
+)
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, bound, resolve
 from dp_ray.plan.split import Shard
-from dp_ray.tensors.files import moved
+from dp_ray.tensors.files import is_sharded, moved
 from dp_ray.tensors.scatter import cut, gather, num_rows, rows_dim, scatter
 from dp_ray.tensors.tree import flatten, map_leaves
 from dp_ray.text import listed
@@ -72,9 +79,12 @@ def build_step(job: Job, world: World) -> Step:
 
     def plain_step(model: nn.Module, batch: Any) -> StepOutput:
         inputs, target = model_inputs(job, batch), batch[1]
-        with reraise_as(
-            "model", lambda error: _model_hint(model, error) or one_row_hint(error) or describe_input(inputs)
-        ):
+
+        def hint(error: BaseException) -> str:
+            known = _model_hint(model, error) or one_row_hint(error)
+            return known or keywords_hint(model, inputs, job.call, error) + describe_input(inputs)
+
+        with reraise_as("model", hint):
             outputs = call_model(model, inputs, job.call)
         if has_several:
             target = beside(outputs, target)
@@ -114,6 +124,20 @@ def beside(outputs: Any, target: Any) -> Any:
 def _model_hint(model: nn.Module, error: BaseException) -> str:
     """Return a hint on an error of code that runs the model: tensors on two devices, or shards."""
     return mixed_devices(model, error) or shards_hint(error)
+
+
+def keywords_hint(model: nn.Module, inputs: Any, call: str, error: BaseException) -> str:
+    """Return a hint for a model that got one dict, if its forward takes the keys as keywords or fails on a dict."""
+    if call not in ("auto", "one") or not isinstance(inputs, Mapping):
+        return ""
+    try:
+        names = set(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):  # a C function may have no signature
+        names = set()
+    is_of_dict = f"{type(inputs).__qualname__!r} object" in str(error)
+    if not (isinstance(error, TypeError) or is_of_dict or names & inputs.keys()):
+        return ""
+    return "; the model got one dict: to pass its keys as keywords, set call: kwargs"
 
 
 class Metrics:
@@ -225,12 +249,14 @@ def _count_numbers(function: Compare, outputs: Any, target: Any, batch_dim: int)
 def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     """Return the sum and weight of what a loss or metric gave for a shard of `rows` rows; `what` names it in errors.
 
-    Raises ModelError if it is one number for the whole shard, whose weight in the batch is unknown. Raises
-    ModelError if its size does not match the rows: it has fewer elements, or no dimension is `rows` long and the
-    first one is no multiple of `rows`.
+    Raises ModelError if it is computed from shards of parameters (strategy: fsdp), or if it is one number for the
+    whole shard, whose weight in the batch is unknown. Raises ModelError if its size does not match the rows: it has
+    fewer elements, or no dimension is `rows` long and the first one is no multiple of `rows`.
     """
     if isinstance(value, Weighted):
         return value
+    if any(map(is_sharded, value if isinstance(value, tuple | list) else [value])):
+        raise ModelError(f"{what} returned a tensor of shards{OF_SHARDS}")
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value
         if _is_number(total) and _is_number(weight):
@@ -324,20 +350,22 @@ def model_inputs(job: Job, batch: Any) -> Any:
 
 
 def _check_pair(job: Job, batch: Any) -> None:
+    origin = "" if job.collate is None else " after the collate"
     if job.task != "predict" and not _is_pair(batch):
         advice = ""
         if isinstance(batch, Mapping):
-            advice = f"name keys of its items, like inputs: [x] and target: y (it has {listed(batch)}); or "
+            picks = f"(it has {listed(batch)}), which are picked before the collate"
+            advice = f"name keys of its items, like inputs: [x] and target: y {picks}; or "
         elif isinstance(batch, tuple | list) and len(batch) > 2:
             advice = "a model of several inputs takes items like ((a, b), target); or "
         raise DataError(
-            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}; "
+            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}{origin}; "
             f"{advice}{STEP}"
         )
     if job.gives_first and not (isinstance(batch, tuple | list) and batch):
         raise DataError(
-            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_described(batch)}; leave "
-            "inputs out, and for a dict whose keys are the model's arguments set call: kwargs"
+            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_described(batch)}{origin}; "
+            "leave inputs out, and for a dict whose keys are the model's arguments set call: kwargs"
         )
 
 

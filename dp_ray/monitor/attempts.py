@@ -35,6 +35,8 @@ class Attempts:
     def __init__(self) -> None:
         self.begun: list[Attempt] = []
         self._current: str | None = None
+        self._newest: str | None = None  # the attempt whose worker was the last to become ready
+        self.is_awaited = True  # whether no attempt has all of its workers
         self._stepping: set[str] = set()
         self._gathering: dict[str, dict[int, WorkerReady]] = {}
         self._early: dict[str, list[Shapes]] = {}
@@ -43,13 +45,24 @@ class Attempts:
     def take(self, worker: WorkerReady) -> tuple[WorkerReady, ...]:
         """Add a ready worker; return all of its attempt's workers if it is the last one, else none."""
         here = self._gathering.setdefault(worker.attempt, {})
+        self._newest = worker.attempt
         here[worker.world.rank] = worker
         if len(here) < worker.world.world_size:
             return ()
         workers = tuple(here[rank] for rank in sorted(here))
         self.begun.append(Attempt(workers))
         self._current = worker.attempt
+        self.is_awaited = False
         return workers
+
+    def interrupt(self) -> None:
+        """Note that the newest attempt has ended, so that the next one's workers are waited for."""
+        self.is_awaited, self._newest = True, None
+
+    @property
+    def num_ready(self) -> int:
+        """How many workers of the attempt to come are ready."""
+        return len(self._gathering[self._newest]) if self._newest is not None else 0
 
     def is_current(self, attempt: str) -> bool:
         """Whether this is the newest attempt that has begun."""

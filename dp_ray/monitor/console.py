@@ -26,7 +26,7 @@ from rich.text import Text
 from dp_ray.engine.world import World
 from dp_ray.results.text import measured
 from dp_ray.steps.shapes import Report
-from dp_ray.system.threads import repeated
+from dp_ray.system.threads import if_longer, repeated
 from dp_ray.text import harmless, hide, replay_command
 
 REFRESH_SECONDS = 0.5
@@ -102,22 +102,28 @@ def rewritten(status: Callable[[], str]) -> Iterator[None]:
 
 
 LINE_SECONDS = 5.0
+MOST_SECONDS = 60.0  # between two lines of the progress, in a long run
+LINES_OF_A_DOUBLING = 60  # at most, while the run becomes twice as long
 SHOWN_WORKERS = 16
 
 
 class Console:
     """Prints lines and the progress; `progress` limits its own rate, so it may be called at any time.
 
-    Each line begins with the run's name, except in a notebook, where the cell shows only this run.
+    Each line begins with the run's name, except in a notebook, where the cell shows only this run. `is_brief` is for
+    runs that are but a means to an end.
     """
 
-    def __init__(self, name: str, quiet: bool = False) -> None:
+    def __init__(self, name: str, quiet: bool = False, is_brief: bool = False) -> None:
+        self.is_brief = is_brief
         self._quiet = quiet
         self._rich = RichConsole(stderr=True, highlight=False)
         self._is_notebook = honours_carriage_returns(sys.stderr)
         self._before = "" if self._is_notebook else f"{name}: "
         self._live: Live | None = None
         self._is_shown = False  # whether a live display shows the progress
+        self._newest = ""  # the line that the live display shows in place of the one before
+        self._began = time.monotonic()
         self._told = 0.0
         self._done = False
 
@@ -133,21 +139,27 @@ class Console:
     @contextmanager
     def if_slow(self, line: str, seconds: float = 1.0) -> Iterator[None]:
         """Print `line` if the block takes longer than `seconds`."""
-        timer = threading.Timer(seconds, self.say, (line,))
-        timer.daemon = True
-        timer.start()
-        try:
+        with if_longer(seconds, lambda: self.say(line)):
             yield
-        finally:
-            timer.cancel()
 
     def progress(self, seen: "Progressed", at_once: bool = False) -> None:
-        """Print the progress every few seconds, or `at_once`, unless a live display shows it."""
-        is_due = at_once or time.monotonic() - self._told >= LINE_SECONDS
+        """Print the progress every few seconds, or `at_once`, unless a live display shows it.
+
+        The longer the run, the rarer: a log of a day has some 1,600 lines.
+        """
+        now = time.monotonic()
+        seconds = min(MOST_SECONDS, max(LINE_SECONDS, (now - self._began) / LINES_OF_A_DOUBLING))
+        is_due = at_once or now - self._told >= seconds
         if is_due and not self._quiet and not self._is_shown and not self._done:
             self._done = seen.step == seen.steps
-            self._told = time.monotonic()
+            self._told = now
             self.say(str(seen))
+
+    def rewrites(self, line: str) -> bool:
+        """Show a line in a terminal's live display, in place of the one before; False if there is no such display."""
+        if self._live is not None:
+            self._newest = harmless(line)
+        return self._live is not None
 
     @contextmanager
     def live(self, seen: "Progressed") -> Iterator[None]:
@@ -165,12 +177,12 @@ class Console:
         else:
             with self._display(seen) as self._live:
                 yield
-        self._live, self._is_shown = None, False
+        self._live, self._is_shown, self._newest = None, False, ""
 
     def _display(self, seen: "Progressed") -> Live:
         return Live(
             console=self._rich,
-            get_renderable=lambda: _display(seen),
+            get_renderable=lambda: _display(seen, self._newest),
             refresh_per_second=5,
             transient=True,
             redirect_stdout=False,
@@ -270,11 +282,12 @@ def _rate(rows_per_second: float) -> str:
     return f"{rows_per_second:,.0f}" if rows_per_second >= 10 else f"{rows_per_second:.3g}"
 
 
-def _display(seen: Progressed) -> Group:
-    """A bar, the progress in words on a line of its own, which may wrap, and the workers."""
+def _display(seen: Progressed, newest: str = "") -> Group:
+    """A bar, the progress in words on a line of its own, which may wrap, the newest line, and the workers."""
     bar = Table.grid(padding=(0, 1))
     bar.add_row(Text(seen.name), ProgressBar(seen.steps, seen.step, width=40))
-    return Group(bar, Text(f"  {seen}"), _workers(seen))
+    lines = [Text(f"  {one}") for one in (str(seen), newest) if one]
+    return Group(bar, *lines, _workers(seen))
 
 
 def _workers(seen: Progressed) -> Table:
@@ -292,14 +305,16 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-ALL_UP_TO = 20  # lines; after them, one every LINE_SECONDS at most, and the last one
+ALL_UP_TO = 20  # lines, none if the console is brief; after them every EVERY-th, and the last one
+EVERY = 10  # and one every LINE_SECONDS at most
 
 
 class Losses:
     """Prints an epoch's loss, an evaluation's metrics, and the first loss that is NaN or infinite.
 
-    Of many short epochs not each has a line. A loss that is not finite is told with the command that shows its
-    rows, when it is seen and at the end; `run_dir` is for that command.
+    Of many epochs not each has a line: a terminal's display shows the newest, in place of the one before. A loss that
+    is not finite is told with the command that shows its rows, when it is seen and at the end; `run_dir` is for that
+    command.
     """
 
     def __init__(self, console: Console, run_dir: str) -> None:
@@ -307,6 +322,7 @@ class Losses:
         self._run_dir = run_dir
         self._not_finite: tuple[int, float] | None = None
         self._last = -1
+        self._first = 0 if console.is_brief else ALL_UP_TO
         self._lines = 0
         self._told = 0.0
         self._untold = ""  # the newest line, if it was not printed
@@ -330,11 +346,16 @@ class Losses:
             self._warn()
 
     def _tell(self, line: str) -> None:
-        if self._lines >= ALL_UP_TO and time.monotonic() - self._told < LINE_SECONDS:
+        self._lines += 1
+        if self._lines > self._first and (self._console.rewrites(line) or not self._is_due):
             self._untold = line
             return
         self._console.say(line)
-        self._lines, self._told, self._untold = self._lines + 1, time.monotonic(), ""
+        self._told, self._untold = time.monotonic(), ""
+
+    @property
+    def _is_due(self) -> bool:
+        return self._lines % EVERY == 0 and time.monotonic() - self._told >= LINE_SECONDS
 
     def _warn(self) -> None:
         assert self._not_finite is not None

@@ -58,6 +58,7 @@ from dp_ray.monitor.messages import (
     Waits,
     WorkerReady,
 )
+from dp_ray.monitor.watchdog import LongWaits
 from dp_ray.plan.split import Split
 from dp_ray.rundir.incidents import IncidentLog
 from dp_ray.rundir.listing import PROGRESS
@@ -288,6 +289,7 @@ class Monitor:
         self._attempts = Attempts()
         self._interruptions = Interruptions(incidents or IncidentLog(), console, save_incidents)
         self._console = console
+        self.waits = LongWaits(job, self._attempts, self.progress, console.say)
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
         self._reports = ShapeReports(file, journal, times, console, shapes, job.batch_dim, self._on_steps)
         self.task_messages = TaskMessages(self._reports, writer, self.progress, console, run_dir)
@@ -401,6 +403,7 @@ class Monitor:
 
     def _interrupted(self, message: Interrupted) -> None:
         lost, hung = self._attempts.workers(message.ranks), self._hangs.end(message.ranks)
+        self._attempts.interrupt()
         self.failed = None
         self._interruptions.interrupt(interruption_of(message, lost, hung, self.progress.step, self.node_control))
 

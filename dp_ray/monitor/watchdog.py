@@ -1,9 +1,15 @@
-"""Finds the workers that hang, among all those that wait for them."""
+"""Finds the workers that hang, among all those that wait for them.
+
+Says what a run waits for, while its workers do not come.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dp_ray.job.job import Job
+from dp_ray.monitor.attempts import Attempts
+from dp_ray.monitor.console import Progressed
 from dp_ray.monitor.messages import Beat, WorkerReady, beat_interval
 
 SILENT_BEATS = 10
@@ -106,3 +112,40 @@ class Watchdog:
         hung = [state for state in behind if state.stack and not state.waits_for]
         all_late = len(late) == sum(state.step is not None for state in self._states.values())
         return hung or (behind if all_late else [])
+
+
+SAY_AFTER = (10.0, 60.0, 300.0)  # seconds of a wait; from then on every REPEAT_SECONDS
+REPEAT_SECONDS = 600.0
+
+
+class LongWaits:
+    """Counts the seconds of each wait for workers, and says a line of a long one."""
+
+    def __init__(self, job: Job, attempts: Attempts, progress: Progressed, say: Callable[[str], None]) -> None:
+        least, most = job.min_workers, job.max_workers
+        self._workers = f"{most}" if least == most else f"{least} to {most}"
+        self._attempts = attempts
+        self._progress = progress
+        self._say = say
+        self._since: float | None = None
+        self._lines = 0
+
+    def look(self, cluster: Callable[[], str]) -> None:
+        """Say a line if the wait has become that long; `cluster` says what the workers need, and what is free.
+
+        Another thread than the one that feeds the monitor may call it: that one may itself wait for Ray.
+        """
+        now = time.monotonic()
+        if not self._attempts.is_awaited or self._since is None:
+            self._since, self._lines = now if self._attempts.is_awaited else None, 0
+            return
+        if now - self._since >= self._due():
+            self._lines += 1
+            ready = f"{self._attempts.num_ready} of {self._workers} are ready{cluster()}"
+            so_far = f"{now - self._since:.0f} s so far"
+            self._say(f"waiting for workers, {so_far}: {ready}; now: {self._progress.phase}")
+
+    def _due(self) -> float:
+        """The seconds of a wait after which the next line comes."""
+        more = self._lines - len(SAY_AFTER)
+        return SAY_AFTER[self._lines] if more < 0 else SAY_AFTER[-1] + (more + 1) * REPEAT_SECONDS
