@@ -15,7 +15,7 @@ from dp_ray.engine.quarantine import Real, as_planned
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.sharded.rounds import Passes
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, as_tensor, row_of, run_step
-from dp_ray.engine.user_code import at, got, loaded, raising
+from dp_ray.engine.user_code import describe_compared, locating, next_batch, reraise_as
 from dp_ray.engine.world import gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -142,13 +142,13 @@ class Evaluation:
             for shard in shards:
                 where = f"evaluation step {shard.step}, shard {shard.shard}"
                 with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
-                    _, batch = loaded(batches, where)
+                    _, batch = next_batch(batches, where)
                     if not (shard := real(shard)).rows:
                         continue
                     rows += shard.rows
                     ran += 1
                     seeds.begin(shard)
-                    with at(where):
+                    with locating(where):
                         with buffers.forward():
                             step_output, row = self._passes.run(self._shard, model, shard, batch)
                         buffers.restore()
@@ -192,7 +192,7 @@ class Evaluation:
             self._update(name, kept.setdefault(name, copy.deepcopy(metric)), step_output)
 
     def _update(self, name: str, metric: Any, step_output: StepOutput) -> None:
-        with raising(f"metrics.{name}", lambda _: got(step_output.outputs, step_output.target)):
+        with reraise_as(f"metrics.{name}", lambda _: describe_compared(step_output.outputs, step_output.target)):
             if isinstance(step_output.outputs, torch.Tensor):
                 metric.to(step_output.outputs.device)
             metric.update(step_output.outputs, step_output.target)
@@ -207,7 +207,7 @@ class Evaluation:
         by_shard = {shard: own for theirs in everybodys for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:
-            with raising(f"metrics.{name}.merge_state"):
+            with reraise_as(f"metrics.{name}.merge_state"):
                 whole = merged(name, [by_shard[shard][name] for shard in sorted(by_shard)])
             found = self._numbers_of(name, whole)
             if twice := measured.keys() & found.keys():
@@ -216,7 +216,7 @@ class Evaluation:
         return measured
 
     def _numbers_of(self, name: str, metric: Any) -> dict[str, float]:
-        with raising(f"metrics.{name}.compute"):
+        with reraise_as(f"metrics.{name}.compute"):
             return _named_numbers(name, metric.compute())
 
 

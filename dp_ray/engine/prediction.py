@@ -23,8 +23,8 @@ from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evalua
 from dp_ray.engine.quarantine import Real, as_planned
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.sharded.rounds import Passes
-from dp_ray.engine.step import keywords_told
-from dp_ray.engine.user_code import at, it_got, loaded, place, raising
+from dp_ray.engine.step import keywords_hint
+from dp_ray.engine.user_code import describe_input, locating, location, next_batch, reraise_as
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -56,11 +56,11 @@ class Kept:
     def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> Any:
         """What is kept of the outputs of a shard; an error names step and shard."""
         if self.after is not None:
-            with raising(f"{place(shard)}: {AFTER}", lambda _, got=outputs: it_got(got)):  # type: ignore[misc]
+            with reraise_as(f"{location(shard)}: {AFTER}", lambda _, got=outputs: describe_input(got)):  # type: ignore[misc]
                 outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
             _check_holds_tensors(outputs, shard)
         if self._keep is not None:
-            wanted = chosen(ends(flatten(outputs)[1]), self._keep, place(shard))
+            wanted = chosen(ends(flatten(outputs)[1]), self._keep, location(shard))
             outputs = subtree(outputs, wanted)
         return outputs if self._dtype is None else self._converted(outputs, self._dtype, shard)
 
@@ -72,7 +72,7 @@ class Kept:
             if path not in self._told and _overflows(leaf, made[-1]):
                 self._told.add(path)
                 what = f"{path or WHOLE} has numbers too large for {_name(dtype)}, which are kept as inf"
-                self._tell(f"outputs.dtype: {what} (first in {place(shard)})")
+                self._tell(f"outputs.dtype: {what} (first in {location(shard)})")
         return unflatten(spec, made)
 
 
@@ -138,7 +138,7 @@ def _built(job: Job, device: torch.device) -> Any:
 
 def _check_holds_tensors(outputs: Any, shard: Shard) -> None:
     if not flatten(outputs)[0]:
-        raise ModelError(f"{place(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
+        raise ModelError(f"{location(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
 
 
 def _as_dtype(path: str, leaf: Leaf, dtype: torch.dtype) -> Leaf:
@@ -200,8 +200,8 @@ def predict(
                 return False
             ran, batches = 0, passes.before(shards, batches, real)
             for shard in shards:
-                with advised(job, place(shard), ShardSize(shard.rows, *cut)):
-                    indices, batch = loaded(batches, place(shard))
+                with advised(job, location(shard), ShardSize(shard.rows, *cut)):
+                    indices, batch = next_batch(batches, location(shard))
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)
                         on_inputs(shard, indices, inputs)
@@ -212,7 +212,7 @@ def predict(
                         run = functools.partial(_run, passes, seeds, buffers, model, inputs, job.call, shard, clock)
                         on_shard(shard, indices, kept(run(), inputs=inputs, shard=shard), carried)
                         clock.enter(Part.OTHER)
-                with at(place(shard)):
+                with locating(location(shard)):
                     buffers.restore()
             _stand_in(model, job.call, buffers, passes, passes.missing(work, step, ran))
             on_step(step)
@@ -264,9 +264,9 @@ def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard, clock: Step
     """The model's outputs; what follows in the step is about them."""
 
     def hint(error: BaseException) -> str:
-        return keywords_told(model, inputs, call, error) + (mixed_devices(model, error) or it_got(inputs))
+        return keywords_hint(model, inputs, call, error) + (mixed_devices(model, error) or describe_input(inputs))
 
-    with raising(f"{place(shard)}: model", hint):
+    with reraise_as(f"{location(shard)}: model", hint):
         outputs = call_model(model, inputs, call)
     clock.enter(Part.OUTPUTS)
     return outputs

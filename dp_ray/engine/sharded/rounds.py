@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dp_ray.engine.items import CarryingBatch
 from dp_ray.engine.sharded.state import Sharded
-from dp_ray.engine.user_code import loaded, place
+from dp_ray.engine.user_code import location, next_batch
 from dp_ray.engine.world import World, gathered
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices
@@ -62,7 +62,7 @@ class StandIns:
         """
         if self._is_agreed:
             return batches
-        first = [loaded(batches, place(shard)) for shard in shards]
+        first = [next_batch(batches, location(shard)) for shard in shards]
         filled = [
             StandIn(batch.batch if isinstance(batch, CarryingBatch) else batch, real(shard).rows)
             for shard, (_, batch) in zip(shards, first, strict=True)
