@@ -63,7 +63,7 @@ class Passes:
     """The passes of workers that hold the whole model: no worker waits for another."""
 
     def before(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
-        """Return the batches to go on with, before a step of which this worker has `shards`; every rank calls this."""
+        """Return the batches to go on with, before a step of which this worker has `shards`. Every rank calls this."""
         return batches
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -109,7 +109,7 @@ class StandIns:
         return rounds(split, step, self._world.world_size, done) - ran if self.found is not None else 0
 
     def look(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
-        """Return the same batches, once the workers have agreed on a dummy batch; every rank calls this before each step.
+        """Return the same batches, once the workers have agreed on a dummy batch. Every rank calls this each step.
 
         Until all have one, it loads the whole step, since the first samples may be set aside.
         """
