@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from dp_ray.engine.items import Carrying, Plain
-from dp_ray.engine.user_code import said
+from dp_ray.engine.user_code import error_text
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.samples import ReadRequest
 
@@ -352,7 +352,7 @@ def bad_sample(index: int, error: BaseException) -> BadSample:
     What a dataset of files says itself of its file stays: it names the file.
     """
     cause = error.__cause__ if isinstance(error, Error) and error.__cause__ is not None else error
-    message = str(cause if str(error).endswith(said("", cause)) else error)
+    message = str(cause if str(error).endswith(error_text("", cause)) else error)
     frames = "".join(traceback.format_exception(cause))
     return BadSample(index, type(cause).__name__, message[:TEXT_LENGTH], frames[-TEXT_LENGTH:])
 

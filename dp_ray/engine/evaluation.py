@@ -14,7 +14,7 @@ from dp_ray.engine.quarantine import Real, as_planned
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.sharded.rounds import Passes
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, as_tensor, row_of, run_step
-from dp_ray.engine.user_code import at, got, loaded, raising
+from dp_ray.engine.user_code import describe_compared, locating, next_batch, reraise_as
 from dp_ray.engine.world import gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -122,13 +122,13 @@ class Evaluation:
                 for shard in shards:
                     where = f"evaluation step {shard.step}, shard {shard.shard}"
                     with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
-                        _, batch = loaded(batches, where)
+                        _, batch = next_batch(batches, where)
                         if not (shard := real(shard)).rows:
                             continue
                         rows += shard.rows
                         ran += 1
                         seeds.begin(shard)
-                        with at(where):
+                        with locating(where):
                             with buffers.forward():
                                 step_output, row = self._passes.run(self._shard, model, shard, batch)
                             buffers.restore()
@@ -178,7 +178,7 @@ class Evaluation:
         outputs, target = step_output.outputs, step_output.target
         for name, fresh in self._states.items():
             metric = own.setdefault(name, copy.deepcopy(fresh))
-            with raising(f"metrics.{name}", lambda _: got(outputs, target)):
+            with reraise_as(f"metrics.{name}", lambda _: describe_compared(outputs, target)):
                 if isinstance(outputs, torch.Tensor):
                     metric.to(outputs.device)
                 metric.update(outputs, target)
@@ -192,9 +192,9 @@ class Evaluation:
         by_shard = {shard: own for theirs in gathered(states) for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:
-            with raising(f"metrics.{name}.merge_state"):
+            with reraise_as(f"metrics.{name}.merge_state"):
                 whole = merged(name, [by_shard[shard][name] for shard in sorted(by_shard)])
-            with raising(f"metrics.{name}.compute"):
+            with reraise_as(f"metrics.{name}.compute"):
                 numbers = _named_numbers(name, whole.compute())
             if twice := measured.keys() & numbers.keys():
                 raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")

@@ -17,7 +17,7 @@ from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.random import ForwardSeeds, preserved
 from dp_ray.engine.reduce import ShardLoss
 from dp_ray.engine.step import Metrics, Step, StepOutput, run_step, weighted_sum
-from dp_ray.engine.user_code import at, place, raising
+from dp_ray.engine.user_code import locating, location, reraise_as
 from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices
@@ -169,20 +169,20 @@ class StepInspection:
     def forward(self, one: Loaded) -> torch.Tensor:
         """Return the sum of a shard's losses."""
         self._seeds.begin(one.shard)
-        with at(place(one.shard)):
+        with locating(location(one.shard)):
             loss: torch.Tensor = self._loss(copied(one.batch), one.shard.rows)
         return loss
 
     def _shard(self, one: Loaded, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
         size = ShardSize(one.shard.rows, batch_rows, self._job.num_shards)
-        with self.unchanged(), advised(self._job, place(one.shard), size):
+        with self.unchanged(), advised(self._job, location(one.shard), size):
             with finder.forward(one.shard.shard):
                 loss = self.forward(one)
-            step_output = self._loss.found.step_output
+            step_output = self._loss.result.step_output
             losses = row_losses(
                 self._job, self._step, self.model, copied(one.batch), step_output, one.shard.rows, self._device
             )
-            with raising(f"{place(one.shard)}: backward"):
+            with reraise_as(f"{location(one.shard)}: backward"):
                 (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
             return losses
 

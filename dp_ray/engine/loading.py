@@ -33,7 +33,7 @@ from dp_ray.engine.items import (
 from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.engine.step import model_inputs
 from dp_ray.engine.timed_loader import StepTimes, TimedCollate, TimedLoader, TimedReads, begin_process
-from dp_ray.engine.user_code import loader_has_ended, raising, read_many, said
+from dp_ray.engine.user_code import error_text, loader_ended_error, read_many, reraise_as
 from dp_ray.errors import DataError, Error, frames_of
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -154,7 +154,7 @@ class Samples(Dataset[Any]):
         except Error:
             raise
         except (Exception, SystemExit) as error:
-            raise DataError(said(f"sample {index} of {self.name}", error)) from error
+            raise DataError(error_text(f"sample {index} of {self.name}", error)) from error
         return items
 
 
@@ -345,7 +345,7 @@ def _collate_seeded(wanted: ReadRequest, collate: Callable[[Any], Any], seed: in
     """Collate samples; random numbers that the user's collate draws are keyed by the shard."""
     if seed is not None:
         seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
-    with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
+    with reraise_as("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
         return collate(items)
 
 
@@ -376,7 +376,7 @@ def next_batch(loaded: Iterator[Batch]) -> Batch:
         what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
         raise DataError(f"{what}; set loader.pin_memory: false") from error
     except (EOFError, ConnectionError, FileNotFoundError) as error:  # its tensor was to be fetched from a process
-        raise loader_has_ended() from error
+        raise loader_ended_error() from error
     sent = batch[1]
     if not isinstance(sent, LoaderError):
         return batch

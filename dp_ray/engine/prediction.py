@@ -23,7 +23,7 @@ from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evalua
 from dp_ray.engine.quarantine import Real, as_planned
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.sharded.rounds import Passes
-from dp_ray.engine.user_code import at, it_got, loaded, place, raising
+from dp_ray.engine.user_code import describe_input, locating, location, next_batch, reraise_as
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -55,12 +55,12 @@ class OutputSelector:
     def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> Any:
         """Return what is kept of the outputs of a shard; an error names step and shard."""
         if self.after is not None:
-            with raising(f"{place(shard)}: {AFTER}", lambda _, got=outputs: it_got(got)):  # type: ignore[misc]
+            with reraise_as(f"{location(shard)}: {AFTER}", lambda _, got=outputs: describe_input(got)):  # type: ignore[misc]
                 outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
             if not flatten(outputs)[0]:
-                raise ModelError(f"{place(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
+                raise ModelError(f"{location(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
         if self._keep is not None:
-            outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, place(shard)))
+            outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, location(shard)))
         if self._dtype is None:
             return outputs
         leaves, spec = flatten(outputs)
@@ -70,7 +70,7 @@ class OutputSelector:
             if path not in self._reported and _overflows(leaf, made[-1]):
                 self._reported.add(path)
                 what = f"{path or WHOLE} has numbers too large for {_name(self._dtype)}, which are kept as inf"
-                self._tell(f"outputs.dtype: {what} (first in {place(shard)})")
+                self._tell(f"outputs.dtype: {what} (first in {location(shard)})")
         return unflatten(spec, made)
 
 
@@ -194,8 +194,8 @@ def predict(
                 return False
             ran, batches = 0, passes.before(shards, batches, real)
             for shard in shards:
-                with advised(job, place(shard), ShardSize(shard.rows, *cut)):
-                    indices, batch = loaded(batches, place(shard))
+                with advised(job, location(shard), ShardSize(shard.rows, *cut)):
+                    indices, batch = next_batch(batches, location(shard))
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)
                         on_inputs(shard, indices, inputs)
@@ -211,7 +211,7 @@ def predict(
                             carried,
                         )
                         clock.enter(Part.OTHER)
-                with at(place(shard)):
+                with locating(location(shard)):
                     buffers.restore()
             for batch in passes.missing(work, step, ran):  # the others need this worker to gather parameters
                 passes.run(call_model, model, batch, job.call)
@@ -252,9 +252,9 @@ class _Runner:
             advice = ""
             if isinstance(error, TypeError) and isinstance(inputs, Mapping) and self.job.call in ("auto", "one"):
                 advice = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
-            return advice + (mixed_devices(self.model, error) or it_got(inputs))
+            return advice + (mixed_devices(self.model, error) or describe_input(inputs))
 
-        with raising(f"{place(shard)}: model", hint):
+        with reraise_as(f"{location(shard)}: model", hint):
             outputs = call_model(self.model, inputs, self.job.call)
         clock.enter(Part.OUTPUTS)
         return outputs

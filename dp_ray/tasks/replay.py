@@ -286,7 +286,7 @@ def _steps_before(
     job, world, run, history, say = given
     _check_watched(trainer, state.step, wanted, history)
     quarantine = unkept_quarantine(job, "dataset", dataset, run)
-    trainer.real = Skipping(job, dataset) if quarantine is None else quarantine.real
+    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.real
     say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
     until, times = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step), StepTimes()
     before = Work(dataclasses.replace(split, max_steps=wanted), start=state.step)
@@ -299,7 +299,7 @@ def _steps_before(
     ):
         loop.run(before, batches, world, recorder, lambda *_: None)
         found = [(shard, *next(batches)) for shard in split.worker(1, 0, wanted)]
-    return [Loaded(trainer.real(shard), samples, batch) for shard, samples, batch in found]
+    return [Loaded(trainer.without_set_aside(shard), samples, batch) for shard, samples, batch in found]
 
 
 def _check_watched(trainer: Trainer, first: int, wanted: int, history: StepRows) -> None:

@@ -7,7 +7,7 @@ added by the fixed tree.
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class ShardedReduction(Reduction):
     FSDP fills in zeros where a worker left a parameter unused. If no worker used it, it gets no gradient, as in one
     process. `looks_for_unused` says whether the workers ask each other in each step: True and "auto" do.
     """
+
+    has_peers = True
 
     def __init__(self, loss: ShardLoss, sharded: Sharded, looks_for_unused: bool | str) -> None:
         super().__init__(loss, None, ())
@@ -69,10 +71,6 @@ class ShardedReduction(Reduction):
         """Start the all-reduce of `stats`, in place."""
         work: Work = dist.all_reduce(stats, async_op=True)
         return work
-
-    def backward(self) -> AbstractContextManager[object]:
-        """Return the context of the step's last backward, which waits for the other workers."""
-        return waiting("the other workers' gradients")
 
     def after(self, shard: int, is_last: bool) -> None:
         """Do nothing: FSDP keeps the gradients until the last round."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dp_ray.engine.items import CarryingBatch
 from dp_ray.engine.sharded.state import Sharded
-from dp_ray.engine.user_code import loaded, place
+from dp_ray.engine.user_code import location, next_batch
 from dp_ray.engine.world import CPU, World, gathered
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices
@@ -63,7 +63,7 @@ class Passes:
     """The passes of workers that hold the whole model: no worker waits for another."""
 
     def before(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
-        """Return the batches to go on with, before a step of which this worker has `shards`. Every rank calls this."""
+        """Return the batches to go on with, before a step of which this worker has `shards`; all ranks call this."""
         return batches
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -115,7 +115,7 @@ class StandIns:
         """
         if self._is_agreed:
             return batches
-        first = [loaded(batches, place(shard)) for shard in shards]
+        first = [next_batch(batches, location(shard)) for shard in shards]
         filled = [
             StandIn(batch.batch if isinstance(batch, CarryingBatch) else batch, real(shard).rows)
             for shard, (_, batch) in zip(shards, first, strict=True)
