@@ -18,11 +18,11 @@ from torch import nn
 
 from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
-from dp_ray.engine.items import Plain, unloaded
+from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
-from dp_ray.engine.quarantine import Real, as_planned
+from dp_ray.engine.quarantine import ShardFilter, keep_all
 from dp_ray.engine.random import ForwardSeeds, seed_all
-from dp_ray.engine.sharded.rounds import Passes
+from dp_ray.engine.sharded.rounds import Forwards
 from dp_ray.engine.user_code import describe_input, locating, location, next_batch, reraise_as
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
@@ -168,36 +168,37 @@ def predict(
     on_shard: Callable[[Shard, Indices, Any, dict[str, list[Plain]]], None],
     on_step: Callable[[int], None],
     goes_on: Callable[[int], bool] = lambda step: True,
-    real: Real = as_planned,
+    without_set_aside: ShardFilter = keep_all,
     tell: Callable[[str], None] = lambda text: None,
     clock: StepClock | None = None,
     on_inputs: Callable[[Shard, Indices, Any], None] = lambda shard, indices, inputs: None,
     on_flops: Callable[[Flops], None] | None = None,
-    passes: Passes | None = None,
+    forwards: Forwards | None = None,
 ) -> bool:
     """Run the model over each shard of `work`, in eval and inference mode.
 
     `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
     its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
-    worker has no rows in it. The loop ends, with False, before the first step for which `goes_on` is false. `real`
-    gives a shard without the samples set aside. `tell` gets lines for the user. `clock` splits the steps' time.
+    worker has no rows in it. The loop ends, with False, before the first step for which `goes_on` is false.
+    `without_set_aside` drops a shard's samples that were set aside. `tell` gets lines for the user. `clock` splits
+    the steps' time.
     `on_inputs` gets each shard's inputs before they run. `on_flops` gets a row's operations, counted over the first
-    shard, which runs once more. `passes` run a model that is sharded.
+    shard, which runs once more. `forwards` run a model that is sharded.
     Raises ModelError, naming step and shard, if the model raises.
     """
-    select, clock, passes = OutputSelector(job, device, tell), clock or SilentClock(), passes or Passes()
+    select, clock, forwards = OutputSelector(job, device, tell), clock or SilentClock(), forwards or Forwards()
     seeds, cut = ForwardSeeds(job.seed, model, device, select.after), (work.split.largest_batch, work.split.shards)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
         runner = _Runner(model, job, seeds, buffers)
         for step, shards in work:
-            if not passes.agree(not shards or goes_on(step)):
+            if not forwards.agree(not shards or goes_on(step)):
                 return False
-            ran, batches = 0, passes.before(shards, batches, real)
+            ran, batches = 0, forwards.before(shards, batches, without_set_aside)
             for shard in shards:
                 with advised(job, location(shard), ShardSize(shard.rows, *cut)):
                     indices, batch = next_batch(batches, location(shard))
-                    if (shard := real(shard)).rows:
-                        inputs, carried = unloaded(batch, indices)
+                    if (shard := without_set_aside(shard)).rows:
+                        inputs, carried = split_passthrough(batch, indices)
                         on_inputs(shard, indices, inputs)
                         if on_flops is not None:
                             on_flops(runner.flops(inputs, shard, device))
@@ -207,17 +208,17 @@ def predict(
                         on_shard(
                             shard,
                             indices,
-                            select(runner.outputs(inputs, shard, clock, passes), inputs=inputs, shard=shard),
+                            select(runner.outputs(inputs, shard, clock, forwards), inputs=inputs, shard=shard),
                             carried,
                         )
                         clock.enter(Part.OTHER)
                 with locating(location(shard)):
                     buffers.restore()
-            for batch in passes.missing(work, step, ran):  # the others need this worker to gather parameters
-                passes.run(call_model, model, batch, job.call)
+            for batch in forwards.dummy_batches(work, step, ran):  # the others need this worker to gather parameters
+                forwards.run(call_model, model, batch, job.call)
                 buffers.restore()
             on_step(step)
-    return passes.end()
+    return forwards.end()
 
 
 @dataclass(frozen=True)
@@ -229,12 +230,12 @@ class _Runner:
     seeds: ForwardSeeds
     buffers: UnchangedBuffers
 
-    def outputs(self, inputs: Any, shard: Shard, clock: StepClock, passes: Passes) -> Any:
+    def outputs(self, inputs: Any, shard: Shard, clock: StepClock, forwards: Forwards) -> Any:
         """Return the shard's outputs."""
         clock.enter(Part.FORWARD)
         self.seeds.begin(shard)
         with self.buffers.forward():
-            return passes.run(self._forward, inputs, shard, clock)
+            return forwards.run(self._forward, inputs, shard, clock)
 
     def flops(self, inputs: Any, shard: Shard, device: torch.device) -> Flops:
         """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""

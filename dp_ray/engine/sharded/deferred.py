@@ -200,13 +200,13 @@ def replay(recording: Recording, wanted: Sequence[int]) -> Iterator[tuple[int, t
     """Make the tensors; yield each `wanted` memory, by its number, when it is made. It is not kept after that."""
     needed = _needed(recording, set(wanted))
     last = {memory: at for at, one in enumerate(recording.operations) if needed[at] for memory in one.touched}
-    real, missing = Memories(), set(wanted)
+    storages, missing = Memories(), set(wanted)
     for at, one in enumerate(recording.operations):
         if not needed[at] and not one.is_random:
             continue
-        _run(one, recording, real if needed[at] else Memories())
+        _run(one, recording, storages if needed[at] else Memories())
         for memory in [memory for memory in one.touched if last.get(memory) == at and needed[at]]:
-            storage = real.pop(memory, None)
+            storage = storages.pop(memory, None)
             if memory in missing and storage is not None:
                 missing.remove(memory)
                 yield memory, storage
@@ -233,14 +233,14 @@ def _needed(recording: Recording, live: set[int]) -> list[bool]:
     return needed[::-1]
 
 
-def _run(one: Operation, recording: Recording, real: dict[int, torch.UntypedStorage]) -> None:
+def _run(one: Operation, recording: Recording, storages: dict[int, torch.UntypedStorage]) -> None:
     def made(value: Any) -> Any:
         if not isinstance(value, Ref):
             return value
-        if value.memory not in real:
+        if value.memory not in storages:
             size = recording.storages[value.memory].nbytes()
-            real[value.memory] = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
-        return value.of(real[value.memory])
+            storages[value.memory] = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
+        return value.of(storages[value.memory])
 
     before = torch.get_default_dtype()
     try:
@@ -250,7 +250,7 @@ def _run(one: Operation, recording: Recording, real: dict[int, torch.UntypedStor
     finally:
         torch.set_default_dtype(before)
     for place, ref in one.made:
-        real[ref.memory] = _laid_out(results[place], ref, one, recording)
+        storages[ref.memory] = _laid_out(results[place], ref, one, recording)
 
 
 def _laid_out(result: torch.Tensor, ref: Ref, one: Operation, recording: Recording) -> torch.UntypedStorage:
