@@ -31,8 +31,8 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class Round:
     """The round that the workers run: in each, every worker runs one shard, or a dummy batch.
 
-    `shards` are those of the ranks, None for one with a dummy batch. `used` are the ids of the parameters to which this
-    worker's backward gave a gradient. While `is_silent`, this worker adds nothing to a sum. If it `is_alone`, no
+    `shards` are those of the ranks, None for one with a dummy batch. `used` are the ids of the parameters that this
+    worker's backward gave gradients. While `is_silent`, this worker adds nothing to a sum. If it `is_alone`, no
     worker waits for another: its own numbers take the place of the others', in the same memory.
     """
 
