@@ -88,13 +88,9 @@ class ReadLimit:
 
     def __init__(self, seconds: float, processes: int) -> None:
         self.seconds = seconds
+        self.poll_seconds = max(1.0, seconds / TICKS)  # how often the worker looks at what its processes read
         self._slots: Any = RawArray("d", SLOT * processes)
         self._at: int | None = None
-
-    @property
-    def poll_seconds(self) -> float:
-        """Return how often the worker looks at what its loader processes read."""
-        return max(1.0, self.seconds / TICKS)
 
     def arm(self, process: int) -> None:
         """Begin to enforce the limit in this loader process."""

@@ -217,12 +217,8 @@ def merged(name: str, metrics: Sequence[Any]) -> Any:
             first.merge_state(other)
     for one in first.modules() if hasattr(first, "modules") else ():
         # Each rank has merged the states of all. torchmetrics would add up those of all ranks once more.
-        one.distributed_available_fn = _never
+        one.distributed_available_fn = lambda: False
     return first
-
-
-def _never() -> bool:
-    return False
 
 
 def _is_torchmetrics(metric: Any) -> bool:

@@ -108,12 +108,6 @@ class ShardedReduction(Reduction):
             note = functools.partial(_note, weakref.ref(self), id(parameter))
             gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
-    def note(self, number: int) -> None:
-        """Note that the parameter of this id got a gradient."""
-        if not self._is_dummy_round:
-            self._used.add(number)
-            self._sharded.round.used.add(number)
-
     def _unused(self) -> set[int]:
         """Return the parameters that no worker used in this step; every rank calls this."""
         if not self._looks:
@@ -138,8 +132,11 @@ class ShardedReduction(Reduction):
 
 
 def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tensor) -> None:
-    if (one := reduction()) is not None:
-        one.note(number)
+    """Note that the parameter of this id got a gradient."""
+    one = reduction()
+    if one is not None and not one._is_dummy_round:
+        one._used.add(number)
+        one._sharded.round.used.add(number)
 
 
 class TreeShardedReduction(ShardedReduction):
