@@ -123,7 +123,8 @@ class Evaluation:
                     where = f"evaluation step {shard.step}, shard {shard.shard}"
                     with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
                         _, batch = next_batch(batches, where)
-                        if not (shard := without_set_aside(shard)).rows:
+                        shard = without_set_aside(shard)
+                        if not shard.rows:
                             continue
                         rows += shard.rows
                         ran += 1

@@ -32,8 +32,9 @@ class ItemKeys(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Return all of the keys."""
-        given = [self.inputs, self.target or []]
-        return [name for keys in given for name in ([keys] if isinstance(keys, str) else keys)]
+        return [
+            name for keys in (self.inputs, self.target or []) for name in ([keys] if isinstance(keys, str) else keys)
+        ]
 
     def pick(self, item: Any) -> Any:
         """Return the inputs, or the pair (inputs, target); raise DataError if it is no mapping or lacks a key."""

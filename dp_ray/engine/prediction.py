@@ -97,18 +97,18 @@ def _path(keys: Keys) -> str:
     return ".".join(map(str, keys)) or WHOLE
 
 
-def check_after(given: Any) -> None:
+def check_after(target: Any) -> None:
     """Raise JobError if what `outputs.after` names cannot be imported, called, or called with its args."""
-    after = resolve(AFTER, given) if isinstance(given, Target) else given
+    after = resolve(AFTER, target) if isinstance(target, Target) else target
     if not callable(after):
         raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(after).__qualname__}")
-    args = given.args if isinstance(given, Target) else {}
+    args = target.args if isinstance(target, Target) else {}
     leading = [] if isinstance(after, type) else [None]  # a class gets its args alone, and its object the outputs
     more = {"inputs": None} if takes_inputs(after) and leading else {}
     try:
         inspect.signature(after).bind(*leading, **{**more, **args})
     except TypeError as error:
-        label = given.label if isinstance(given, Target) else type(given).__qualname__
+        label = target.label if isinstance(target, Target) else type(target).__qualname__
         raise JobError(f"{AFTER}: {label} {error}") from None
     except ValueError:
         pass  # some built-in callables have no signature
@@ -125,10 +125,10 @@ def takes_inputs(after: Any) -> bool:
 
 def _built(job: Job, device: torch.device) -> Any:
     """Build the function, or the object of the class, that `after` names; a module is copied to the device."""
-    given = job.outputs.after
+    target = job.outputs.after
     seed_all(derive_seed(job.seed, "after"))  # the weights of a module are the same on all workers
-    is_class = isinstance(given, Target) and isinstance(resolve(AFTER, given), type)
-    made = build(AFTER, given) if is_class else bound(AFTER, given)
+    is_class = isinstance(target, Target) and isinstance(resolve(AFTER, target), type)
+    made = build(AFTER, target) if is_class else bound(AFTER, target)
     if not callable(made):
         raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(made).__qualname__}")
     return copy.deepcopy(made).to(device).eval() if isinstance(made, nn.Module) else made
@@ -189,7 +189,7 @@ def predict(
     select, clock, forwards = OutputSelector(job, device, tell), clock or SilentClock(), forwards or Forwards()
     seeds, cut = ForwardSeeds(job.seed, model, device, select.after), (work.split.largest_batch, work.split.shards)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
-        runner = _Runner(model, job, seeds, buffers)
+        runner = _Runner(model, job, seeds, buffers, forwards, clock)
         for step, shards in work:
             if not forwards.agree(not shards or goes_on(step)):
                 return False
@@ -197,7 +197,8 @@ def predict(
             for shard in shards:
                 with advised(job, location(shard), ShardSize(shard.rows, *cut)):
                     indices, batch = next_batch(batches, location(shard))
-                    if (shard := without_set_aside(shard)).rows:
+                    shard = without_set_aside(shard)
+                    if shard.rows:
                         inputs, carried = split_passthrough(batch, indices)
                         on_inputs(shard, indices, inputs)
                         if on_flops is not None:
@@ -205,12 +206,7 @@ def predict(
                             on_flops = None
                         ran += 1
                         # The outputs get no name: those that are not kept are freed before the next shard.
-                        on_shard(
-                            shard,
-                            indices,
-                            select(runner.outputs(inputs, shard, clock, forwards), inputs=inputs, shard=shard),
-                            carried,
-                        )
+                        on_shard(shard, indices, select(runner.outputs(inputs, shard), inputs, shard), carried)
                         clock.enter(Part.OTHER)
                 with locating(location(shard)):
                     buffers.restore()
@@ -229,13 +225,15 @@ class _Runner:
     job: Job
     seeds: ForwardSeeds
     buffers: UnchangedBuffers
+    forwards: Forwards
+    clock: StepClock
 
-    def outputs(self, inputs: Any, shard: Shard, clock: StepClock, forwards: Forwards) -> Any:
+    def outputs(self, inputs: Any, shard: Shard) -> Any:
         """Return the shard's outputs."""
-        clock.enter(Part.FORWARD)
+        self.clock.enter(Part.FORWARD)
         self.seeds.begin(shard)
         with self.buffers.forward():
-            return forwards.run(self._forward, inputs, shard, clock)
+            return self.forwards.run(self._forward, inputs, shard, self.clock)
 
     def flops(self, inputs: Any, shard: Shard, device: torch.device) -> Flops:
         """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""
