@@ -143,21 +143,17 @@ class Trainer:
         if self.watch is not None:
             self.watch.take(step, known[0])
         start, stop = split.batch(step)
-        if self._job.may_lose_rows and self._lost_all_rows(split, step, known[MISSING]):
-            norm = self.optimizer_step.skip()
-        else:
-            norm = self.optimizer_step.apply(known[1], stop - start, step)
+        is_empty = False
+        if self._job.may_lose_rows:
+            whole, on_error = self.without_set_aside(split.whole(step)), self._job.on_error
+            # To read the number of missing samples waits for the device: only if the quarantine has room for so many.
+            may_be_empty = on_error is not None and whole.rows <= on_error.quarantine
+            is_empty = whole.rows == 0 or (may_be_empty and int(known[MISSING]) == whole.stop - whole.start)
+        norm = self.optimizer_step.skip() if is_empty else self.optimizer_step.apply(known[1], stop - start, step)
         # An update that fp16 skipped is none: the average takes in no weights twice.
         if self.average is not None and not self.optimizer_step.has_skipped:
             self.average.update()
         return Update(sums, rate, norm, self._stop_vote.stops(known[VOTES]))
-
-    def _lost_all_rows(self, split: Split, step: int, missing: torch.Tensor | float) -> bool:
-        """Return whether all samples of a step are skipped or set aside; `missing` were, over all workers."""
-        whole, on_error = self.without_set_aside(split.whole(step)), self._job.on_error
-        # To read `missing` waits for the device: only where the quarantine has room for that many samples.
-        is_possible = on_error is not None and whole.rows <= on_error.quarantine
-        return whole.rows == 0 or (is_possible and int(missing) == whole.stop - whole.start)
 
     def _shards_that_fit(self, split: Split) -> int | None:
         """Estimate, after an out-of-memory error, the fewest shards that fit; None where there is no estimate."""
@@ -298,8 +294,9 @@ class BatchGradient:
         pending = [next_batch(batches, location(shard))[1] for shard in shards[:1]]
         shards = [without_set_aside(shard) for shard in shards]
         filled = [shard for shard in shards if shard.rows]
-        if missing := sum(len(shard.missing) for shard in shards):
-            stats.set_aside(missing)
+        num_missing = sum(len(shard.missing) for shard in shards)
+        if num_missing:
+            stats.set_aside(num_missing)
         if self._reduction is None:
             if filled and filled[0] is shards[0]:
                 self._count_flops(shards[0], pending[0])
@@ -388,8 +385,16 @@ class BatchGradient:
     def _run_with_others(self, reduction: Reduction, stats: Stats, dummy_rounds: int, has_rows: bool) -> None:
         """Run, after this worker's own shards, what the other workers wait for."""
         where = f"step {self._step}"
-        for left in reversed(range(dummy_rounds)):
-            self._dummy_round(reduction, stats, where, is_last=left == 0)
+        for left in reversed(range(dummy_rounds)):  # of a sharded model, whose workers gather its parts in rounds
+            assert isinstance(reduction, ShardedReduction) and self._dummies.batch is not None
+            batch, rows = self._dummies.batch
+            self._clock.enter(Part.FORWARD)
+            with reduction.shard(left == 0), reduction.dummy_round():
+                loss = reduction.replica(copied(batch), rows) * 0.0
+                if left == 0:
+                    self._last_backward(reduction, loss, stats, where)
+                else:
+                    _backward(self._optimizer_step.scaled(loss), where)
         if self._sharded is not None and self._dummies.batch is None:
             # All samples of the step are set aside, so no worker runs the model; but the votes are summed.
             work = self._send(reduction, stats)
@@ -398,18 +403,6 @@ class BatchGradient:
         elif not has_rows and self._world.world_size > 1 and not dummy_rounds:
             self._clock.enter(Part.BACKWARD)
             self._last_backward(reduction, reduction.replica(None, 0), stats, where)
-
-    def _dummy_round(self, reduction: Reduction, stats: Stats, where: str, is_last: bool) -> None:
-        """Run forward and backward of a round in which this worker has no rows, with a loss of zero."""
-        assert isinstance(reduction, ShardedReduction) and self._dummies.batch is not None
-        batch, rows = self._dummies.batch
-        self._clock.enter(Part.FORWARD)
-        with reduction.shard(is_last), reduction.dummy_round():
-            loss = reduction.replica(copied(batch), rows) * 0.0
-            if is_last:
-                self._last_backward(reduction, loss, stats, where)
-            else:
-                _backward(self._optimizer_step.scaled(loss), where)
 
     def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any], stats: Stats) -> Reduction:
         """Build the job's reduction; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
