@@ -181,9 +181,8 @@ def predict(
     its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
     worker has no rows in it. The loop ends, with False, before the first step for which `goes_on` is false.
     `without_set_aside` drops a shard's samples that were set aside. `tell` gets lines for the user. `clock` splits
-    the steps' time.
-    `on_inputs` gets each shard's inputs before they run. `on_flops` gets a row's operations, counted over the first
-    shard, which runs once more. `forwards` run a model that is sharded.
+    the steps' time. `on_inputs` gets each shard's inputs before they run. `on_flops` gets a row's operations, counted
+    over the first shard, which runs once more. `forwards` run a model that is sharded.
     Raises ModelError, naming step and shard, if the model raises.
     """
     select, clock, forwards = OutputSelector(job, device, tell), clock or SilentClock(), forwards or Forwards()
