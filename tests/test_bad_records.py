@@ -166,12 +166,12 @@ def test_a_sample_that_is_good_again_is_not_set_aside(tmp_path: Path) -> None:
 
 
 def test_what_was_bad_in_one_evaluation_may_be_good_in_the_next() -> None:
-    quarantine = Quarantine(job(), Reference(0, "number"), lambda *_: None)
+    quarantine = Quarantine(Reference(0, "number"), lambda *_: None)
     shard = Shard(2, 1, 10, 14)
     assert quarantine.take(shard, {11: BadSample(11, "OSError", "busy")}).rows == 3
-    assert quarantine.real(shard).missing == (11,)
+    assert quarantine.without_set_aside(shard).missing == (11,)
     assert quarantine.take(shard, {}).rows == 4
-    assert quarantine.real(shard) == shard
+    assert quarantine.without_set_aside(shard) == shard
 
 
 @pytest.mark.slow
@@ -358,7 +358,7 @@ def test_the_reference_of_a_resumed_run_is_the_same_whatever_the_keys_are_called
     for _ in range(2):
         aside = begin_to_set_aside(prediction({}), "dataset", WithSecretKeys(5), run, lambda note: None)
         assert aside is not None
-        forms.append(aside.quarantine.screen().reference)
+        forms.append(aside.quarantine.reference)
     assert forms[0] == forms[1] == Reference(0, form_of(WithSecretKeys(5)[0]))
     assert HUSH not in "".join(path.read_text() for path in tmp_path.iterdir())
 

@@ -8,8 +8,8 @@ from dp_ray.engine.clock import Part, StepClock, clock_on
 from dp_ray.engine.items import Plain
 from dp_ray.engine.model import compiled, input_device
 from dp_ray.engine.prediction import predict
-from dp_ray.engine.quarantine import as_planned, load_good
-from dp_ray.engine.sharded.rounds import passes_of
+from dp_ray.engine.quarantine import keep_all, load_good
+from dp_ray.engine.sharded.rounds import forwards_of
 from dp_ray.engine.step import PredictInputs
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.user_code import location
@@ -49,7 +49,7 @@ def predict_outputs(
     work = Work(split, world.world_size, world.rank, done)
     forget_from(run, lambda step, shard: Shard(step, int(shard), 0, 0) in done)
     quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, begun.attempt))
-    real = as_planned if quarantine is None else quarantine.real
+    real = keep_all if quarantine is None else quarantine.without_set_aside
     missing = Missing(run, grows=quarantine is not None)
     cut = AgreedCut(run, begun, split, job.outputs.file_bytes, world, lambda: control.wants_stop)
     order = Order(split.rows, job.seed, 0, job.is_shuffled)
@@ -71,9 +71,9 @@ def predict_outputs(
             previews = Previews(run, split.rows_kept, job.batch_dim)
             on = keeper.on_shard, keeper.on_step, keeper.goes_on, real, tell, times.clock, previews.on_inputs
             on_flops = send if job.flops and world.rank == 0 and sharded is None else None
-            passes = passes_of(sharded, world)
+            forwards = forwards_of(sharded, world)
             with closing(load_good(job, dataset, work, world.device, quarantine, inputs, times=times)) as batches:
-                keeper.stops = not predict(model, job, world.device, work, batches, *on, on_flops, passes)
+                keeper.stops = not predict(model, job, world.device, work, batches, *on, on_flops, forwards)
             keeper.close()
             control.through()
             if quarantine is not None and not keeper.stops:

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
+from dp_ray.engine.inspect_step import Findings, Loaded, Place, StepInspection
 from dp_ray.engine.loading import Skipping
-from dp_ray.engine.look import Findings, Loaded, Look, Place
 from dp_ray.engine.model import compiled, input_device, synchronise
 from dp_ray.engine.quarantine import load_good
 from dp_ray.engine.step import build_step
@@ -201,7 +201,7 @@ class Again(NamedTuple):
 
     replayed: Replayed
     findings: Findings
-    look: Look
+    look: StepInspection
 
 
 @contextmanager
@@ -225,7 +225,7 @@ def run_again(given: Given, wanted: Wanted) -> Iterator[Again]:
             raise JobError(f"--step {wanted.step}: the training began at step {begun}, from init_from")
         given = given._replace(world=world)
         loaded = _steps_before(given, trainer, split, state, dataset, wanted.step)
-        look = Look(job, model, step, world.device)
+        look = StepInspection(job, model, step, world.device)
         loss = None
         if wanted.shard is None:
             with look.unchanged():
@@ -286,7 +286,7 @@ def _steps_before(
     job, world, run, history, say = given
     _check_watched(trainer, state.step, wanted, history)
     quarantine = unkept_quarantine(job, "dataset", dataset, run)
-    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.real
+    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
     say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
     until, times = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step), StepTimes()
     before = Work(dataclasses.replace(split, max_steps=wanted), start=state.step)

@@ -154,7 +154,7 @@ class SetAside:
     ) -> None:
         assert job.on_error is not None
         self._files = QuarantineFiles(run, key, job.on_error.quarantine, attempt, lambda text: send(Note(text)))
-        self.quarantine = Quarantine(job, reference, self._files.keep, Skipping(job, dataset))
+        self.quarantine = Quarantine(reference, self._files.keep, Skipping(job, dataset))
 
     def begin_evaluation(self, after: int) -> None:
         """The dataset is evaluated after step `after` of a training."""
@@ -174,7 +174,7 @@ def unkept_quarantine(job: Job, key: str, dataset: Any, run: Storage) -> Quarant
     """The quarantine for steps that are run again to be looked at: nothing of what it sets aside is kept."""
     if job.on_error is None:
         return None
-    return Quarantine(job, _reference(job, key, dataset, run), lambda *_: None, Skipping(job, dataset))
+    return Quarantine(_reference(job, key, dataset, run), lambda *_: None, Skipping(job, dataset))
 
 
 def quarantine_of(found: SetAside | None) -> Quarantine | None:
