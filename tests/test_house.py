@@ -27,7 +27,6 @@ TAKE_MORE = {
     "dp_ray/engine/quarantine.py:load_good",
     "dp_ray/engine/reduce.py:__init__",
     "dp_ray/engine/trainer.py:__init__",
-    "dp_ray/monitor/monitor.py:__init__",
     "dp_ray/outputs/files.py:__init__",
     "dp_ray/outputs/parts.py:__init__",
     "dp_ray/steps/times.py:_row",

@@ -43,7 +43,7 @@ from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.attempts import NodeControl
-from dp_ray.monitor.console import Console, Progressed
+from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.messages import WorkerReady, error_of
 from dp_ray.monitor.monitor import NO_METRIC, Monitor, listening
@@ -147,7 +147,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 @contextmanager
-def gauged(run: str, progress: Progressed, interruptions: Callable[[], int]) -> Iterator[None]:
+def gauged(run: str, progress: Progress, interruptions: Callable[[], int]) -> Iterator[None]:
     """Keep the gauges of a run up to date while the block runs; without an agent that exports them, do nothing."""
     if not exports_metrics():
         yield
@@ -171,7 +171,7 @@ def exports_metrics() -> bool:
 
 
 def values_of(
-    progress: Progressed, interruptions: int, is_running: bool
+    progress: Progress, interruptions: int, is_running: bool
 ) -> Iterator[tuple[str, dict[str, Any], float]]:
     """The name, the tags besides `run`, and the value of each gauge that has one."""
     yield "dp_ray_running", {}, float(is_running)
@@ -234,14 +234,14 @@ class Workers:
         terms = Terms(
             self._number, job.max_workers, job.retries, job.task != "evaluate" and not job.finds_shards, is_last
         )
-        self._trainer.when_ended(monitor.end.come)
+        self._trainer.when_ended(monitor.end.has_come.set)
         packed = self._packed(job, claimed, rows, faults)
         try:
             ray.get(self._channel.begin.remote(terms, packed))
             import_module("ray.dag")  # while there is time: ray.shutdown would import it
-            gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.interruptions))
+            gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.log.interruptions))
             with gauges, listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
-                monitor.end.wait()
+                monitor.end.has_come.wait()
             if not self._trainer.has_ended:
                 ray.get(self._channel.finish.remote(self._number))
         except BaseException as error:

@@ -12,7 +12,7 @@ from dp_ray.engine.clock import Flops, utilization
 from dp_ray.engine.timed_loader import share_of_wait
 from dp_ray.errors import StorageError, frames_of
 from dp_ray.job.job import Job
-from dp_ray.monitor.console import Progressed
+from dp_ray.monitor.console import Progress
 from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs.files import outputs_path, outputs_sha256
@@ -52,8 +52,10 @@ def save_unfinished(
         result.save(run)
         if has_set_aside(run):
             merge_quarantine(run, carry, still_missing(run, split) if run.exists(BEFORE_RETRY) else ())
-        if monitor is not None and monitor.attempts:
-            monitor.incidents.interrupted(_driver_end(result, monitor, kept_steps(run, result.task, split))).save(run)
+        if monitor is not None and monitor.attempts.begun:
+            monitor.incidents.log.interrupted(_driver_end(result, monitor, kept_steps(run, result.task, split))).save(
+                run
+            )
         run.remove_unfinished(recursive=True)
 
 
@@ -120,8 +122,8 @@ def result_of(
     is_in_session: bool = False,
 ) -> Result:
     """Build the result of a run from its directory and its monitor; `started` is a time.monotonic()."""
-    attempts = monitor.attempts if monitor else []
-    incidents = monitor.incidents if monitor else IncidentLog()
+    attempts = monitor.attempts.begun if monitor else []
+    incidents = monitor.incidents.log if monitor else IncidentLog()
     storage, times = claimed.storage, monitor.task_messages.times if monitor else {}
     merged = status == "done" and job.task == "predict"
     trained = status == "done" and job.task == "train"
@@ -185,7 +187,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _outside(started: float, seconds: float, progress: Progressed) -> Outside | None:
+def _outside(started: float, seconds: float, progress: Progress) -> Outside | None:
     """The seconds before a finished run's first step and after its last; None if it had no step to run."""
     if progress.first_step_at is None or progress.last_step_at is None:
         return None

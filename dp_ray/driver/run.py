@@ -25,12 +25,12 @@ from dp_ray.driver.in_process import ONE_AT_A_TIME, run_in_process, with_own_mod
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
-from dp_ray.errors import Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
+from dp_ray.errors import Error, JobError, RunInterrupted, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
-from dp_ray.monitor.monitor import Monitor, Writer, Writers, progress_noted
+from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.outputs.parts import reading
 from dp_ray.plan.costs import Plan, table
@@ -56,15 +56,14 @@ from dp_ray.rundir.claim import (
 )
 from dp_ray.rundir.files import BEFORE_RETRY, SHAPES, recorded_about
 from dp_ray.rundir.history import HISTORY, RECENT, RecentHistory, merge_history
-from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, read_incidents
+from dp_ray.rundir.incidents import INCIDENTS
 from dp_ray.rundir.lease import Lease, take_request
 from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.rundir.listing import PROGRESS
 from dp_ray.rundir.quarantine import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.start import LINKS, first_step
-from dp_ray.steps.reports import REPORTS, Journal, ReportFile, read_journal, read_spans
+from dp_ray.steps.reports import REPORTS, ReportFile, read_journal, read_spans
 from dp_ray.steps.shapes import Seen, ShardSpan
-from dp_ray.steps.times import TIMES, StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.system.threads import planned_stops, repeated
@@ -124,7 +123,7 @@ def with_found_shards(
 
     What happens to them meanwhile is told, and not kept in the run's directory.
     """
-    monitor = Monitor(job, plan.split, ReportFile(io.BytesIO()), Writers(()), console, shapes=False)
+    monitor = Monitor(job, plan.split, ReportFile(io.BytesIO()), (), console, shapes=False)
     try:
         with console.live(monitor.progress):
             if job.max_workers == 0:
@@ -145,30 +144,11 @@ def monitoring(
 ) -> Iterator[Monitor]:
     """A monitor for the block; when the block ends, also by an error, the file of shape reports is complete."""
     error: BaseException | None = None
-
-    def save_incidents(incidents: IncidentLog) -> None:
-        with contextlib.suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-            incidents.save(claimed.storage)
-
     reported = _reported(job, claimed.storage)
     with claimed.storage.writing(SHAPES) as stream:
-        incidents = read_incidents(claimed.storage) if claimed.is_resumed else IncidentLog()
-        file, writer = ReportFile(stream), Writers(_writers(job, claimed.storage, trackers))
-        journal = Journal(claimed.storage.child(REPORTS))
-        monitor = Monitor(
-            job,
-            split,
-            file,
-            writer,
-            console,
-            shapes,
-            incidents=incidents,
-            save_incidents=save_incidents,
-            journal=journal,
-            times=StepTimeWriter(claimed.storage.child(TIMES)),
-            run_dir=relative(str(claimed.storage)),
-        )
-        monitor.restore(reported)
+        writers = _writers(job, claimed.storage, trackers)
+        monitor = Monitor(job, split, ReportFile(stream), writers, console, shapes, claimed)
+        monitor.shape_reports.restore(reported)
         try:
             with console.live(monitor.progress), progress_noted(claimed.storage, monitor.progress):
                 yield monitor
