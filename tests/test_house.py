@@ -20,7 +20,6 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 TAKE_MORE = {
     "dp_ray/cli/main.py:_follow_up",
     "dp_ray/cli/sweep.py:_defined",
-    "dp_ray/driver/finish.py:result_of",
     "dp_ray/engine/loading.py:__init__",
     "dp_ray/engine/prediction.py:_run",
     "dp_ray/engine/prediction.py:predict",
