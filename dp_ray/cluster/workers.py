@@ -17,13 +17,11 @@ from importlib import import_module
 from typing import Any
 
 import ray
-from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, open_channel, receive
 from dp_ray.cluster.connect import (
-    WorkerBackendConfig,
     check_fits,
     connected,
     is_connected,
@@ -34,9 +32,6 @@ from dp_ray.cluster.connect import (
 )
 from dp_ray.cluster.decisions import Resources, Wanted
 from dp_ray.cluster.fast_start import EarlyConnection
-from dp_ray.cluster.internals.trainer import ControlledTrainer
-from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartCallback, answers_at
-from dp_ray.cluster.worker import train_loop_per_worker
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import Error, JobError, WorkerError
@@ -51,6 +46,16 @@ from dp_ray.rundir.claim import RunDir
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import own_folder
 from dp_ray.system.threads import repeated
+
+with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
+    from ray.train import LoggingConfig, RunConfig, ScalingConfig
+
+    from dp_ray.cluster.internals.core import put_apart
+    from dp_ray.cluster.internals.train import why_failed
+    from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
+    from dp_ray.cluster.internals.trainer import ControlledTrainer
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartCallback, answers_at
+    from dp_ray.cluster.worker import Assignment, train_loop_per_worker
 
 
 def launch(
@@ -188,12 +193,6 @@ def values_of(
     for part, seconds in zip(PARTS, zip(*each, strict=True), strict=False):
         yield "dp_ray_step_part_seconds", {"part": part}, math.fsum(seconds) / len(each)
 
-
-with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
-    from dp_ray.cluster.internals.core import put_apart
-    from dp_ray.cluster.internals.train import why_failed
-    from dp_ray.cluster.internals.trainer import ControlledTrainer
-    from dp_ray.cluster.worker import Assignment
 
 CLOSE_SECONDS = 5.0
 LEAVE_SECONDS = 60.0  # more than Ray Train takes to start workers, and to end them
