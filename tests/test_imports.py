@@ -113,7 +113,7 @@ def test_a_stop_waits_for_neither_torch_nor_ray() -> None:
 def test_ray_train_is_imported_without_ray_data_and_pandas() -> None:
     """It would import both, which takes a second of a core in the driver, the controller and each worker."""
     for path in sorted((PACKAGE / "cluster").rglob("*.py")):
-        nodes = nodes_of(path)
+        nodes = list(nodes_of(path))
         blocks = [node for node in nodes if isinstance(node, ast.With) and "postponed(" in ast.unparse(node.items[0])]
         postponed = {inner for block in blocks for inner in ast.walk(block)}
         for node in nodes:
