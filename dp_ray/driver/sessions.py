@@ -5,7 +5,7 @@
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -188,8 +188,13 @@ class Session:
         """Start the workers anew if the next job would find there what it must not; a line says why."""
         is_fixed = self.at_a_time != 1 and ships_callers_code()  # what was sent is what all sessions run
         edited = [] if is_fixed else self._sources.edited()
-        why = next(self._why_renewed(edited), None)
-        if why is None:
+        if edited:
+            why = f"{', '.join(edited)} {'was' if len(edited) == 1 else 'were'} edited"
+        elif self._workers.remains:
+            why = f"the last job left {', '.join(self._workers.remains)} behind"
+        elif self._workers.is_over:
+            why = self._workers.why_over
+        else:
             return
         if edited and not self._is_own and ships_callers_code():
             raise ClusterError(
@@ -213,14 +218,6 @@ class Session:
         except BaseException as error:
             self._end(str(error) or type(error).__name__)
             raise
-
-    def _why_renewed(self, edited: list[str]) -> Iterator[str]:
-        if edited:
-            yield f"{', '.join(edited)} {'was' if len(edited) == 1 else 'were'} edited"
-        if self._workers.remains:
-            yield f"the last job left {', '.join(self._workers.remains)} behind"
-        if self._workers.is_over:
-            yield self._workers.why_over
 
     def _wait_idle(self) -> None:
         """Begin to count the seconds without a job."""
