@@ -84,7 +84,7 @@ class Storage:
 
     def __init__(self, location: str) -> None:
         try:
-            url = location if "://" in location else Path(location).expanduser().absolute().as_posix()
+            url = location if "://" in location else _absolute(location).as_posix()
             self.fs, self.path = pafs.FileSystem.from_uri(url)
         except (ValueError, NotImplementedError) as error:
             raise StorageError(f"storage {location!r} is no folder, and no URL of a store: {error}") from None
@@ -122,7 +122,7 @@ class Storage:
             return bool(mark) and (_bare(location) + "/").startswith(_bare(self._base) + "/")
         if mark and scheme != "file":
             return False
-        path = Path(rest if mark else location).expanduser().absolute()
+        path = _absolute(rest if mark else location)
         folders = {one for found in (path, path.resolve()) for one in (found, *found.parents)}
         return any(_is_same(one, self.path) for one in folders)
 
@@ -174,6 +174,18 @@ class Storage:
         with self._named("cannot be listed"):
             files = [info for info in with_names(self.fs.get_file_info(selector)) if info.is_file]
         return sorted(info.base_name for info in files if not info.base_name.startswith(TEMPORARY))
+
+    def entries(self) -> set[str]:
+        """The names of the files in the folder, and of the folders in it that hold files at any depth.
+
+        For files with names that are not UTF-8 it has "".
+        """
+        selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=True)
+        with self._named("cannot be listed"):
+            infos = [info for info in self.fs.get_file_info(selector) if info.type != pafs.FileType.Directory]
+        paths = [info.path for info in with_names(infos)]
+        names = {path.removeprefix(f"{self.path.rstrip('/')}/").partition("/")[0] for path in paths}
+        return names if len(paths) == len(infos) else {*names, ""}
 
     def exists(self, name: str) -> bool:
         """Whether the folder has a file of this name."""
@@ -302,6 +314,11 @@ def is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _absolute(path: str) -> Path:
+    """The absolute path; `~` and `~NAME` at its beginning are the home of a user, if there is one of this name."""
+    return Path(os.path.expanduser(path)).absolute()  # Path.expanduser takes ./~NAME for a user too
 
 
 def _bare(url: str) -> str:

@@ -1,27 +1,36 @@
 """Bad samples are set aside: training and evaluation are those of one process on the good ones, on any workers."""
 
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from dp_ray.engine.bad_samples import BadSample, Reference, Screen, choose_reference, form_of, not_finite
+from dp_ray.engine.bad_samples import BadSample, Reference, Screen, bad_sample, choose_reference, form_of, not_finite
 from dp_ray.engine.loading import collated
-from dp_ray.engine.quarantine import Quarantine
-from dp_ray.errors import JobError
+from dp_ray.engine.quarantine import Quarantine, load_good
+from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
+from dp_ray.job.plan import split_of
 from dp_ray.job.samples import ReadRequest
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.outputs.read import Merged
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import Shard
+from dp_ray.plan.split import Shard, Work
 from dp_ray.rundir.quarantine import merge_quarantine, positions_set_aside
 from dp_ray.storage import Storage
+from dp_ray.tasks.setup import set_aside as begin_to_set_aside
+from dp_ray.text import hide
 from tests.support import training
 from tests.support.bad_data import Broken, good_loop, quarantined
 from tests.support.group import ProcessExit, StopsBefore, history_of, measured, run_group, weights_of
@@ -330,3 +339,109 @@ def test_bad_samples_at_random_places_with_kills_change_nothing_else(tmp_path: P
             run_group(killed, folder, StopsBefore(random.randrange(101 // killed.batch_size)))
         assert everything(job(workers=workers, **keys), folder) == alone
     assert {row["sample_index"] for row in alone[2]} == set(places)
+
+
+HUSH = "hush0hush"
+SECRETS = [f"s3://key:{HUSH}@bucket/a.png", f"password='{HUSH}'", f"https://host/a?X-Amz-Signature={HUSH}"]
+ANY_TEXT = st.text(st.characters(exclude_categories=()))
+PIECES = ANY_TEXT | st.sampled_from(["x", "\udcff", "\n\x00é\u2028"])
+MESSAGES = st.tuples(PIECES, st.integers(0, 3) | st.integers(9900, 10_000), st.sampled_from(["", *SECRETS]))
+
+
+class WithSecretKeys(Broken):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": super().__getitem__(index)[0], "api_key": 1, f"s3://key:{HUSH}@bucket": "text"}
+
+
+def test_the_reference_of_a_resumed_run_is_the_same_whatever_the_keys_are_called(tmp_path: Path) -> None:
+    run, forms = Storage(str(tmp_path)), []
+    for _ in range(2):
+        aside = begin_to_set_aside(prediction({}), "dataset", WithSecretKeys(5), run, lambda note: None)
+        assert aside is not None
+        forms.append(aside.quarantine.screen().reference)
+    assert forms[0] == forms[1] == Reference(0, form_of(WithSecretKeys(5)[0]))
+    assert HUSH not in "".join(path.read_text() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_secret_that_the_limit_of_a_text_cuts_is_hidden(secret: str) -> None:
+    for size in range(9_940, 10_000, 5):
+        for text in (f"{'x' * size} {secret}", f"{secret} {'x' * size}"):
+            bad = bad_sample(0, ValueError(text))
+            assert HUSH[:4] not in hide(bad.message) + hide(bad.traceback) and len(bad.message) > 9_000
+
+
+class Speechless(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+ERRORS: list[Callable[[str], Exception]] = [
+    ValueError,
+    KeyError,
+    DataError,
+    Speechless,
+    StopIteration,
+    lambda text: OSError(2, "no such file", os.fsencode(text[:1]) + b"\xff"),
+    lambda text: UnicodeDecodeError("utf-8", b"\xff", 0, 1, text),
+    lambda text: ExceptionGroup(text, [ValueError(text)]),
+]
+
+
+class Failing(Broken):
+    """Some samples raise an error each; each sample has a name of its own."""
+
+    def __init__(self, errors: dict[int, Exception], names: list[Any]) -> None:
+        super().__init__(len(names))
+        self.errors, self.names = errors, names
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.errors:
+            raise self.errors[index]
+        return {"x": super().__getitem__(index)[0], "name": self.names[index]}
+
+
+def kept_of(errors: dict[int, Exception], names: list[Any], folder: Path) -> tuple[list[int], list[Any], list[str]]:
+    """The samples that a prediction uses, its quarantine, and what it says of it."""
+    job = prediction({}, on_error={"quarantine": 15}, inputs=["x"], outputs={"carry": ["name"]})
+    dataset, run, said = Failing(errors, names), Storage(str(folder)), []
+    run.child("quarantine").create()
+    aside = begin_to_set_aside(job, "dataset", dataset, run, lambda note: said.append(note.text))
+    assert aside is not None
+    work = Work(split_of(job, len(dataset)))
+    used = [
+        index
+        for indices, _ in load_good(job, dataset, work, torch.device("cpu"), aside.quarantine)
+        for index in indices.tolist()
+    ]
+    merge_quarantine(run, ["name"])
+    return used, pq.read_table(folder / "quarantine.parquet").to_pylist(), said
+
+
+@given(
+    errors=st.dictionaries(st.integers(1, 14), st.tuples(st.sampled_from(ERRORS), MESSAGES), min_size=1, max_size=8),
+    names=st.lists(ANY_TEXT | st.integers() | st.floats() | st.none(), min_size=15, max_size=15),
+)
+@settings(max_examples=settings().max_examples // 20, suppress_health_check=list(HealthCheck))
+def test_samples_are_set_aside_whatever_their_errors_say(
+    errors: dict[int, tuple[Callable[[str], Exception], tuple[str, int, str]]], names: list[Any]
+) -> None:
+    """A message is a text, so many times, and a secret."""
+    raised = {sample: kind(f"{text * times} {secret}") for sample, (kind, (text, times, secret)) in errors.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        used, rows, said = kept_of(raised, names, Path(folder))
+    assert used == [one for one in range(15) if one not in raised]
+    assert [row["sample_index"] for row in rows] == sorted(raised)
+    assert len(said) == len(rows)
+    assert HUSH[:6] not in str(rows) + str(said)
+    for row in rows:
+        kind, (text, times, secret) = errors[row["sample_index"]]
+        if kind is Speechless:  # its text raises in its turn
+            assert (row["type"], "Speechless" in row["traceback"]) == ("ValueError", True)
+        else:
+            assert row["type"] == type(raised[row["sample_index"]]).__name__
+        if kind is ValueError and text and times and not secret:
+            whole = f"{text * times} "[:10_000].encode(errors="backslashreplace").decode()
+            assert row["message"] == hide(whole)

@@ -1,5 +1,6 @@
 """Checkpoints: any state as plain values and tensors, written beside the training, never unpickled."""
 
+import json
 import os
 import pickle
 import tempfile
@@ -17,8 +18,9 @@ from torch.optim import lr_scheduler
 from dp_ray.errors import JobError, ModelError, StorageError
 from dp_ray.rundir import checkpoint as state_module
 from dp_ray.rundir.checkpoint import CheckpointWriter, load_checkpoint, newest, pack, steps_of, unpack
-from dp_ray.rundir.start import load_weights, read_start
+from dp_ray.rundir.start import load_weights, open_checkpoint, read_start
 from dp_ray.storage import Storage
+from dp_ray.tensors.files import write_tensors
 
 Optimizer = torch.optim.Optimizer
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
@@ -91,6 +93,19 @@ def test_nesting_numbers_and_dotted_keys_come_back() -> None:
     assert torch.equal(back["a"]["b"], torch.zeros(1))
     assert back["a"][3] == [1, (2.5, None)]
     assert (back["a"]["numpy"], back["inf"], back["empty"]) == (0.5, float("inf"), {})
+
+
+def test_a_sparse_tensor_is_read_row_by_row_as_a_dense_one(tmp_path: Path) -> None:
+    """Momentum of sparse gradients, where a sharded training goes on, or the best weights are taken."""
+    indices = torch.tensor([[0, 3, 3, 5]])
+    made = torch.sparse_coo_tensor(indices, torch.arange(8.0).view(4, 2), (6, 2), check_invariants=True)
+    plain, tensors = pack({"buffer": made})
+    write_tensors(Storage(str(tmp_path)), "step-1.safetensors", tensors, json.dumps({"state": plain}))
+    stored = open_checkpoint(Storage(str(tmp_path)), "step-1.safetensors").state["buffer"]
+    assert stored.shape == (6, 2)
+    assert torch.equal(stored.whole(), made.to_dense())
+    assert torch.equal(stored.rows(2, 4), made.to_dense()[2:4])
+    assert stored.rows(1, 1).shape == (0, 2)
 
 
 def test_what_cannot_be_kept_is_named() -> None:

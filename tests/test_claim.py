@@ -1,23 +1,26 @@
 """The run directory: claimed once, resumed only by the same job, seen by every worker or not used at all."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dp_ray.errors import JobError, StorageError
+import dp_ray
+from dp_ray.errors import JobError, ModelError, RunInterrupted, StorageError
 from dp_ray.job.job import Job
 from dp_ray.outputs.files import MERGED, OUTPUTS
 from dp_ray.rundir import files
 from dp_ray.rundir.checkpoint import CHECKPOINTS
-from dp_ray.rundir.claim import base_storage, check_shared, claim, with_shards_of_run
+from dp_ray.rundir.claim import base_storage, check_shared, claim, is_aside, put_back, settle, with_shards_of_run
 from dp_ray.rundir.history import HISTORY, METRICS
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.rundir.start import INDEX, WEIGHTS, write_weights
 from dp_ray.storage import Storage
 from dp_ray.tensors.files import write_tensors
+from tests.support.trainings import trained
 
 
 def job_of(**keys: Any) -> Job:
@@ -59,7 +62,7 @@ def test_an_unfinished_run_of_the_same_job_is_resumed(tmp_path: Path, status: st
 def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     claim(job_of(), Storage(str(tmp_path)))
     finish(tmp_path, "done")
-    with pytest.raises(JobError, match="finished; give it another name"):
+    with pytest.raises(JobError, match=r"finished; load its result \(dp_ray.load\(.*give it another name"):
         claim(job_of(), Storage(str(tmp_path)))
     assert not claim(job_of(), Storage(str(tmp_path)), overwrite=True).is_resumed
     assert not (tmp_path / "job" / "result.json").exists()
@@ -99,6 +102,17 @@ def test_what_differs_is_told_by_its_path(tmp_path: Path, here: dict[str, Any], 
     with pytest.raises(JobError) as told:
         claim(job_of(**train, optimizer=here), Storage(str(tmp_path)))
     assert f"a run of a different job ({says}); give it another name" in str(told.value)
+
+
+def test_a_key_that_an_earlier_version_did_not_have_is_no_difference(tmp_path: Path) -> None:
+    claim(job_of(), Storage(str(tmp_path)))
+    path = tmp_path / "job" / "run.json"
+    kept = json.loads(path.read_text())
+    del kept["job"]["strict"]
+    path.write_text(json.dumps(kept))
+    with pytest.raises(JobError, match=r"a run of a different job \(seed: 0 there, 2 here\)"):
+        claim(job_of(seed=2), Storage(str(tmp_path)))
+    assert claim(job_of(), Storage(str(tmp_path))).is_resumed
 
 
 def test_a_target_that_was_not_there_is_told_by_its_name(tmp_path: Path) -> None:
@@ -157,6 +171,69 @@ def test_a_job_that_sets_its_shards_keeps_them(tmp_path: Path) -> None:
 def test_a_run_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
     job = job_of(workers=3)
     assert with_shards_of_run(job, Storage(str(tmp_path))) is job
+
+
+def failed_at_once(folder: Path, **began: Any) -> Path:
+    """A run that failed before it kept a step, with the files and folders that such a run leaves."""
+    claim(job_of(**began), Storage(str(folder)))
+    run = folder / "job"
+    for path in ("about.json", "report.html", "previews/rows-0.json", "files/cut-1", "tensorboard/events"):
+        (run / path).parent.mkdir(exist_ok=True)
+        (run / path).write_text("x")
+    (run / "checkpoints").mkdir()
+    finish(folder, "failed")
+    return run
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted"])
+def test_a_run_that_kept_nothing_is_replaced_by_the_corrected_job(tmp_path: Path, status: str) -> None:
+    run, store = failed_at_once(tmp_path, workers=2), Storage(str(tmp_path))
+    finish(tmp_path, status)
+    corrected = with_shards_of_run(job_of(call="kwargs", workers=4), store)
+    assert (corrected.num_shards, corrected.workers) == (4, 4), "nothing is bound by the shards of the other run"
+    claimed = claim(corrected, store)
+    assert claimed.replaces and not claimed.is_resumed
+    assert sorted(path.name for path in run.iterdir()) == ["parts", "run.json"]
+    finish(tmp_path, status)
+    assert claim(job_of(dataset=InFolder("x")), store).replaces
+    finish(tmp_path, status)
+    assert claim(job_of(dataset=InFolder("y")), store).replaces, "objects cannot be compared, and need not be"
+    finish(tmp_path, status)
+    assert claim(job_of(), store, rows={"dataset": 3}).replaces
+    finish(tmp_path, status)
+    assert not claim(job_of(), store, rows={"dataset": 3}).replaces, "the same job goes on"
+    assert not claim(job_of(), store, overwrite=True).replaces
+
+
+def test_a_number_of_shards_that_was_found_stays_with_the_same_job_alone(tmp_path: Path) -> None:
+    failed_at_once(tmp_path, shards=6, workers=2)
+    store, auto = Storage(str(tmp_path)), {"shards": "auto", "workers": 2}
+    assert with_shards_of_run(job_of(**auto), store).num_shards == 6
+    assert with_shards_of_run(job_of(**auto, batch_size=20), store).finds_shards
+
+
+KEPT = ["parts/a.arrow", "checkpoints/step-3.safetensors", "history/steps-0-3.parquet", "outputs/0.parquet"]
+
+
+@pytest.mark.parametrize("path", [*KEPT, "quarantine/x.parquet", "profile/rank-0.json.gz", "notes.txt", "own/\udcff"])
+def test_a_run_that_kept_anything_is_replaced_by_nobody(tmp_path: Path, path: str) -> None:
+    kept = failed_at_once(tmp_path) / path
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("x")
+    with pytest.raises(JobError, match="holds a run of a different job"):
+        claim(job_of(seed=2), Storage(str(tmp_path)))
+    assert kept.read_text() == "x"
+
+
+@pytest.mark.parametrize("status", [None, "done"])
+def test_nor_is_one_that_did_not_fail(tmp_path: Path, status: str | None) -> None:
+    run = failed_at_once(tmp_path)
+    (run / "result.json").unlink()
+    if status:
+        finish(tmp_path, status)
+    with pytest.raises(JobError, match="holds a run of a different job"):
+        claim(job_of(seed=2), Storage(str(tmp_path)))
+    assert (run / "about.json").exists()
 
 
 def test_objects_from_python_are_never_taken_for_one_another(tmp_path: Path) -> None:
@@ -256,6 +333,86 @@ def test_overwrite_with_what_lies_elsewhere(tmp_path: Path, monkeypatch: pytest.
     job = job_of(**train, dataset=dataset, init_from=str(tmp_path / "job-2" / "w.pt"))
     assert not claim(job, Storage(str(tmp_path)), overwrite=True).is_resumed
     assert not (run / WEIGHTS).exists()
+
+
+class NeverBuilt(torch.nn.Module):
+    """A model that cannot be built."""
+
+    def __init__(self, error: str) -> None:
+        super().__init__()
+        raise KeyboardInterrupt if error == "Ctrl-C" else ValueError("no such layer")
+
+
+class FailsLate(torch.nn.Linear):
+    """A model whose 40th forward fails."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        if self.num_forwards == 40:
+            raise ValueError("the 40th forward")
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [("ValueError", "no such layer"), ("Ctrl-C", "run the same command to begin anew")]
+)
+def test_a_run_that_never_begins_leaves_the_one_that_it_would_replace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: str, says: str
+) -> None:
+    old = trained(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    model = {"target": "tests.test_claim:NeverBuilt", "args": {"error": error}}
+    with pytest.raises((JobError, ModelError, RunInterrupted), match=says):
+        trained(tmp_path, model=model, overwrite=True, quiet=False)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert f"{old.run_dir}: the run that was there before is back" in capsys.readouterr().err
+    assert trained(tmp_path, seed=3, overwrite=True).weights_sha256 != old.weights_sha256
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+
+
+def test_a_run_that_fails_after_a_step_has_replaced_the_old_one(tmp_path: Path) -> None:
+    trained(tmp_path)
+    with pytest.raises(ModelError, match="the 40th forward"):
+        trained(tmp_path, model="tests.test_claim:FailsLate", overwrite=True, flops=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+    assert json.loads((tmp_path / "trained" / "result.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("kept", [None, "checkpoints/step-1.safetensors", "result.json"])
+def test_after_a_killed_driver_there_is_the_old_run_or_the_new_one(tmp_path: Path, kept: str | None) -> None:
+    """The new run has claimed the directory, and perhaps kept a file; its driver is gone."""
+    claim(job_of(seed=1), Storage(str(tmp_path)))
+    finish(tmp_path, "done")
+    assert claim(job_of(seed=2), Storage(str(tmp_path)), overwrite=True).is_replacing
+    if kept is not None:
+        (tmp_path / "job" / "checkpoints").mkdir()
+        (tmp_path / "job" / kept).write_text('{"status": "done"}')
+    run = Storage(str(tmp_path)).child("job")
+    assert is_aside(run)
+    settle(run, is_begun=False)
+    assert json.loads((tmp_path / "job" / "run.json").read_text())["job"]["seed"] == (1 if kept is None else 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]
+
+
+def test_the_next_driver_settles_what_a_killed_one_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = trained(tmp_path)
+    os.rename(old.run_dir, tmp_path / ".trained.replaced")  # killed here, before the new run was claimed
+    with pytest.raises(JobError, match="holds this run, finished"):
+        trained(tmp_path, quiet=False)
+    assert "the run that was there before is back" in capsys.readouterr().err
+    assert dp_ray.load(old.run_dir).weights_sha256 == old.weights_sha256
+
+
+def test_two_drivers_that_put_the_same_run_back_lose_nothing(tmp_path: Path) -> None:
+    finished_training(tmp_path)
+    run = Storage(str(tmp_path)).child("job")
+    with pytest.raises(StorageError, match="cannot be put back"):
+        put_back(run)
+    assert (tmp_path / "job" / WEIGHTS).exists()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

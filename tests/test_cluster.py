@@ -309,9 +309,12 @@ def test_a_model_over_two_devices_gets_both_on_one_node(made_up_gpus: str, tmp_p
     here = dp_ray.run("jobs/model_parallel_train.yaml", workers=0, storage=str(tmp_path), name="here", quiet=True)
     assert result.weights_sha256 == here.weights_sha256
     keys |= {"gpus_per_worker": 3, "devices": ["cpu"] * 3}
-    says = r"1 workers need 1 CPU, 3 GPU .* room for 0 workers: one worker takes 3 GPU of ONE node, .* largest has 2"
-    with pytest.raises(ClusterError, match=says):
+    says = (
+        r"^1 worker needs 1 CPU, 3 GPU; the cluster of 3 nodes .* room for 0 workers: one worker takes 3 GPU of ONE "
+    )
+    with pytest.raises(ClusterError, match=f"{says}node, .* largest has 2"):
         dp_ray.run("jobs/model_parallel.yaml", workers=1, shards=2, name="three", **keys)
+    assert not (tmp_path / "three").exists()
 
 
 @pytest.mark.ray

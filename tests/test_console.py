@@ -115,6 +115,25 @@ def test_a_terminal_shows_what_goes_on_though_nobody_tells_of_news(monkeypatch: 
     assert "building the dataset and the model" in shown
 
 
+def test_a_terminal_shows_the_newest_of_many_epochs_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as looked_at:
+        console = Console("job")
+        losses = Losses(console, "runs/job")
+        with console.live(progressed()):
+            for epoch in range(2000):
+                losses.say({"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7})
+                if epoch % 500 == 499:
+                    time.sleep(0.25)  # the display is drawn five times a second
+        losses.end()
+        read = b""
+        while select.select([looked_at], [], [], 0.3)[0]:
+            read += os.read(looked_at, 1 << 16)
+    shown = read.decode()
+    printed = re.findall(r"job: epoch (\d+), step", shown)
+    assert [int(one) for one in printed] == [*range(20), 1999]
+    assert "  epoch 1999, step 1999: epoch_loss 0.5" in shown
+
+
 def test_threads_that_share_a_terminal_print_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown_by(name: str) -> None:
         console, progress = Console(name), progressed()
@@ -165,3 +184,30 @@ def test_many_short_epochs_have_few_lines_and_the_last_one_is_told(capsys: pytes
     assert told[:20] == [f"run: epoch {epoch}, step {epoch}: epoch_loss 0.5" for epoch in range(20)]
     assert len(told) < 30
     assert told[-1] == "run: epoch 399, step 399: epoch_loss 0.5"
+
+
+@pytest.mark.parametrize(("is_brief", "first"), [(False, 20), (True, 0)])
+def test_a_log_has_every_tenth_of_many_long_epochs(
+    is_brief: bool, first: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    losses = Losses(Console("run", is_brief=is_brief), "runs/run")
+    for epoch in range(105):
+        now[0] += 20
+        losses.say({"step": epoch, "epoch": epoch, "loss": 1.0, "epoch_loss": 0.5, "rows": 7})
+    losses.end()
+    epochs = [int(one) for one in re.findall(r"epoch (\d+),", capsys.readouterr().err)]
+    assert epochs == [*range(first), *range(first + 9, 105, 10), 104]
+
+
+def test_a_log_of_a_day_has_few_lines_of_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    console, progress = Console("job"), progressed()
+    for second in range(24 * 3600):
+        now[0] = float(second)
+        console.progress(progress)
+    assert 1000 < len(capsys.readouterr().err.splitlines()) < 2000

@@ -1,6 +1,9 @@
 """Which files a folder, a glob, a list and a URL take, by which names."""
 
+import contextlib
+import itertools
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -8,11 +11,14 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dp_ray.data import Csv, JsonLines, Parquet
 from dp_ray.errors import DataError
 from dp_ray.rundir.listing import listed_runs
 from dp_ray.storage import Storage
+from tests.support.names import Way, found_at, trees, ways
 
 
 def csvs(folder: Path, *names: str | bytes) -> None:
@@ -69,6 +75,16 @@ def test_a_file_of_any_name_is_found_by_path_and_by_url(tmp_path: Path, name: st
         assert names_in([f"{plain}/{name}", f"{plain}/*.csv"]) == [f"deep {name}/{name}"] * 2
 
 
+def test_a_name_that_begins_with_a_tilde_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    csvs(tmp_path, "~nobody-has-this-name/a.csv", "~/b.csv", "~/c/~")
+    for paths in ("~nobody-has-this-name", "./~nobody-has-this-name", "~nobody-has-this-name/*"):
+        assert names_in(paths) == ["~nobody-has-this-name/a.csv"]
+    for folder in ("./~", tmp_path / "~"):
+        assert names_in(folder) == ["~/b.csv"]
+    assert names_in("./~/c/~") == names_in(tmp_path / "~" / "c" / "~") == ["~/c/~"]
+
+
 def test_a_name_that_is_no_utf_8_is_told_where_it_counts(tmp_path: Path) -> None:
     csvs(tmp_path, "a.csv", b"\xff.txt", b"sub/\xff.csv", b"\xff/a.txt")
     assert names_in(tmp_path / "a.csv") == names_in(f"{tmp_path}/*.csv") == ["a.csv"]
@@ -113,3 +129,38 @@ def test_runs_beside_a_name_that_is_no_utf_8_are_listed(tmp_path: Path) -> None:
     csvs(tmp_path, b"run/\xfe.json", "run/a.json")
     assert Storage(str(tmp_path / "run")).names() == ["a.json"]
     Storage(str(tmp_path / "run")).remove_unfinished(recursive=True)
+
+
+NOT_TEXT = os.fsdecode(b"\xff")
+
+
+def check_names(folder: str, names: list[str], data: st.DataObject) -> None:
+    for name in names:
+        os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
+        open(f"{folder}/{name}", "wb").close()
+
+    def expected(way: Way, given: str) -> list[str]:
+        taken = way.takes(names, given)
+        is_text = not any(NOT_TEXT in text for text in [way.pattern, *taken])
+        return [f"{folder}/{name}" for name in taken] if is_text else [NOT_TEXT]
+
+    several = data.draw(st.lists(ways(names), min_size=1, max_size=3))
+    by_way = []
+    for way in several:
+        wanted = expected(way, way.pattern)
+        assert found_at(f"{folder}/{way.pattern}") == wanted, way.pattern
+        with contextlib.chdir(folder):
+            assert found_at(f"./{way.pattern}") == wanted, way.pattern
+        if NOT_TEXT not in way.plain and ("?", True) not in itertools.chain(*way.parts):
+            for plain in (True, False):
+                assert found_at(f"file://{folder}/{way.url(plain)}") == expected(way, way.plain), way.url(plain)
+        by_way.append(wanted)
+    if all(by_way) and [NOT_TEXT] not in by_way:
+        assert found_at([f"{folder}/{way.pattern}" for way in several]) == [*itertools.chain(*by_way)]
+
+
+@given(names=trees(["\n", "\x01", NOT_TEXT]), data=st.data())
+@settings(max_examples=settings().max_examples // 5, suppress_health_check=list(HealthCheck))
+def test_all_ways_of_naming_files_take_what_one_rule_says(names: list[str], data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        check_names(folder, names, data)

@@ -1,9 +1,11 @@
 """Jobs over data on an object store: the same bits as from memory, on any workers, after kills, through faults."""
 
 import io
+import itertools
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import dp_ray
 from dp_ray.data import Parquet, files
@@ -24,6 +28,7 @@ from dp_ray.errors import DataError
 from dp_ray.storage import Storage
 from tests.support.feeds import MEMORY, PREDICT, ROWS, InMemory, job_of, loader, predicted, rows, trained
 from tests.support.group import ProcessExit, run_group
+from tests.support.names import found_at, trees, ways
 from tests.support.tables import shard
 
 pytestmark = pytest.mark.slow
@@ -230,3 +235,18 @@ def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
     assert second.quarantined == 1 and sorted(there) == [one for one in numbers if one != 4]
     assert second.carried["id"] == [f"row {one}" for one in there]
     assert torch.equal(second.outputs.float(), rows()[0][there])
+
+
+@given(names=trees(), data=st.data())
+@settings(max_examples=settings().max_examples // 20, suppress_health_check=list(HealthCheck))
+def test_files_of_a_store_are_named_by_the_same_rule(server: "Server", names: list[str], data: st.DataObject) -> None:
+    folder, client = f"names-{uuid.uuid4()}", server.client()
+    for name in names:
+        client.put_object(Bucket="bucket", Key=f"{folder}/{name}", Body=b"")
+    base, _, options = server.url(folder).partition("?")
+    for way in data.draw(st.lists(ways(names), min_size=1, max_size=3)):
+        if ("?", True) in itertools.chain(*way.parts):
+            continue  # a question mark begins the options
+        for plain in (True, False):
+            there = found_at(f"{base}/{way.url(plain)}?{options}")
+            assert there == [f"bucket/{folder}/{name}" for name in way.takes(names, way.plain)], way.url(plain)

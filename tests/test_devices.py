@@ -12,7 +12,7 @@ from torch import nn
 
 import dp_ray
 from dp_ray.cli.main import cli
-from dp_ray.engine.model import blocks_of, build_model, input_device, mixed_devices, plan_blocks, spread
+from dp_ray.engine.model import blocks_of, build_model, devices_here, input_device, mixed_devices, plan_blocks, spread
 from dp_ray.engine.step import beside
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
@@ -24,6 +24,7 @@ from dp_ray.tasks.task import run_task
 from dp_ray.tensors.files import moved
 from jobs.model_parallel import Stack, TwoParts
 from tests.support import training
+from tests.support.cli import status_of
 from tests.support.group import history_of, run_group, weights_of
 from tests.support.training import plain_loop
 from tests.support.trainings import assert_close, initial, job_of, mean_loss
@@ -294,6 +295,50 @@ def test_other_errors_are_not_taken_for_mixed_devices() -> None:
         says = mixed_devices(nn.Linear(1, 1), RuntimeError(text))
         assert says is not None
         assert "cuda:1" in says and "cpu" in says and "the model's own forward" in says
+
+
+@pytest.mark.parametrize(
+    ("keys", "there", "says"),
+    [
+        ({"gpus_per_worker": 1}, 0, "gpus_per_worker: 1 is asked for, and torch finds no GPU on this machine"),
+        ({"gpus_per_worker": 0.5}, 0, "gpus_per_worker: 0.5 is asked for, and torch finds no GPU on this machine"),
+        ({"gpus_per_worker": 2}, 1, "gpus_per_worker: 2 is asked for, and torch finds 1 GPU on this machine; to try"),
+        ({"devices": ["cuda:0"]}, 0, "devices: cuda:0 is named, and torch finds no GPU on this machine"),
+        ({"devices": ["cpu", "cuda"]}, 0, "devices: cuda is named, and torch finds no GPU on this machine"),
+        (
+            {"devices": ["cuda:7"]},
+            2,
+            "devices: cuda:7 is named, and torch finds 2 GPUs on this machine: cuda:0, cuda:1;",
+        ),
+        ({"input_device": "cuda:0"}, 0, "input_device: cuda:0 is named, and torch finds no GPU on this machine"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_an_error_before_anything_starts(
+    keys: dict[str, Any], there: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    if there:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    elif torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    job = {"model": "tests.support.training:mlp", "dataset": "tests.support.training:Pairs", "batch_size": 8}
+    job |= {"workers": 0, "storage": str(tmp_path / "runs"), "name": "run", **keys}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    assert status_of(monkeypatch, "run", str(tmp_path / "job.yaml")) == 2
+    told = capsys.readouterr().err
+    assert f"error: {says}" in told
+    assert ("the same file runs anywhere" in told) == (keys.get("gpus_per_worker") != 2)
+    assert not (tmp_path / "runs").exists()
+    assert status_of(monkeypatch, "plan", str(tmp_path / "job.yaml")) == 0
+    assert f"a run would not start: {says}" in capsys.readouterr().out
+
+
+def test_a_gpu_that_is_not_asked_for_is_not_missed() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    for keys in ({}, {"gpus_per_worker": 0}, {"devices": ["cpu"], "gpus_per_worker": 1}):
+        job = {"model": Stack, "dataset": [1], "batch_size": 1, "workers": 0, **keys}
+        assert devices_here(Job.make(job, "job")) == (CPU,)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "buffers, dropout, clipping, a schedule, AdamW, few rows": {
         "has": ["dropout", "noise", "statistics"],
         "optimizer": "AdamW",
-        "scheduler": "tests.support.training:warm_up",
+        "scheduler": "warm-up",
         "grad_clip": 0.3,
         "eval_rows": 9,
         "batch_size": 5,

@@ -3,7 +3,9 @@
 `make fuzz` draws many more.
 """
 
+import re
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.cases import OPTIMIZERS, USUAL, compare, job_for
-from tests.support.group import StopsBefore, history_of, run_group, weights_of
+from dp_ray.job.job import Job
+from tests.support.cases import OPTIMIZERS, SCHEDULERS, SOME, USUAL, compare, job_for
+from tests.support.group import ProcessExit, StopsBefore, history_of, run_group, weights_of
+from tests.support.patchwork import Patchwork
 
 PARTS = ["channels_last", "transposed", "scalar", "double", "unused", "sometimes", "frozen", "still", "statistics"]
 PARTS += ["observer", "dropout", "noise", "expanded", "sparse", "complex", "half", "wide"]
+WRITES = ["momentum", "momentum_data", "max_norm", "rescaled", "shrinking", "lazy", "made", "hidden", "in_place"]
+WRITTEN = {"momentum": "follower.bias", "momentum_data": "follower.bias", "max_norm": "words.weight"}
+WRITTEN |= {"shrinking": "head.weight"}
 
 
 @st.composite
 def trainings(draw: st.DrawFn) -> dict[str, Any]:
     """The keys of a job, and what happens to it."""
-    has = draw(st.lists(st.sampled_from(PARTS), max_size=5, unique=True).map(sorted))
+    parts = st.lists(st.sampled_from(PARTS), max_size=5, unique=True)
+    writes = st.lists(st.sampled_from(WRITES), max_size=3, unique=True)
+    has = sorted([*draw(parts), *draw(writes)])
     is_wide = "wide" in has
     shards = draw(st.integers(1, 6))
     rows = draw(st.integers(1, 12 if is_wide else 24))
@@ -39,7 +48,9 @@ def trainings(draw: st.DrawFn) -> dict[str, Any]:
         "workers": [draw(workers), draw(workers)],
         "strategies": [draw(strategies), draw(strategies)],
         "optimizer": optimizer,
-        "scheduler": draw(st.sampled_from([None, "tests.support.training:warm_up"])),
+        "some": draw(st.sampled_from([None, None, None, *SOME])),
+        "scheduler": draw(st.sampled_from([None, *(one for one in SCHEDULERS if is_for(one, optimizer))])),
+        "flops": draw(st.sampled_from([False, False, True])),
         "grad_clip": draw(st.sampled_from([None, 0.3])),
         "bitwise": draw(st.booleans()),
         "precision": draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16"]))
@@ -52,6 +63,11 @@ def trainings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+def is_for(scheduler: str, optimizer: str) -> bool:
+    """Whether torch has the two together: a OneCycleLR cycles the momentum, if there is one."""
+    return scheduler != "one cycle" or optimizer != "noisy"
+
+
 def ends_of(folder: Path) -> tuple[dict[str, bytes], str]:
     weights = {name: one.contiguous().view(-1).view(torch.uint8) for name, one in weights_of(folder).items()}
     return {name: one.numpy().tobytes() for name, one in weights.items()}, repr(history_of(folder))
@@ -60,14 +76,50 @@ def ends_of(folder: Path) -> tuple[dict[str, bytes], str]:
 def check(case: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        first, second = zip(case["workers"], case["strategies"], strict=True)
-        run_group(job_for(case, *first), folder / "run", StopsBefore(case["stops"]))
-        run_group(job_for(case, *second), folder / "run")
+        controls: tuple[StopsBefore | None, ...] = (StopsBefore(case["stops"]), None)
+        for workers, strategy, control in zip(case["workers"], case["strategies"], controls, strict=True):
+            job = job_for(case, workers, strategy)
+            if strategy == "fsdp" and workers > 1 and writes_shards(case["has"]) and not has_ended(folder / "run"):
+                check_refused(job, folder / "run", set(case["has"]))
+                job = job_for(case, workers)
+            run_group(job, folder / "run", control)
         if case["bitwise"]:
             run_group(job_for(case, 1), folder / "one")
             assert ends_of(folder / "run") == ends_of(folder / "one")
         if case["precision"] == "fp32" and "half" not in case["has"]:
             compare(case, weights_of(folder / "run"), history_of(folder / "run"))
+
+
+def writes_shards(has: list[str]) -> bool:
+    """Whether a forward writes a parameter that fsdp shards: one that is not of a second dtype."""
+    parameters = dict(Patchwork(has).named_parameters())
+    sizes: Counter[torch.dtype] = Counter()
+    for one in parameters.values():
+        sizes[one.dtype] += one.nbytes if one.requires_grad and not one.is_complex() else 0
+    main = max(sizes, key=lambda dtype: sizes[dtype])
+    written = [parameters[name] for way, name in WRITTEN.items() if way in has]
+    return any(not one.requires_grad or one.dtype == main for one in written)
+
+
+def has_ended(folder: Path) -> bool:
+    return (folder / "weights.safetensors").exists()
+
+
+def check_refused(job: Job, folder: Path, has: set[str]) -> None:
+    """What a forward writes of a sharded parameter would be lost: an error says so.
+
+    A copy that follows by `.data` may never differ from what it follows, and then nothing is written.
+    """
+    error = None
+    try:
+        run_group(job, folder)
+    except ProcessExit as raised:
+        error = str(raised)
+    if error is None:
+        assert has & WRITTEN.keys() == {"momentum_data"}
+    else:
+        assert re.search(r"step \d+, shard \d+: (model raised ModelError: )?the forward wrote \S+", error)
+        assert not has_ended(folder)
 
 
 FOUND: dict[str, dict[str, Any]] = {
@@ -86,9 +138,16 @@ FOUND: dict[str, dict[str, Any]] = {
     "generators of the model's own": {"has": ["noise"]},
     "parameters that some shards use": {"has": ["sometimes"], "finds_unused": True, "workers": [3, 2]},
     "sparse gradients": {"has": ["sparse"], "bitwise": False, "grad_clip": 0.3},
+    "momentum of sparse gradients goes on in a sharded training": {
+        "has": ["sparse"],
+        "bitwise": False,
+        "strategies": ["ddp", "fsdp"],
+        "workers": [1, 2],
+    },
     "sparse gradients made dense": {"has": ["sparse"]},
     "an expanded buffer": {"has": ["expanded"]},
     "a complex parameter, the first": {"has": ["complex"], "workers": [3, 8]},
+    "a buffer that the first forward makes, the only one": {"has": ["made"], "kept": 1, "stops": 1},
     "parameters of two dtypes": {"has": ["double", "scalar"], "workers": [3, 5]},
 }
 

@@ -112,9 +112,7 @@ def test_more_than_all_hosts_hold_is_refused_with_the_numbers(up: list[Host], tm
     flags += ["--address", f"{head.address}:{PORT}"]
     done = head.run(sys.executable, "-m", "dp_ray", "run", *flags, cwd=ROOT)
     assert done.returncode == 1
-    assert (
-        "2 workers need 6 CPU (3 CPU each, PACK); the cluster of 3 nodes has 6 CPU, room for 0 workers" in done.stderr
-    )
+    assert "2 workers need 6 CPU (3 CPU each); the cluster of 3 nodes has 6 CPU, room for 0 workers" in done.stderr
 
 
 def test_a_training_lives_through_a_host_killed_a_host_added_and_a_host_drained(

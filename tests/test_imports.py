@@ -1,6 +1,7 @@
 """The house: packages import in one order, heavy libraries stand where they belong, the public face is small."""
 
 import ast
+import json
 from functools import cache
 from pathlib import Path
 
@@ -104,6 +105,20 @@ def test_a_plan_waits_for_neither_torch_nor_ray(tmp_path: Path) -> None:
     code = f"import os; os.chdir({str(tmp_path)!r})\nfrom dp_ray.cli.main import cli\n"
     code += f"cli(['plan', {str(job)!r}], standalone_mode=False)"
     assert not {"torch", "ray", "pyarrow"} & loaded_by(code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("satellite", sorted(SATELLITES))
+def test_a_run_that_does_not_use_a_satellite_does_without(satellite: str, tmp_path: Path) -> None:
+    job = {"model": "jobs.tutorial:Model", "dataset": "jobs.tutorial:RandomDataset", "batch_size": 30, "trackers": []}
+    job |= {"model": {"target": "jobs.tutorial:Model", "args": {"input_size": 5, "output_size": 2}}}
+    job |= {"dataset": {"target": "jobs.tutorial:RandomDataset", "args": {"size": 5, "length": 100}}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    run = ["run", str(tmp_path / "job.json"), "--workers", "0", "--storage", str(tmp_path / "runs")]
+    code = f"import sys; sys.modules['dp_ray.{satellite}'] = None\nimport dp_ray\nfrom dp_ray.cli.main import cli\n"
+    code += f"cli(['plan', {run[1]!r}], standalone_mode=False)\ncli({run!r}, standalone_mode=False)"
+    assert "dp_ray" in loaded_by(code)
+    assert dp_ray.load(tmp_path / "runs" / "job").outputs.shape == (100, 2)
 
 
 def test_a_stop_waits_for_neither_torch_nor_ray() -> None:

@@ -1,20 +1,26 @@
 """The file that `init_from` names is pinned when a run begins: no other ever takes its place."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dp_ray
-from dp_ray.errors import DataError, JobError
+from dp_ray.driver.from_run import follow_up
+from dp_ray.engine.sharded.state import load_rows
+from dp_ray.engine.world import World
+from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.outputs import parts
 from dp_ray.rundir.checkpoint import CheckpointWriter
 from dp_ray.rundir.history import CLOCKED
 from dp_ray.rundir.start import read_start
 from dp_ray.storage import Storage
+from dp_ray.tensors.files import held
 from tests.support import training
 from tests.support.cluster import Run
 
@@ -241,3 +247,71 @@ def test_a_checkpoint_under_the_name_of_another_step_is_told(tmp_path: Path) -> 
     )
     with pytest.raises(JobError, match=r"step-5.safetensors holds step 6, but its name says 5"):
         trained(tmp_path, "on", init_from=str(tmp_path / "step-5.safetensors"))
+
+
+class Headed(nn.Module):
+    """The pairs' model under a name of its own, with a head for a number of classes."""
+
+    def __init__(self, classes: int, extra: bool = False) -> None:
+        super().__init__()
+        self.body, self.head = training.mlp(), nn.Linear(3, classes)
+        if extra:
+            self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(inputs))  # type: ignore[no-any-return]
+
+
+def headed(classes: int, **args: Any) -> dict[str, Any]:
+    return {"model": {"target": "tests.test_init_from:Headed", "args": {"classes": classes, **args}}}
+
+
+STAYS: dict[str, Any] = {
+    "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}},
+    "max_steps": 1,
+    "eval": None,
+}
+STAYS["checkpoint"] = {}
+LOADS = r"; loads 4 of 7 tensors of the model; missing: scale; of another size: head.weight \[3, 3\] in place of "
+
+
+@pytest.mark.parametrize("start", ["", "weights.safetensors"])
+def test_a_new_head_starts_as_it_is_built_on_the_weights_that_fit(
+    tmp_path: Path, start: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trained(tmp_path, "first", **headed(3), max_steps=4)
+    new = {**headed(5, extra=True), **STAYS, "init_from": f"{first.run_dir}/{start}", "quiet": False}
+    with pytest.raises(ModelError, match=r"; to load the weights that fit, .*, set strict: false$"):
+        trained(tmp_path, "new", **{**new, "optimizer": TRAINING["optimizer"], "max_steps": 9})
+    result = trained(tmp_path, "new", **new, strict=False)
+    assert re.search(LOADS + r"\[5, 3\], head.bias \[3\] in place of \[5\]\n", capsys.readouterr().err)
+    assert [row["step"] for row in result.history] == [0], "a checkpoint is weights here"
+    torch.manual_seed(0)
+    wanted = Headed(5, extra=True)
+    wanted.load_state_dict({k: v for k, v in first.weights.items() if k.startswith("body")}, strict=False)
+    assert all(torch.equal(one, result.weights[name]) for name, one in wanted.state_dict().items())
+    assert follow_up("predict", result.run_dir, None, {}).job.strict, "these weights are the model's own"
+
+
+def test_weights_of_which_nothing_fits_are_refused_without_strict_too(tmp_path: Path) -> None:
+    torch.save({"other": torch.zeros(2), "0.bias": torch.zeros(7)}, tmp_path / "w.pt")
+    says = (
+        r"w.pt have no tensor that fits this model by name and size; missing: 0.weight, .*; unexpected: other; of an"
+    )
+    with pytest.raises(ModelError, match=says):
+        dp_ray.run(**{**keys(tmp_path), "init_from": str(tmp_path / "w.pt")}, strict=False)
+
+
+def test_what_is_loaded_row_by_row_is_the_same() -> None:
+    """As with `strategy: fsdp`, here with one worker, which holds all rows."""
+    weights = {name: held(torch.full_like(one, 0.5)) for name, one in Headed(3).state_dict().items()}
+    model = Headed(5, extra=True)
+    with pytest.raises(ModelError, match=r"missing: scale; of another size: head.weight .*; set strict"):
+        load_rows(model, weights, "w", World(), advice="; set strict")
+    assert re.search(
+        LOADS + r"\[5, 3\], head.bias \[3\] in place of \[5\]$", load_rows(model, weights, "w", World(), False)
+    )
+    assert {float(one.unique()) for one in model.body.state_dict().values()} == {0.5}
+    assert 0.5 not in model.head.weight
+    with pytest.raises(ModelError, match=r"no tensor that fits"):
+        load_rows(nn.Linear(2, 2), weights, "w", World(), False)

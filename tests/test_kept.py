@@ -340,6 +340,7 @@ def test_a_run_that_keeps_something_else_is_not_resumed(tmp_path: Path) -> None:
     keys |= {"storage": str(tmp_path), "name": "run"}
     with pytest.raises(JobError):
         dp_ray.run(**keys, outputs={"keep": ["logits"]})
+    (tmp_path / "run" / "parts" / "kept").touch()
     with pytest.raises(JobError, match=r"a different job \(outputs.keep.0: 'logits' there, 'output' here\)"):
         dp_ray.run(**keys, outputs={"keep": ["output"]})
     with pytest.raises(JobError, match=r"a different job \(outputs.keep: \['logits'\] there, not set here"):

@@ -61,6 +61,10 @@ def test_each_state_of_a_run_is_told(tmp_path: Path) -> None:
     assert (rows["done"].step, rows["done"].steps, rows["done"].metrics) == (24, 24, {"loss": 0.5})
     assert (rows["failed"].note, rows["failed"].steps) == ("ModelError: no", 24)
     assert (rows["killed"].step, rows["killed"].steps, rows["killed"].metrics) == (7, 24, {"loss": 2.0})
+    (killed / "checkpoints").mkdir()
+    for step in (8, 16):
+        (killed / "checkpoints" / f"step-{step}.safetensors").touch()
+    assert by_name(tmp_path)["killed"].step == 16, "as report and plan say, from which step it is resumed"
 
 
 def test_a_loss_that_is_not_finite_is_shown(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dp_ray.cluster.channel import NOTHING, STOP, Ask, Channel, Request, Terms, 
 from dp_ray.driver import in_process
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
-from dp_ray.monitor import console
+from dp_ray.monitor import attempts, console
 from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.messages import (
     Failed,
@@ -201,7 +201,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(console, "time", clock)
+    for module in (console, attempts):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -266,6 +267,41 @@ def test_what_goes_on_before_the_first_step_is_said_at_once(clock: Clock, capsys
         "job: building the dataset and the model, 6 s",
         "job: in step 1 of 2, 6 s",
     ]
+    monitor.close()
+
+
+def test_a_long_wait_for_workers_says_what_is_missing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = monitor_of()
+    monitor.begin("starting Ray Train")
+    said: list[str] = []
+
+    def pass_by(seconds: float) -> list[str]:
+        """The lines of so many seconds, in which it is looked once a second."""
+
+        def cluster() -> str:
+            said.append("asked")
+            return " (each needs 1 CPU); free are 0 of 2 CPU"
+
+        capsys.readouterr()
+        for _ in range(int(seconds)):
+            clock.now += 1
+            monitor.waits.look(cluster)
+        return capsys.readouterr().err.splitlines()
+
+    assert pass_by(10) == []
+    assert said == []  # the cluster is asked only for the line
+    line = "job: waiting for workers, 10 s so far: 0 of 2 are ready (each needs 1 CPU); free are 0 of 2 CPU; now: "
+    assert pass_by(10) == [f"{line}starting Ray Train"]
+    monitor.take(Starting("2 workers importing torch"))
+    monitor.take(ready("a", 1))
+    assert pass_by(2000) == [
+        line.replace("10 s", f"{seconds} s").replace("0 of 2 are", "1 of 2 are") + "2 workers importing torch"
+        for seconds in (60, 300, 900, 1500)
+    ]
+    monitor.take(ready("a", 0))
+    assert pass_by(100) == []
+    monitor.take(Interrupted(IncidentKind.WORKER, "died", (1,)))
+    assert [one.partition(" are")[0] for one in pass_by(12)] == ["job: waiting for workers, 10 s so far: 0 of 2"]
     monitor.close()
 
 

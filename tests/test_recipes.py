@@ -1,16 +1,23 @@
-"""The recipes of docs/training.md for dict items, Hugging Face models and losses that are one number."""
+"""The recipes: docs/recipes.md, and those of docs/training.md for dict items and losses that are one number."""
 
+import importlib
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import dp_ray
 from dp_ray.job.job import Job
+from jobs.digits import Digits, Net
 from tests.support import training
+from tests.support.cluster import ROOT
 from tests.support.group import ProcessExit, history_of, run_group
+from tests.support.page_runs import run_page, standing_in
 
 
 class Items(training.Pairs):
@@ -129,3 +136,102 @@ def on_one_gpu(before: dict[str, Any]) -> float:
 def test_the_recipe_stands_in_the_docs() -> None:
     page = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
     assert '{"loss": (outputs.loss * n, n), "outputs": outputs.logits, "target": batch["labels"]}' in page
+
+
+def loaded(name: str) -> Any:
+    return dp_ray.load(f"runs/{name}")
+
+
+@pytest.mark.slow
+def test_the_page_of_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("transformers", "torchmetrics"):
+        pytest.importorskip(package)
+    with standing_in(tmp_path, monkeypatch):
+        said = run_page(ROOT / "docs" / "recipes.md", tmp_path, capsys)
+        check_recipes(said)
+
+
+def check_recipes(said: str) -> None:
+    """Check what the recipes leave, in their folder."""
+    images, best = loaded("images"), loaded("images").best["weights"]
+    assert {"eval_accuracy", "eval_loss"} <= images.metrics.keys()
+    assert any(not torch.equal(one, images.weights[name]) for name, one in images.ema_weights.items())
+    start = Net(16)
+    start.load_state_dict(safetensors.torch.load_file(best))
+    check_predicted_reviews()
+    told = "loads 4 of 6 tensors of the model; of another size: layers.6.weight [10, 256] in place of [3, 256], "
+    assert told + "layers.6.bias [10] in place of [3]" in said
+    frozen = {"newhead": "layers.[02]", "lora": "layers.*(weight|bias)"}
+    for name, pattern in frozen.items():
+        same = [one for one, tensor in loaded(name).weights.items() if same_in(start, one, tensor)]
+        assert same == [one for one in start.state_dict() if re.match(pattern, one)], name
+    assert loaded("lora").weights["layers.6.up"].abs().sum() > 0
+    check_the_worst(start.eval())
+    check_contrast()
+
+
+def same_in(model: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    there = model.state_dict().get(name)
+    return there is not None and torch.equal(there, tensor)
+
+
+def check_predicted_reviews() -> None:
+    """F1 and the predictions, by plain torch and by counting."""
+    reviews, trained, predicted = importlib.import_module("reviews"), loaded("reviews"), loaded("reviews-predict")
+    model = reviews.model().eval()
+    model.load_state_dict(trained.weights)
+
+    def guessed(data: Any) -> list[int]:
+        with torch.no_grad():
+            return [int(model(**reviews.collate([data[index]])).logits.argmax(1)) for index in range(len(data))]
+
+    data, some = reviews.Reviews(), reviews.Reviews(length=50)
+    assert predicted.outputs["logits"].argmax(1).tolist() == guessed(data)
+    assert predicted.outputs.keys() == {"logits"}
+    assert list(predicted.carried["id"]) == [f"review-{index}" for index in range(200)]
+    pairs, scores = list(zip(guessed(some), some.labels, strict=True)), []
+    for label in (0, 1):
+        right = sum(one == other == label for one, other in pairs)
+        scores.append(2 * right / max(1, sum((one == label) + (other == label) for one, other in pairs)))
+    assert trained.metrics["eval_f1"] == pytest.approx(sum(scores) / 2)
+
+
+def check_the_worst(model: nn.Module) -> None:
+    data, result = Digits("train"), loaded("worst")
+    with torch.no_grad():
+        losses = F.cross_entropy(model(data.images), data.labels, reduction="none")
+    assert torch.allclose(result.outputs["loss"], losses, atol=1e-5)
+    assert torch.equal(result.outputs["label"], data.labels)
+
+
+class Still(Digits):
+    """Two views without noise."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, _ = super().__getitem__(index)
+        return torch.stack([image, 0.5 + image.flip(1)])
+
+
+def check_contrast() -> None:
+    """With one shard the loss is that of the whole batch in one process; with two it is another one."""
+    contrast, still = importlib.import_module("contrast"), Still("train")
+    torch.manual_seed(0)
+    whole = contrast.step(contrast.model(), torch.stack([still[index] for index in range(128)])).mean().detach()
+    found = [
+        dp_ray.run("contrast.yaml", dataset=Still, dataset_args={"split": "train"}, shards=shards, **FIRST).history[0]
+        for shards in (1, 2)
+    ]
+    assert found[0]["loss"] == pytest.approx(float(whole), rel=1e-5)
+    assert found[1]["loss"] != pytest.approx(float(whole), rel=1e-2)
+
+
+FIRST: dict[str, Any] = {
+    "workers": 0,
+    "shuffle": False,
+    "max_steps": 1,
+    "quiet": True,
+    "name": "first",
+    "overwrite": True,
+}

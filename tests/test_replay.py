@@ -110,6 +110,20 @@ def test_a_model_on_two_devices_has_its_bits(tmp_path: Path) -> None:
     assert {one.compared for one in found} == {"bitwise equal"}
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_run_of_one_gpu_is_replayed_on_a_cpu(tmp_path: Path) -> None:
+    run = trained(job_of("mlp", "Pairs", workers=1), tmp_path, (1, None))
+    kept = json.loads((run / "run.json").read_text())
+    for keys in ({"gpus_per_worker": 1}, {"devices": ["cuda:0"], "input_device": "cuda:0"}):
+        (run / "run.json").write_text(json.dumps({**kept, "job": {**kept["job"], **keys}}))
+        assert again(run, 3).loss == history_of(run)[3]["loss"]
+    both = {**kept["job"], "devices": ["cuda:0", "cuda:1"]}
+    (run / "run.json").write_text(json.dumps({**kept, "job": both}))
+    with pytest.raises(JobError, match=r"^devices: cuda:0 is named, and torch finds no GPU on this machine"):
+        again(run, 3)
+
+
 def compiled_training_and_replay(folder: str) -> None:
     """Train a compiled model and replay its last step: a program, for torch.compile leaves much behind."""
     run = in_process(folder, **{**STEPS_OF_22, "batch_size": 50, "epochs": 1, "compile": True})

@@ -1,13 +1,19 @@
 """`dp-ray report`: one run for reading, several side by side."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dp_ray.report.page import facts_of, time_split
+from dp_ray.report.run_data import read_run
 from dp_ray.results.compare import compared, compared_run
 from dp_ray.results.result import lines
 from dp_ray.results.text import relative
+from dp_ray.rundir.listing import listed_runs
+from dp_ray.storage import Storage
 from tests.support.cli import status_of
 from tests.support.trainings import short_training as train
 
@@ -24,7 +30,8 @@ def test_a_run_is_told_for_reading(
     result = train(here / "runs", "one")
     assert status_of(monkeypatch, "report", "runs/one") == 0
     told = capsys.readouterr().out.splitlines()
-    assert "steps                24 (3 epochs of 8)" in told
+    assert ["steps", "8", "in", "an", "epoch"] in [line.split() for line in told]
+    assert ["total_steps", "24"] in [line.split() for line in told]
     assert "run_dir              runs/one" in told
     assert "weights              runs/one/weights.safetensors" in told
     assert ["metrics", "loss", f"{result.metrics['loss']:.6g}"] in [line.split() for line in told]
@@ -35,13 +42,36 @@ def test_a_run_is_told_for_reading(
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"epochs": 1}, "steps                8"),
-        ({"epochs": 3, "max_steps": 20}, "steps                20 (8 in an epoch)"),
-        ({"epochs": 3, "max_steps": 5}, "steps                5 (8 in an epoch)"),
+        ({"epochs": 1}, {"steps": "8", "epochs": "1"}),
+        ({"epochs": 3, "max_steps": 20}, {"steps": "8 in an epoch", "epochs": "3", "total_steps": "20"}),
+        ({"epochs": 3, "max_steps": 12}, {"steps": "8 in an epoch", "epochs": "2", "total_steps": "12"}),
+        ({"epochs": 3, "max_steps": 5}, {"steps": "5", "epochs": "1"}),
     ],
 )
-def test_the_steps_of_a_run_are_those_that_it_has(here: Path, keys: dict[str, Any], says: str) -> None:
-    assert says in lines(train(here, "one", **keys))
+def test_the_steps_of_a_run_are_those_that_its_files_plan_and_page_have(
+    here: Path, keys: dict[str, Any], says: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train(here, "one", **keys)
+    told = dict(line.split(maxsplit=1) for line in lines(result))
+    assert {key: told[key] for key in ("steps", "epochs", "total_steps") if key in told} == says
+    kept = json.loads((here / "one" / "result.json").read_text())
+    plan = json.loads((here / "one" / "about.json").read_text())["drivers"][0]["plan"]
+    assert (str(kept["steps"]), str(kept["epochs"])) == (says["steps"].split()[0], says["epochs"])
+    whole = kept["total_steps"]
+    assert f"{kept['epochs']} epochs, {whole} steps in all" in plan or f": {whole} step" in plan
+    (steps, *_) = facts_of(read_run(Storage(str(here / "one"))))
+    assert steps.value == str(whole)
+    (row,) = listed_runs(Storage(str(here)))
+    assert (row.step, row.steps) == (whole, whole)
+
+
+def test_the_bar_of_a_page_has_the_numbers_of_its_verdict(here: Path) -> None:
+    train(here, "one", epochs=3)
+    data = read_run(Storage(str(here / "one")))
+    shares = {part.name: 100 * part.share for part in time_split(data)}
+    shown = {f"{one:.0f}" for one in [*shares.values(), shares["forward"] + shares["backward"]]}
+    assert data.verdict is not None
+    assert set(re.findall(r"(\d+) %", data.verdict)) <= shown, data.verdict
 
 
 def test_a_path_is_relative_where_it_can_be(here: Path) -> None:

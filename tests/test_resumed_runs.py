@@ -177,7 +177,7 @@ def test_a_training_is_never_cut_below_what_is_done(tmp_path: Path) -> None:
         JobError, match=r"which has done 30 steps, and this job has 15 \(epochs: 2 before, 1 now\); give it another"
     ):
         run(tmp_path, epochs=1)
-    with pytest.raises(JobError, match=r"holds this run, finished; use it .*give it another name"):
+    with pytest.raises(JobError, match=r"holds this run, finished; load its result .* use it .*give it another name"):
         run(tmp_path, epochs=2, max_steps=1000)
     killed(tmp_path, 20, name="killed", checkpoint={"every_steps": 5})
     assert same(run(tmp_path, name="killed", epochs=2), run(tmp_path, name="other", epochs=2))

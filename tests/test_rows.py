@@ -9,6 +9,7 @@ import torch.distributed as dist
 import dp_ray
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
+from dp_ray.outputs import parts
 from dp_ray.storage import Storage
 from tests.support import training
 from tests.support.group import ProcessExit, run_group
@@ -74,7 +75,8 @@ def broken_off(folder: Path, rows: int, **keys: Any) -> None:
 
 
 @pytest.mark.parametrize("task", ["train", "predict"])
-def test_a_dataset_that_grew_is_not_resumed(tmp_path: Path, task: str) -> None:
+def test_a_dataset_that_grew_is_not_resumed(tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     keys = {"task": task, "inputs": "first", "shuffle": False}
     broken_off(tmp_path, 101, **keys)
     (tmp_path / "rows").write_text("200")

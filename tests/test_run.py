@@ -27,6 +27,7 @@ import dp_ray
 from dp_ray.cluster.internals.core import find_users_token, read_variables_anew, wants_token
 from dp_ray.cluster.internals.variables import ADDRESS, API_SERVER_ADDRESS, AUTH_MODE, VARIABLES
 from dp_ray.errors import ClusterError, DataError, JobError, ModelError, StorageError, WorkerError
+from dp_ray.monitor import watchdog
 from dp_ray.system.process import OWNER, PREFIX
 from dp_ray.system.threads import handlers_kept
 from jobs.tutorial import Model, RandomDataset
@@ -295,9 +296,17 @@ def test_more_workers_than_the_cluster_can_ever_hold_fail_at_once(run: Run) -> N
     with pytest.raises(ClusterError, match=r"9 workers need 9 CPU .*has 8 CPU, room for 8 workers"):
         run("jobs/tutorial.yaml", workers=9)
     before = run("jobs/tutorial.yaml", workers=0, name="before")
-    with pytest.raises(ClusterError, match=r"2 workers need 2 CPU, 8 GPU .*has 8 CPU, 0 GPU, room for 0 workers"):
-        run("jobs/tutorial.yaml", workers=2, gpus_per_worker=4, name="before", overwrite=True)
+    no_gpus = r"has none, and no autoscaler that could add some; with gpus_per_worker: auto .* runs anywhere"
+    for gpus, workers in ((1, 2), (0.5, 1)):
+        asked = rf"^gpus_per_worker: each worker asks for {gpus} GPU, and the cluster {no_gpus}"
+        with pytest.raises(JobError, match=asked):
+            run("jobs/tutorial.yaml", workers=workers, gpus_per_worker=gpus, name="before", overwrite=True)
+        with pytest.raises(JobError, match=asked):
+            run("jobs/tutorial.yaml", workers=workers, gpus_per_worker=gpus, name="new")
+    with pytest.raises(JobError, match=r"^devices: cuda:0 is named, and torch finds no GPU on this machine"):
+        run("jobs/tutorial.yaml", workers=1, devices=["cuda:0"], name="named")
     assert dp_ray.load(before.run_dir) == before
+    assert not Path(before.run_dir, "../new").exists()
     assert time.monotonic() - started < 30, "it must not wait for what cannot come"
 
 
@@ -479,8 +488,13 @@ def users_own_ray(cluster: Cluster) -> Iterator[None]:
 
 @pytest.mark.ray
 def test_a_callers_own_ray_is_used_and_left_alone_and_what_other_jobs_hold_is_waited_for(
-    cluster: Cluster, tmp_path: Path, in_project: Path, capfd: pytest.CaptureFixture[str]
+    cluster: Cluster,
+    tmp_path: Path,
+    in_project: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(watchdog, "SAY_AFTER", (1.5, 60.0))
     with users_own_ray(cluster):
         holder = ray.remote(num_cpus=7)(Holder).remote()
         ray.get(holder.hold.remote())
@@ -492,7 +506,12 @@ def test_a_callers_own_ray_is_used_and_left_alone_and_what_other_jobs_hold_is_wa
         result = dp_ray.run("jobs/tutorial.yaml", storage=str(tmp_path), workers=2)
         release.join()
         assert ray.is_initialized()
-    assert "2 workers need 2 CPU; free are 1 CPU: waiting for other jobs to end" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "2 workers need 2 CPU; free are 1 CPU: waiting for other jobs to end" in told
+    lines = re.findall(r"waiting for workers, .*", told)
+    says = r"waiting for workers, [23] s so far: 0 of 2 are ready \(each needs 1 CPU\); "
+    assert len(lines) == 1
+    assert re.match(f"{says}free in the cluster are 1 of 8 CPU; now: starting Ray Train", lines[0]), lines
     assert result.rows == 100
     assert torch.allclose(result.outputs, tutorial_outputs(), atol=1e-6)
 
@@ -507,7 +526,9 @@ class Holder:
 def test_a_run_of_the_same_name_is_not_lost(in_project: Path, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"workers": 0, "storage": str(tmp_path), "name": "run", "quiet": True}
     first = dp_ray.run("jobs/tutorial.yaml", **keys)
-    with pytest.raises(JobError, match="holds this run, finished; give it another name"):
+    with pytest.raises(
+        JobError, match=r"holds this run, finished; load its result \(dp_ray.load\(.*give it another name"
+    ):
         dp_ray.run("jobs/tutorial.yaml", **keys)
     with pytest.raises(JobError, match="holds a run of a different job"):
         dp_ray.run("jobs/tutorial.yaml", **keys, batch_size=20)

@@ -84,6 +84,9 @@ stream.write(b"x" * {25 * MEGABYTE})
 
 def test_uploads_are_removed_from_one_folder_or_all_below_it(server: Server) -> None:
     storage = Storage(server.url("cut"))
+    storage.child("below").child("deep").write_text("x", "")
+    storage.write_text("a", "")
+    assert storage.entries() == {"a", "below"}
     for folder in (storage, storage.child("below"), Storage(server.url("cut-other"))):
         with pytest.raises(KeyboardInterrupt):
             fail(folder, 10)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from dp_ray.cluster.channel import Ask, Why
 from dp_ray.cluster.decisions import (
     GROW_AFTER_SECONDS,
-    SAY_SECONDS,
     SETTLE_SECONDS,
     Idle,
     LastCount,
@@ -72,9 +71,9 @@ def test_while_no_workers_run(snapshot: Idle, do: Resize, reason: ScalingReason,
     assert (decision.do, decision.reason, decision.num_workers) == (do, reason, workers)
 
 
-def test_what_is_waited_for_is_said_now_and_then() -> None:
-    assert decide_scaling(idle(1, 1, said=NOW - SAY_SECONDS), NOW).text == ""
-    few = decide_scaling(idle(1, 1, said=NOW - SAY_SECONDS - 1), NOW)
+def test_what_is_waited_for_is_said_once_in_a_wait() -> None:
+    assert decide_scaling(idle(1, 1, 40.0, said=NOW - 40), NOW).text == ""
+    few = decide_scaling(idle(1, 1, 5.0, said=NOW - 6), NOW)
     assert few.text == "2 workers need 2 CPU; 3 nodes have room for 1: waiting"
     held = decide_scaling(idle(1, 3, said=float("-inf")), NOW)
     assert held.text == "2 workers need 2 CPU; other jobs hold them: waiting"

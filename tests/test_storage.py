@@ -110,6 +110,16 @@ def test_names_are_those_of_whole_files_sorted(storage: Storage) -> None:
     assert storage.child("absent").names() == []
 
 
+def test_entries_are_files_and_folders_that_hold_files(storage: Storage) -> None:
+    assert storage.entries() == set()
+    deep = storage.child("kept").child("deep")
+    for folder in (deep, storage.child("empty")):
+        folder.create()
+    deep.write_text("x", "")
+    storage.write_text("a.json", "")
+    assert storage.entries() == {"a.json", "kept"}
+
+
 def test_a_folder_does_not_exist_as_a_file(storage: Storage) -> None:
     storage.child("folder").create()
     assert not storage.exists("folder") and not storage.exists("absent")

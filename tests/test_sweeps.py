@@ -135,7 +135,13 @@ def test_the_table_and_the_json_have_the_best_first(
         *[(1, 9.0, "done"), (2, 1.0, "done"), (3, 0.25, "done")]
     ]
     page = (runs / "job-sweep" / "report.html").read_text()
-    assert all(f"job-sweep-{number}" in page for number in (1, 2, 3)) and "model.args.x" in page
+    rows = re.findall(r"<tr( class=.best.)?><th scope=.row.>(\d)( <span[^>]*>best</span>)?</th>(.*?)</tr>", page)
+    assert [(bool(best), number, bool(mark)) for best, number, mark, _ in rows] == [
+        *[(True, "3", True), (False, "2", False), (False, "1", False)]
+    ]
+    cells = [re.findall(r"<td>(.*?)</td>", row[-1])[:3] for row in rows]
+    assert cells == [["3.5", "0.25", "done"], ["4", "1", "done"], ["0", "9", "done"]]
+    assert all(name in page for name in ("1: x 0<", "2: x 4<", "3: x 3.5<", "<h1>job-sweep</h1>", "model.args.x"))
 
 
 def test_json_has_no_number_that_is_not_finite(

@@ -120,6 +120,144 @@ def test_a_dict_for_a_model_of_keywords_gets_a_hint(tmp_path: Path) -> None:
         run(tmp_path, models.Transformerish(), models.Tokens())
 
 
+class Classifier(nn.Module):
+    """Takes keywords, and gives a loss beside its logits if it gets labels, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> dict[str, torch.Tensor]:
+        assert input_ids.size() == attention_mask.size()
+        lengths = attention_mask.sum(1, keepdim=True)
+        logits = self.head((self.embed(input_ids) * attention_mask[..., None]).sum(1) / lengths)
+        given = {} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
+        return {**given, "logits": logits}
+
+
+class Tokenized(models.Rows):
+    """Texts of several lengths as a tokenizer gives them, each with its label and a name."""
+
+    def __getitem__(self, index: int) -> Any:
+        ids = [(index * 7 + place) % 50 for place in range(3 + index % 4)]
+        return {"id": f"t{index}", "input_ids": ids, "attention_mask": [1] * len(ids), "labels": index % 3}
+
+
+def padded(items: list[Any]) -> dict[str, torch.Tensor]:
+    longest = max(len(item["input_ids"]) for item in items)
+    names = [name for name in ("input_ids", "attention_mask") if name in items[0]]
+    rows = {name: [item[name] + [0] * (longest - len(item[name])) for item in items] for name in names}
+    return {name: torch.tensor(one) for name, one in rows.items()} | {"labels": torch.tensor([0] * len(items))}
+
+
+LEARNS = {"task": "train", "optimizer": "torch.optim:SGD", "loss": "torch.nn:CrossEntropyLoss"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({}, r"model raised AttributeError: .* the model got one dict: .* call: kwargs; it got \{input_ids: int64"),
+        (
+            {"call": "kwargs"},
+            r"output 'loss' is a scalar per shard, .*, or keep the others alone: outputs\.keep: \[logits\]",
+        ),
+        ({"inputs": ["input_ids", "mask"]}, r"no 'mask'; the item has id, .*, labels before the collate"),
+        (
+            {"inputs": ["input_ids"]},
+            r"collate raised TypeError: .* got samples 0, 1, 2, of which inputs and target pick keys before the",
+        ),
+        ({"inputs": "first"}, r"\(inputs, target\), got a batch of a dict after the collate; leave inputs out"),
+        (
+            LEARNS,
+            r"a batch of a dict after the collate; name keys of its items.*\(it has input_ids, .*, labels\), which"
+            r" are picked before the collate; or write a step",
+        ),
+        (
+            {**LEARNS, "collate": "tests.test_user_mistakes:padded_pairs"},
+            r"model raised AttributeError: .* the model got one dict: .* call: kwargs; it got \{input_ids",
+        ),
+    ],
+)
+def test_the_ways_to_run_a_model_of_keywords_wrongly_lead_to_the_right_one(
+    tmp_path: Path, keys: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(Error, match=says):
+        run(tmp_path, Classifier(), Tokenized(9), **{"collate": padded, **keys})
+
+
+def padded_pairs(items: list[Any]) -> Any:
+    batch = padded(items)
+    return batch, batch.pop("labels")
+
+
+def test_a_model_of_keywords_predicts_with_its_ids(tmp_path: Path) -> None:
+    model, keys = Classifier().eval(), {"call": "kwargs", "outputs": {"keep": ["logits"], "carry": ["id"]}}
+    result = run(tmp_path, model, Tokenized(9), collate=padded, **keys)
+    alone = [model(**padded([Tokenized(9)[index]]))["logits"] for index in range(9)]
+    assert torch.allclose(result.outputs["logits"], torch.cat(alone), atol=1e-6)
+    assert list(result.carried["id"]) == [f"t{index}" for index in range(9)]
+
+
+def test_the_corrected_command_replaces_a_run_that_failed_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ModelError, match="set call: kwargs"):
+        run(tmp_path, Classifier(), Tokenized(9), collate=padded)
+    keys = {"call": "kwargs", "outputs": {"keep": ["logits"]}}
+    assert run(tmp_path, Classifier(), Tokenized(9), collate=padded, **keys, quiet=False).rows == 9
+    said = capsys.readouterr().err
+    assert said.count("run: replaces the run of this name, which had ended before it kept a step") == 1
+    with pytest.raises(JobError, match="holds a run of a different job"):
+        run(tmp_path, Classifier(), Tokenized(9), collate=padded, **keys, seed=3)
+
+
+class Forward(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from models.Rows(9).data
+
+
+class Drawn(models.Rows):
+    """Draws its rows by weights, as a DataLoader is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.sampler = torch.utils.data.WeightedRandomSampler([1.0] * 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            {"dataset": Forward()},
+            r"dataset: .*Forward lacks .*there is a Stream: \{target: 'dp_ray.data:Stream', args:",
+        ),
+        ({"dataset": iter([1])}, r"dataset: .* there is a Stream"),
+        ({"dataset": Drawn()}, r"dataset: its sampler would not be used; the job orders its samples by shuffle and"),
+        (
+            {"dataset": torch.utils.data.DataLoader(models.Rows(9))},
+            r"DataLoader lacks __getitem__; give the dataset that it loads. In place of its sampler",
+        ),
+        ({"dataset": [models.Rows(9), models.Rows(9)]}, r"dataset: is a list of 2 datasets, .* ConcatDataset"),
+        ({"dataset": [{"target": "a:b"}, "a:c"]}, r"dataset: is a list of 2 datasets, .* ConcatDataset"),
+        ({"eval": {"dataset": (models.Rows(9),)}}, r"eval.dataset: is a tuple of 1 datasets, .* ConcatDataset"),
+        ({"dataset": {"a": models.Rows(9), "b": models.Rows(9)}}, r"dataset: must be one target, got a dict of a, b"),
+        ({"optimizer": ["torch.optim:SGD", "torch.optim:SGD"]}, r"optimizer: is a list of 2, .* in optimizer.groups"),
+        ({"scheduler": ["torch.optim.lr_scheduler:StepLR"]}, r"scheduler: is a list; .* SequentialLR"),
+    ],
+)
+def test_what_is_not_supported_points_to_what_is_before_anything_starts(
+    tmp_path: Path, keys: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(JobError, match=says):
+        run(tmp_path, nn.Linear(5, 2), **{"dataset": models.Rows(9), **LEARNS, **keys})
+    assert not (tmp_path / "run").exists()
+
+
+def test_lists_of_samples_are_datasets_as_before(tmp_path: Path) -> None:
+    for samples in ([torch.ones(2), torch.ones(2)], ([1.0, 2.0], [3.0, 4.0])):
+        assert run(tmp_path, lambda: models.Doubler(), samples, call="one", overwrite=True).rows == 2
+
+
 class Prints(models.Rows):
     """Prints wherever it can."""
 

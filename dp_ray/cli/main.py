@@ -206,7 +206,7 @@ def verify(
         from dp_ray.driver.run import Options
         from dp_ray.driver.verify import verify as run_verify
 
-    options = Options(address=address, overwrite=True, quiet=quiet, verbose=verbose)
+    options = Options(address=address, overwrite=True, quiet=quiet, verbose=verbose, brief=True)
     verdict = run_verify(job, counts, options, tolerance)
     click.echo(verdict.to_json() if as_json else harmless(str(verdict)))
     sys.exit(0 if verdict.same else 1)

@@ -17,7 +17,7 @@ from dp_ray.errors import Error, error_report
 from dp_ray.job.files import load_job, parse_setting, parse_workers
 from dp_ray.job.job import Job
 from dp_ray.system.imports import collector_paused
-from dp_ray.system.threads import raise_put_off
+from dp_ray.system.threads import if_longer, raise_put_off
 from dp_ray.text import harmless
 
 
@@ -111,14 +111,15 @@ def begun(jobs: Sequence[Job], address: str | None, is_quiet: bool, is_verbose: 
         if len(jobs) > 1 or jobs[0].max_workers == 0:
             yield  # a session connects with the keys of all jobs
             return
-        from dp_ray.cluster.connect import connected_early, what_begins
+        from dp_ray.cluster.connect import AWAIT_SECONDS, connected_early, what_begins, what_is_awaited
 
         say_unless_quiet(f"{name}: {what_begins(address)}", is_quiet)
         with connected_early(jobs[0], address, is_verbose) as connection:
             with collector_paused():
                 from dp_ray.cluster import workers  # noqa: F401
             raise_put_off()
-            connection.wait()
+            with if_longer(AWAIT_SECONDS, lambda: say_unless_quiet(f"{name}: {what_is_awaited(address)}", is_quiet)):
+                connection.wait()
             yield
 
 

@@ -22,12 +22,12 @@ from dp_ray.cli.options import (
 )
 from dp_ray.errors import JobError
 from dp_ray.job.files import job_maker
-from dp_ray.sweeps.define import Definition, Mode, check_axes, chosen_metric, combinations, parse_axis
 from dp_ray.system.imports import collector_paused
 from dp_ray.text import harmless, json_text
 
 if TYPE_CHECKING:
     from dp_ray.storage import Storage
+    from dp_ray.sweeps.define import Definition, Mode
     from dp_ray.sweeps.record import Record
     from dp_ray.sweeps.run import Suggest
 
@@ -102,8 +102,10 @@ def _defined(
     name: str | None,
     storage: str | None,
     **_: Any,
-) -> Definition:
-    """The sweep that the command line defines; raises JobError that names the option or the key at fault."""
+) -> "Definition":
+    """Return the sweep that the command line defines; raise JobError that names the option or the key at fault."""
+    from dp_ray.sweeps.define import Definition, check_axes, chosen_metric, combinations, parse_axis
+
     axes = tuple(map(parse_axis, overs))
     overrides = overrides_of(workers, settings, storage=storage)
     check_axes(axes, overrides, search is not None)
@@ -127,7 +129,7 @@ def _defined(
     return replace(sweep, name=name or f"{first.run_name}-sweep", metric=metric, mode=mode)
 
 
-def _suggest(definition: Definition) -> "Suggest | None":
+def _suggest(definition: "Definition") -> "Suggest | None":
     """The function that draws the values of a trial of a search."""
     if definition.search is None:
         return None

@@ -32,10 +32,12 @@ from dp_ray.cluster.internals.core import (
 )
 from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.errors import ClusterError, Error, JobError
-from dp_ray.job.keys import WorkerKeys
+from dp_ray.job.keys import WorkerKeys, runs_anywhere
 from dp_ray.system.process import own_folder, short_folder, without_values
 from dp_ray.system.threads import handlers_kept
-from dp_ray.text import hide
+from dp_ray.text import counted, hide
+
+AWAIT_SECONDS = 10.0  # after which a line says that Ray is waited for
 
 
 @contextmanager
@@ -117,6 +119,13 @@ def what_begins(address: str | None) -> str:
         return "looking at the cluster"
     found = address_of(address)
     return f"connecting to Ray at {found}" if found else "starting Ray"
+
+
+def what_is_awaited(address: str | None) -> str:
+    """Return the line to show if Ray is not there after a while."""
+    if (found := address_of(address)) is None:
+        return "waiting for Ray to start on this machine"
+    return f"waiting for the Ray at {found} to answer"
 
 
 def ships_callers_code() -> bool:
@@ -214,16 +223,17 @@ def without_gpus(keys: WorkerKeys, each: Resources) -> str | None:
 def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
     """Return what the job must wait for, None if nothing.
 
-    Raises ClusterError if it can never fit, or JobError if `devices` names more GPUs than there can ever be.
+    Raises ClusterError if it can never fit, or JobError if it asks for GPUs that there can never be.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    need = f"{counted(keys.min_workers, 'worker')} {'needs' if keys.min_workers == 1 else 'need'}"
     if (capacity := _capacity(keys, each, nodes)) < keys.min_workers:
         says = (
-            f"{keys.min_workers} workers need {times(each, keys.min_workers)}{_on(keys.accelerator_type)} "
-            f"({text_of(each)} each, {keys.placement}); the cluster of {len(nodes)} nodes has "
-            f"{text_of(_total(nodes, each))}, room for {capacity} workers{_too_large(each, nodes)}"
+            f"{need} {times(each, keys.min_workers)}{_on(keys.accelerator_type)}{_split(keys, each)}; the cluster of "
+            f"{counted(len(nodes), 'node')} has {text_of(_total(nodes, each))}, room for "
+            f"{counted(capacity, 'worker')}{_too_large(each, nodes)}"
         )
-        advice = "ask for fewer workers, or for less for each"
+        advice = f"ask for {'fewer workers, or for ' if capacity else ''}less for each worker"
         if not autoscales():
             raise _misfit(keys, each, nodes, f"{says}, and no autoscaler that could add nodes; {advice}")
         if (types := node_types()) is not None:
@@ -237,10 +247,16 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
     lacking = {name for name, amount in each.items() if free.get(name, 0) < amount * keys.min_workers}
     if lacking:
         return (
-            f"{keys.min_workers} workers need {times(each, keys.min_workers)}; "
+            f"{need} {times(each, keys.min_workers)}; "
             f"free are {text_of({name: free.get(name, 0) for name in each})}: waiting for other jobs to end"
         )
     return None
+
+
+def is_this_machine_alone() -> bool:
+    """Return whether all workers will run on this machine."""
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return alive == [ray.get_runtime_context().get_node_id()] and not autoscales()
 
 
 def _capacity(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]]) -> int:
@@ -248,10 +264,19 @@ def _capacity(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]]) 
 
 
 def _misfit(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]], says: str) -> Error:
-    """Return the error of workers that can never fit; it names `devices` if the nodes have too few GPUs for those."""
+    """Return the error of workers that can never fit.
+
+    It names `devices` if those are why the nodes have too few GPUs, and `gpus_per_worker` if no node has any.
+    """
     gpus = {"GPU": each.get("GPU", 0)}
+    names = f"{', '.join(keys.devices or ())} {'is' if len(keys.devices or ()) == 1 else 'are'}"
+    own = f"devices: {names} of each worker's own GPUs"
+    if gpus["GPU"] and not any(node.get("GPU") for node in nodes):
+        asks = own if keys.own_gpus else f"gpus_per_worker: each worker asks for {text_of(gpus)}"
+        scaler = "its autoscaler adds none" if autoscales() else "no autoscaler that could add some"
+        return JobError(f"{asks}, and the cluster has none, and {scaler}; {runs_anywhere(gpus['GPU'])}")
     if keys.own_gpus and gpus["GPU"] and _capacity(keys, gpus, nodes) < keys.min_workers:
-        return JobError(f"devices: {', '.join(keys.devices or ())} are of each worker's own GPUs; {says}")
+        return JobError(f"{own}; {says}")
     return ClusterError(says)
 
 
@@ -299,6 +324,14 @@ def code_to_ship() -> dict[str, Any]:
 
 def _total(nodes: list[dict[str, float]], each: Resources) -> Resources:
     return {name: sum(node.get(name, 0) for node in nodes) for name in each}
+
+
+def _split(keys: WorkerKeys, each: Resources) -> str:
+    """Say what one of several workers needs, and how they are to be placed, if not as usual; in parentheses."""
+    parts = [f"{text_of(each)} each"] if keys.min_workers > 1 else []
+    if keys.placement != "PACK":
+        parts.append(keys.placement)
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _on(accelerator_type: str | None) -> str:

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from dp_ray.cluster.channel import Ask, Request, Why
 from dp_ray.monitor.messages import Ending, Interrupted, Waits, WorkerExit
 from dp_ray.rundir.incidents import IncidentKind
+from dp_ray.text import counted
 
 Resources = Mapping[str, float]
 
@@ -93,7 +94,6 @@ def text_of(resources: Resources) -> str:
 
 SETTLE_SECONDS = 3.0  # the capacity must stay the same for this long before workers start, or stop to grow
 GROW_AFTER_SECONDS = 10.0  # of running, before workers stop to grow: a restart costs time
-SAY_SECONDS = 30.0  # between two lines that say what the run waits for
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,16 @@ def _start_or_wait(idle: Idle, now: float) -> ScalingDecision:
 
 
 def _lack_capacity(idle: Idle, now: float) -> ScalingDecision:
-    """Wait for capacity and say so now and then; give up if the session had workers and no nodes came in time."""
+    """Wait for capacity, and give up if the session had workers and no nodes came in time.
+
+    A wait is said once here; the driver says more of a long one.
+    """
     wanted = idle.wanted
-    needs = f"{wanted.min_workers} workers need {times(wanted.each, wanted.min_workers)}"
+    need = f"{counted(wanted.min_workers, 'worker')} {'needs' if wanted.min_workers == 1 else 'need'}"
+    needs = f"{need} {times(wanted.each, wanted.min_workers)}"
     fits = idle.idle_capacity >= wanted.min_workers
-    who = "other jobs hold them" if fits else f"{idle.num_nodes} nodes have room for {idle.idle_capacity}"
+    nodes = f"{counted(idle.num_nodes, 'node')} {'has' if idle.num_nodes == 1 else 'have'}"
+    who = "other jobs hold them" if fits else f"{nodes} room for {idle.idle_capacity}"
     limit = wanted.capacity_seconds
     may_give_up = idle.has_started and not idle.autoscales and limit is not None
     if not fits and may_give_up and now - idle.waiting_since > (limit or 0.0):
@@ -249,7 +254,7 @@ def _lack_capacity(idle: Idle, now: float) -> ScalingDecision:
             text=f"{needs} ({text_of(wanted.each)} each); {who}, and no more came in {limit:g} s "
             "(timeouts.capacity); run the job again when there are more nodes, or with fewer workers: it resumes",
         )
-    text = f"{needs}; {who}: waiting" if now - idle.said > SAY_SECONDS else ""
+    text = f"{needs}; {who}: waiting" if idle.said < idle.waiting_since else ""
     return ScalingDecision(Resize.WAIT, ScalingReason.OTHERS_HOLD if fits else ScalingReason.TOO_FEW_NODES, text=text)
 
 
@@ -286,7 +291,7 @@ def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
     return ScalingDecision(
         Resize.ASK,
         ScalingReason.GROWTH,
-        request=Request(Ask.RESTART, Why.GROWTH, f"there is room for {capacity} workers"),
+        request=Request(Ask.RESTART, Why.GROWTH, f"there is room for {counted(capacity, 'worker')}"),
     )
 
 

@@ -30,7 +30,7 @@ from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-de
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
 from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
-from dp_ray.engine.model import free_memory
+from dp_ray.engine.model import check_machine, free_memory
 from dp_ray.engine.votes import NotFinite, StepControl, StopRequested
 from dp_ray.engine.world import CPU, Cause, World, error_of, failed_collective, form_group
 from dp_ray.errors import ClusterError, JobError, WorkerError, frames_of
@@ -163,8 +163,12 @@ def place(workers: int) -> World:
 
 
 def with_devices(world: World, job: Job) -> World:
-    """Return the world with the devices that the job names, else with as many GPUs as it takes, else with the CPU."""
+    """Return the world with the devices that the job names, else with as many GPUs as it takes, else with the CPU.
+
+    Raises JobError if the machine has no such device, or the worker too few GPUs of its own.
+    """
     if job.devices:
+        check_machine("devices", () if job.own_gpus else job.devices)
         devices = named_devices(job.devices, assigned_devices() if job.own_gpus else None)
     elif job.gpus_per_worker == 0:
         devices = [CPU]

@@ -22,30 +22,34 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, open_channel, receive
 from dp_ray.cluster.connect import (
+    AWAIT_SECONDS,
     check_fits,
     connected,
     is_connected,
+    is_this_machine_alone,
     what_begins,
+    what_is_awaited,
     without_gpus,
     worker_resources,
 )
-from dp_ray.cluster.decisions import Resources, WorkerDemand
+from dp_ray.cluster.decisions import Resources, WorkerDemand, text_of
 from dp_ray.cluster.fast_start import EarlyConnection
 from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
 from dp_ray.engine.clock import PARTS
+from dp_ray.engine.model import check_machine
 from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.attempts import NodeControl
-from dp_ray.monitor.console import Console, Progress
+from dp_ray.monitor.console import Progress
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.messages import WorkerReady, error_of
 from dp_ray.monitor.monitor import NO_METRIC, Monitor, listening
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import environment, own_folder
-from dp_ray.system.threads import repeated
+from dp_ray.system.threads import if_longer, repeated
 
 with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
     from ray.train import LoggingConfig, RunConfig, ScalingConfig
@@ -59,6 +63,7 @@ with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever
 
 
 CLOSE_SECONDS = 5.0
+LOOK_SECONDS = 1.0  # between two looks at whether workers are waited for
 LEAVE_SECONDS = 60.0  # more than Ray Train takes to start workers, and to end them
 
 Say = Callable[[str], None]
@@ -100,12 +105,14 @@ class Workers:
         )
         self._trainer.when_ended(monitor.end.has_come.set)
         packed = self._packed(job, claimed, rows, faults)
+        waits = repeated("waits", LOOK_SECONDS, lambda: monitor.waits.look(lambda: free_text(self.each)))
         try:
-            ray.get(self._channel.begin.remote(terms, packed))
-            import_module("ray.dag")  # while there is time: ray.shutdown would import it
-            gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.log.interruptions))
-            with gauges, listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
-                monitor.end.has_come.wait()
+            with waits:
+                ray.get(self._channel.begin.remote(terms, packed))
+                import_module("ray.dag")  # while there is time: ray.shutdown would import it
+                gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.log.interruptions))
+                with gauges, listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
+                    monitor.end.has_come.wait()
             if not self._trainer.has_ended:
                 ray.get(self._channel.finish.remote(self._number))
         except BaseException as error:
@@ -189,9 +196,10 @@ class OwnWorkers:
     Before a run with `shards: auto` goes a job that finds its shards.
     """
 
-    def __init__(self, address: str | None, verbose: bool) -> None:
+    def __init__(self, address: str | None, verbose: bool, say: Say) -> None:
         self._address = address
         self._verbose = verbose
+        self._say = say
         self._open = ExitStack()
         self._is_own: bool | None = None  # whether the connection is; None before there is one
         self._workers: Workers | None = None
@@ -208,7 +216,6 @@ class OwnWorkers:
         claimed: RunDir,
         rows: Mapping[str, int],
         monitor: Monitor,
-        console: Console,
         faults: tuple[Fault, ...],
     ) -> None:
         """Run a job to its end.
@@ -220,7 +227,7 @@ class OwnWorkers:
             if self._workers is None:
                 if self._is_own is None:  # else `check` has done it
                     check_can_be_shipped(job)
-                self._workers = self._start(job, monitor, console)
+                self._workers = self._start(job, monitor)
             else:
                 monitor.begin("waiting for the workers")
             self._workers.run(job, claimed, rows, monitor, faults, is_last=not job.finds_shards)
@@ -231,21 +238,22 @@ class OwnWorkers:
         """Connect; raises an Error if no Ray answers, or if the job can never run there."""
         check_can_be_shipped(job)
         self._connect(job)
-        check_fits(job, worker_resources(job))
+        check_can_run(job, worker_resources(job))
 
     def _connect(self, job: Job) -> bool:
         """Connect, if that is not done; return whether the connection ends with these workers."""
         if self._is_own is None:
             self._is_own = not is_connected()
-            self._open.enter_context(connected(job, self._address, self._verbose))
+            with if_longer(AWAIT_SECONDS, lambda: self._say(what_is_awaited(self._address))):
+                self._open.enter_context(connected(job, self._address, self._verbose))
         return self._is_own
 
-    def _start(self, job: Job, monitor: Monitor, console: Console) -> Workers:
+    def _start(self, job: Job, monitor: Monitor) -> Workers:
         if EarlyConnection.begun is None and self._is_own is None:  # else there is nothing to wait for
             monitor.begin(what_begins(self._address))
         is_own = self._connect(job)
         folder = self._open.enter_context(own_folder())
-        workers = start_workers(job, folder, is_own, self._verbose, console.say)
+        workers = start_workers(job, folder, is_own, self._verbose, self._say)
         self._open.callback(workers.close, 0 if is_own else CLOSE_SECONDS)  # an own connection ends them
         monitor.begin("starting Ray Train")
         return workers
@@ -261,11 +269,34 @@ def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, sa
     each = worker_resources(keys)
     if told := without_gpus(keys, each):
         say(told)
-    if waiting := check_fits(keys, each):
+    if waiting := check_can_run(keys, each):
         say(waiting)
     channel = open_channel(keys.max_workers)
     config = WorkerConfig(channel, is_own and not verbose, ray.get_runtime_context().get_node_id())
     return Workers(launch(keys, each, config, folder, is_own, verbose), channel, each, verbose)
+
+
+def check_can_run(keys: WorkerKeys, each: Resources) -> str | None:
+    """Return what workers must wait for, None if nothing; raise an Error if they can never run on this Ray.
+
+    GPUs that are named as the machine's can be looked for here if all workers will run on this machine.
+    """
+    if keys.devices and not keys.own_gpus and is_this_machine_alone():
+        check_machine("devices", keys.devices)
+    return check_fits(keys, each)
+
+
+def free_text(each: Resources) -> str:
+    """Say what a worker needs, and how much of it the cluster has free; as far as Ray answers."""
+    if not each:
+        return ""
+    needs = f" (each needs {text_of(each)})"
+    try:
+        free, there = ray.available_resources(), ray.cluster_resources()
+    except Exception as error:  # Ray's own of many types: the connection may end meanwhile
+        return f"{needs}; the cluster does not say what is free: {type(error).__name__}"
+    shares = ", ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in each)
+    return f"{needs}; free in the cluster are {shares}"
 
 
 def launch(

@@ -153,7 +153,7 @@ def _named_files(given: Sequence[str]) -> list[File | None]:
         folder = folders.get(path.parent)
         name = path.text.rpartition("/")[2]
         name = unquote(name) if path.is_url else name
-        if folder is None or name in ("", ".", "..", "~"):
+        if folder is None or name in ("", ".", "..") or path.text == "~":
             return None
         info = folder.fs.get_file_info(folder.file(name))
         return File(folder, name, info.size, str(info.mtime_ns or "")) if info.is_file else None

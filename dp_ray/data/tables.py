@@ -239,6 +239,9 @@ class Arrow(ColumnFiles):
                 raise pa.ArrowInvalid(
                     f"it holds {len(sizes)} record batches, its end tells {reader.num_record_batches}"
                 )
+            for number, rows in enumerate(sizes or ()):
+                if not rows and reader.get_batch(number).num_rows:  # nobody would read it
+                    raise pa.ArrowInvalid(f"record batch {number} has no rows by its head alone")
             stream.seek(FIRST_MESSAGE)
             if not pa.ipc.read_schema(stream).equals(reader.schema):
                 raise pa.ArrowInvalid("its columns at its beginning and at its end differ")

@@ -148,6 +148,11 @@ class JsonLines(TextTable):
     blank = b" \t\r\n"
 
     def _parse(self, text: bytes, schema: pa.Schema | None) -> pa.Table:
+        row = text.removeprefix(BOM).lstrip(self.blank)
+        if row.startswith(b"null"):  # with which pyarrow ends the process
+            raise pa.ArrowInvalid("the first row is null, and no object")
+        if row.startswith(BOM[:1]):  # pyarrow passes over a part of the mark
+            raise pa.ArrowInvalid("it begins with a byte that is not UTF-8")
         options = pajson.ParseOptions(
             explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer"
         )

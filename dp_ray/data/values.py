@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import pkgutil
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -282,12 +283,23 @@ def float_image(value: Any) -> torch.Tensor:
 
 
 def array(value: bytes) -> torch.Tensor:
-    """The array in the bytes of a NumPy file (.npy), without objects."""
-    return torch.from_numpy(np.load(io.BytesIO(value), allow_pickle=False))
+    """The array in the bytes of a NumPy file (.npy), without objects. Raises DataError for more bytes than it has."""
+    found = torch.from_numpy(np.load(stream := io.BytesIO(value), allow_pickle=False))
+    if more := len(value) - stream.tell():
+        raise DataError(f"its head tells of the shape {list(found.shape)}, behind which are {more} more bytes")
+    return found
 
 
 def tensors(value: bytes) -> Any:
-    """What the bytes of a file of torch.save hold: tensors and plain values, no other objects."""
+    """What the bytes of a file of torch.save hold: tensors and plain values, no other objects.
+
+    Raises DataError for a wrong checksum, which torch does not look at.
+    """
+    if zipfile.is_zipfile(io.BytesIO(value)):  # else the older form, which has none
+        with zipfile.ZipFile(io.BytesIO(value)) as records:
+            has_checksums = any(one.CRC for one in records.infolist())  # torch can be set to write zeros for them
+            if has_checksums and (wrong := records.testzip()) is not None:
+                raise DataError(f"is damaged: {wrong!r} in it has a wrong checksum")
     return torch.load(io.BytesIO(value), weights_only=True)
 
 

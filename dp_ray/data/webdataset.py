@@ -4,6 +4,7 @@ A folder of images as a map-style dataset, with a class for each folder in it or
 """
 
 import io
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from dp_ray.text import did_you_mean, listed, printable
 
 KEY = "__key__"
 READ_BYTES = 4 << 20
+RECORD = re.compile(rb"([1-9][0-9]{0,8}) ([^=\n]+)=")
 # What a block of zeros, and what the end of the file, is to Python's reader of headers.
 ENDS: tuple[type[Exception], ...] = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]
 
@@ -92,7 +94,10 @@ class WebDataset(Blocks[Stretch]):
 
 
 class _Member(tarfile.TarInfo):
-    """A member of an archive; Python's own class takes a damaged header for the end of the archive."""
+    """A member of an archive.
+
+    Python's own class takes a damaged header for the end of the archive, and of a damaged long name what it can read.
+    """
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> "_Member":
@@ -102,6 +107,38 @@ class _Member(tarfile.TarInfo):
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"the header at byte {tar.offset}: {error}") from None
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if check := LONG_NAMES.get(self.type):
+            at = tar.fileobj.tell()
+            text = tar.fileobj.read(self.size)
+            tar.fileobj.seek(at)
+            if len(text) < self.size or not check(text):
+                raise tarfile.HeaderError("the long name or the attributes behind it are damaged")
+        found: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]  # which Python has for subclasses
+        return found
+
+
+def _is_text(text: bytes) -> bool:
+    """Whether a long name of GNU's form is one text, with nothing behind the zero that ends it."""
+    return len(text) > 1 and text.find(b"\0") in (-1, len(text) - 1)
+
+
+def _are_records(text: bytes) -> bool:
+    """Whether attributes of the pax form are records, `LENGTH KEY=VALUE` and a newline, each of its length."""
+    at = 0
+    while match := RECORD.match(text, at):
+        at += int(match[1])
+        value = text[match.end() : at]
+        if not value.endswith(b"\n") or (match[2] == b"path" and b"\0" in value):
+            return False
+    return at == len(text)
+
+
+LONG_NAMES: dict[bytes, Callable[[bytes], bool]] = {
+    **dict.fromkeys((tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK), _is_text),
+    **dict.fromkeys((tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE), _are_records),
+}
 
 
 def _stretches(file: File) -> list[Stretch]:

@@ -19,6 +19,8 @@ def check_targets(job: Job) -> None:
             check_model(target)
         elif key == "optimizer":
             check_unbuilt(target)
+        elif key == "scheduler" and isinstance(target, list | tuple):
+            raise JobError("scheduler: is a list; give one, or a function of the optimizer with torch's SequentialLR")
         if isinstance(target, Target) and key in ("model", "eval.dataset"):
             bind(key, with_devices(target, ()) if key == "model" else target)
         elif isinstance(target, Target) and key in ("optimizer", "scheduler"):
@@ -31,8 +33,9 @@ def check_targets(job: Job) -> None:
             check_hook(key, target)
         elif isinstance(target, Target):
             resolve(key, target)
-    for name in (*(job.devices or ()), *([job.input_device] if job.input_device else ())):
-        try:
-            torch.device(name)
-        except RuntimeError as error:
-            raise JobError(f"devices: {name!r} is no device of torch: {error}") from None
+    for key, names in (("devices", job.devices), ("input_device", [job.input_device] if job.input_device else None)):
+        for name in names or ():
+            try:
+                torch.device(name)
+            except RuntimeError as error:
+                raise JobError(f"{key}: {name!r} is no device of torch: {error}") from None

@@ -36,7 +36,7 @@ from dp_ray.steps.times import (
     worker_splits,
 )
 from dp_ray.storage import Storage
-from dp_ray.text import hide, percent
+from dp_ray.text import counted, hide, percent
 
 TELLS_FROM = 5.0  # seconds of a run, from which on its last lines say where they went
 NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
@@ -71,8 +71,8 @@ def result_of(
         task=job.task,
         status=status,
         rows=split.rows_kept,
-        steps=split.steps,
-        epochs=split.epochs,
+        steps=split.epoch_steps,
+        epochs=split.epochs_begun,
         total_steps=split.total_steps,
         batch_size=job.batch_size,
         shards=job.num_shards,
@@ -141,10 +141,11 @@ def _time_values(
         table = read_step_times(claimed.storage, NEWEST_TIMES)
         facts = facts_of(job.describe(), None if claimed.is_resumed else outside, is_in_session)
         verdict = verdict_of(table, facts)
+        after_start = steady(table)
+        # The split is of the same steps as the verdict.
+        values |= {"time_split": time_split(after_start), "verdict": verdict and verdict.text}
         flops = monitor.task_messages.flops if monitor else None
-        values |= {"time_split": time_split(table), "verdict": verdict and verdict.text}
         if flops is not None:
-            after_start = steady(table)
             devices = max(1, job.num_devices * len(worker_splits(after_start)))
             mfu = utilization(flops, rows_per_second(after_start), devices)
             values |= {"flops_per_row": flops.per_row, "mfu": mfu}
@@ -190,9 +191,14 @@ def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
     return Interruption(IncidentKind.DRIVER, text, step)
 
 
-def summary_of(result: Result, is_resumed: bool) -> str:
-    """Return the last line of a run: `done, 1797 rows in 3.2 s, loss 0.1: runs/digits/weights.safetensors`."""
+def summary_of(result: Result, is_resumed: bool, is_cut_short: bool = False) -> str:
+    """Return the last line of a run: `done, 1797 rows in 3.2 s, loss 0.1: runs/digits/weights.safetensors`.
+
+    A training that `max_steps` cuts short has run steps, not its last epoch.
+    """
     rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
+    if is_cut_short:
+        rows = counted(result.total_steps, "step")
     where = result.outputs_path or result.weights_path
     if result.stopped_early is not None:
         rows = f"stopped early after {result.stopped_early['step']} of {result.total_steps} steps"

@@ -28,7 +28,7 @@ Weights = Literal["best", "last", "ema"]
 LEFT_OUT = (
     *("optimizer", "scheduler", "checkpoint", "grad_clip", "epochs", "max_steps", "shuffle", "drop_last"),
     *("early_stopping", "ema", "hooks"),
-    *("init_from", "storage", "env", "profile"),
+    *("init_from", "strict", "storage", "env", "profile"),
 )
 
 

@@ -7,8 +7,7 @@ import sys
 import threading
 from typing import Any
 
-import torch
-
+from dp_ray.engine.model import devices_here
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError
@@ -61,22 +60,6 @@ class DriverStepControl(StepControl):
         """Report the step that begins to the monitor."""
         with self.one_at_a_time:
             self._monitor.take(Started(HERE, 0, step))
-
-
-def devices_here(job: Job) -> tuple[torch.device, ...]:
-    """Return the devices that the job names, else as many GPUs as a worker takes, else the CPU.
-
-    Raises JobError if this machine has too few GPUs.
-    """
-    if job.devices:
-        return tuple(torch.device(name) for name in job.devices)
-    if not torch.cuda.is_available() or job.gpus_per_worker == 0:
-        if job.num_devices > 1:
-            raise JobError(f"gpus_per_worker: this machine has no GPUs, {job.num_devices} are wanted; set devices")
-        return (torch.device("cpu"),)
-    if (there := torch.cuda.device_count()) < job.num_devices:
-        raise JobError(f"gpus_per_worker: this machine has {there} GPUs, {job.num_devices} are wanted")
-    return tuple(torch.device("cuda", number) for number in range(job.num_devices))
 
 
 def with_own_model(job: Job) -> Job:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dp_ray.errors import JobError, StorageError
@@ -36,7 +36,19 @@ def plan_job(job: Job) -> Plan:
             from dp_ray.engine.model import plan_blocks
 
             plan = dataclasses.replace(plan, blocks=plan_blocks(job))
-        return plan
+        return dataclasses.replace(plan, remarks=(*plan.remarks, *_lacking(job)))
+
+
+def _lacking(job: Job) -> Iterator[str]:
+    """Yield a remark if the job is to run in this process, and asks for a GPU that this machine lacks."""
+    if job.max_workers > 0 or not (job.asks_for_gpus or gpu_number(job.input_device or "") is not None):
+        return
+    from dp_ray.engine.model import devices_here  # imports torch
+
+    try:
+        devices_here(job)
+    except JobError as error:
+        yield f"a run would not start: {error}"
 
 
 def _plan_of_resumed(asked: Job, rows: Mapping[str, int]) -> Plan:

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from dp_ray.driver.in_process import devices_here
+import torch
+
+from dp_ray.engine.model import devices_here
 from dp_ray.engine.world import World
 from dp_ray.errors import Error, JobError, StorageError, cause_of
 from dp_ray.job.errors import renamed
@@ -38,7 +40,7 @@ def replay(
     run = located(run_dir).guarded(_refuse)
     job = _job_kept(run, say)
     with contextlib.redirect_stdout(sys.stderr):
-        devices = devices_here(job)
+        job, devices = _placed(job)
         world = World(device=devices[0], all_devices=devices)
         workers = read_json(run, RESULT).get("workers", []) if run.exists(RESULT) else []
         types = {str(one["device"]).partition(":")[0] for one in workers}
@@ -106,6 +108,17 @@ def _check_can_run(kept: dict[str, Any]) -> None:
             "replay: fsdp.mixed_precision gathers parameters in other dtypes, as only FSDP on its workers does; its "
             "steps cannot be replayed"
         )
+
+
+def _placed(job: Job) -> tuple[Job, tuple[torch.device, ...]]:
+    """Return the job and its devices; if this machine lacks its single GPU, it runs on what is here instead."""
+    try:
+        return job, devices_here(job)
+    except JobError:
+        if job.num_devices > 1:
+            raise
+    job = job.model_copy(update={"devices": None, "gpus_per_worker": "auto", "input_device": None})
+    return job, devices_here(job)
 
 
 def _debug(again: Again, say: Callable[[str], None]) -> None:

@@ -12,16 +12,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dp_ray.cluster.ray_version import check_ray
 from dp_ray.driver.checks import check_targets
 from dp_ray.driver.finish import result_of, save_unfinished, summary_of, time_lines
 from dp_ray.driver.in_process import ONE_AT_A_TIME, run_in_process, with_own_model, with_own_objects
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
+from dp_ray.engine.model import devices_here
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
-from dp_ray.errors import Error, JobError, RunInterrupted, WorkerError, shorten
+from dp_ray.errors import Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
@@ -43,8 +44,11 @@ from dp_ray.rundir.claim import (
     check_ours,
     claim,
     held,
+    is_aside,
     keep_shards,
     last_end,
+    replacement_has_begun,
+    settle,
     stop_message,
     wait_until_free,
     with_full_init_from,
@@ -63,9 +67,9 @@ from dp_ray.steps.shapes import Seen, ShardSpan
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.system.threads import planned_stops, repeated
-from dp_ray.trackers.feed import RunTrackers
-from dp_ray.trackers.process import check_installed
-from dp_ray.trackers.tensorboard import TensorBoardWriter
+
+if TYPE_CHECKING:
+    from dp_ray.trackers.feed import RunTrackers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Options:
     quiet: bool = False
     verbose: bool = False
     resume: bool = False  # the caller says that the Python objects are those of the run
+    brief: bool = False  # the run is but a means to an end, so that its epochs need few lines; no flag
 
 
 def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Result:
@@ -97,7 +102,7 @@ def run(job: Job | str | os.PathLike[str] | None = None, /, **keys: Any) -> Resu
 
 def options_of(keys: dict[str, Any]) -> Options:
     """Take the options out of the keywords of `run`, and leave the job's keys."""
-    names = {field.name for field in dataclasses.fields(Options)}
+    names = {field.name for field in dataclasses.fields(Options)} - {"brief"}
     if not isinstance(keys.get("resume", False), bool):
         names.remove("resume")  # a path, as in other libraries: the job rejects that key with a hint
     return Options(**{name: keys.pop(name) for name in names & keys.keys()})
@@ -154,22 +159,29 @@ def execute(
     is to be resumed.
     """
     started = time.monotonic()
-    console = Console(job.run_name, options.quiet)
+    console = Console(job.run_name, options.quiet, options.brief)
     prepared = prepare(job, console, options.overwrite, options.inject)
     base = base_storage(prepared.job)
-    killed = wait_until_free(base.child(job.run_name), console.say)
+    run_dir = base.child(job.run_name)
+    killed = wait_until_free(run_dir, console.say)
+    if is_aside(run_dir):
+        console.say(f"{relative(str(run_dir))}: {settle(run_dir, bool(killed and killed.step))}")
+        prepared, killed = prepare(job, console, options.overwrite, options.inject), None
     if prepared.job.finds_shards and not options.overwrite:  # the driver before may have found the number meanwhile
         prepared = prepared.cut_as(with_shards_of_run(prepared.job, base))
     job, plan = prepared.job, prepared.plan
     again = reopen and functools.partial(reopen, plan.split)
-    with contextlib.ExitStack() as until_end:
+    with contextlib.ExitStack() as after_workers, contextlib.ExitStack() as until_end:
         runner = workers or _on_own_workers(job, options, console, until_end)
         claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, again)
+        if claimed.replaces:
+            console.say("replaces the run of this name, which had ended before it kept a step")
         if claimed.is_resumed and claimed.lengths:
             console.say(f"continues to step {plan.split.total_steps} ({claimed.lengths})")
         if claimed.is_resumed and (end := last_end(job, plan.split, claimed.storage, killed)):
             console.say(f"the last driver was {end.what}")
         execution = Execution(prepared, claimed, options, console, started, runner, workers is not None)
+        after_workers.callback(execution.end_replaced)
         until_end.enter_context(held(claimed, lambda: execution.steps_done))
         try:
             return execution.run()
@@ -180,7 +192,10 @@ def execute(
 def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
     """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
     job = job.for_task()
-    check_installed(job.trackers or ())
+    if job.trackers:
+        from dp_ray.trackers.process import check_installed
+
+        check_installed(job.trackers)
     faults = parse_faults(inject)
     if faults and job.max_workers == 0:
         raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
@@ -191,6 +206,8 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
     building = console.if_slow("building the dataset")
     with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
         check_targets(job)  # stdout is kept free of what user code prints
+        if job.max_workers == 0:
+            devices_here(job)
         plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
     if job.max_workers == 0:
         job = with_own_model(job)
@@ -200,20 +217,21 @@ def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "
 def _on_own_workers(job: Job, options: Options, console: Console, until_end: contextlib.ExitStack) -> RunOnWorkers:
     """Return a function that runs jobs on workers of its own, which the first job starts.
 
-    Raises an Error if a job that replaces another run has no Ray on which it could run: before that run is deleted.
+    Raises an Error if a job that replaces another run, or asks for GPUs, has no Ray on which it could run: before
+    anything is deleted or written.
     """
 
     @functools.cache
     def workers() -> Any:
         from dp_ray.cluster.workers import OwnWorkers  # imports Ray, which `workers: 0` does not need
 
-        return until_end.enter_context(OwnWorkers(options.address, options.verbose))
+        return until_end.enter_context(OwnWorkers(options.address, options.verbose, console.say))
 
     def on_ray(prepared: Prepared, claimed: RunDir, monitor: Monitor, console: Console) -> None:
         job, rows = prepared.job, prepared.plan.rows
-        workers().run(job, claimed, rows, monitor, console, prepared.faults)
+        workers().run(job, claimed, rows, monitor, prepared.faults)
 
-    if options.overwrite and job.max_workers > 0:
+    if (options.overwrite or job.asks_for_gpus) and job.max_workers > 0:
         with console.if_slow("looking for the cluster"):
             workers().check(job)
     return on_ray
@@ -234,7 +252,8 @@ class Execution:
     workers: RunOnWorkers
     is_in_session: bool
     monitor: Monitor | None = None
-    trackers: RunTrackers | None = None
+    trackers: "RunTrackers | None" = None
+    is_replaced_settled: bool = False  # whether the run that this one replaces is removed
 
     @property
     def steps_done(self) -> int:
@@ -257,14 +276,15 @@ class Execution:
             with (
                 planned_stops(self._ask_to_stop) as stop,
                 about,
-                repeated("stop requests", look_seconds, lambda: self._heed_request(stop)),
+                repeated("stop requests", look_seconds, lambda: self._look(stop)),
             ):
                 self._follow_workers()
                 check_ours(self.claimed)
                 self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
             job, split = self.prepared.job, self.prepared.plan.split
-            interrupted = RunInterrupted(stop_message(job, storage, split, self.options.overwrite))
+            is_new = self.options.overwrite and not self._is_undone
+            interrupted = RunInterrupted(stop_message(job, storage, split, is_new))
             self._keep_unfinished(interrupted)
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
@@ -298,7 +318,10 @@ class Execution:
     def _follow_workers(self) -> None:
         """Run the workers to their end, followed by a monitor."""
         job = self.prepared.job
-        self.trackers = RunTrackers(job, self.claimed.storage, self.console.say)
+        if job.trackers:
+            from dp_ray.trackers.feed import RunTrackers
+
+            self.trackers = RunTrackers(job, self.claimed.storage, self.console.say)
         with follow(self.prepared, self.claimed, self.console, self.options.shapes, self.trackers) as monitor:
             self.monitor = monitor
             if job.max_workers == 0:
@@ -310,8 +333,35 @@ class Execution:
     def _ask_to_stop(self, signal_name: str) -> bool:
         return self.monitor is not None and self.monitor.ask_to_stop(signal_name)
 
-    def _heed_request(self, stop: Callable[[], object]) -> None:
-        """Stop the run if `dp-ray stop` asks for it; asked twice, it stops after its step all the same."""
+    @property
+    def _is_replacing(self) -> bool:
+        """Whether the run that was here before still waits aside, to be put back or removed."""
+        return self.claimed.is_replacing and not self.is_replaced_settled
+
+    @property
+    def _is_undone(self) -> bool:
+        """Whether this run has not begun, so that the one that it replaces is put back at its end."""
+        return self._is_replacing and not self.steps_done and not replacement_has_begun(self.claimed.storage)
+
+    def _settle_replaced(self) -> None:
+        settle(self.claimed.storage, self.steps_done > 0)
+        self.is_replaced_settled = True
+
+    def end_replaced(self) -> None:
+        """Put the run that this one replaces back, if this one has not begun, or remove it."""
+        storage = self.claimed.storage
+        try:
+            if self._is_replacing:
+                check_ours(self.claimed)
+                self.console.say(f"{relative(str(storage))}: {settle(storage, self.steps_done > 0)}")
+        except StorageError as error:
+            self.console.say(str(error))
+
+    def _look(self, stop: Callable[[], object]) -> None:
+        """Stop the run if `dp-ray stop` asks for it; asked twice, it stops after its step all the same.
+
+        Once a step is done, remove the run that this one replaces.
+        """
         if by := take_request(self.claimed.storage, self.claimed.token):
             self.console.say(f"{by} asks to stop")
             planned = self.monitor.planned_stop if self.monitor else None
@@ -319,6 +369,8 @@ class Execution:
                 planned.asker = "dp-ray stop"
             if planned is None or not planned.is_asked:
                 stop()
+        if self.steps_done and self._is_replacing:
+            self._settle_replaced()
 
     def _import_page(self) -> None:
         """Once the workers run, import what the page needs: this process has little to do until they end."""
@@ -357,6 +409,8 @@ class Execution:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
         storage, result = self.claimed.storage, self._result()
         result.save(storage)  # the run is done: a crash after this line only leaves files that nothing needs
+        if self._is_replacing:
+            self._settle_replaced()
         folders = [PARTS, HISTORY, QUARANTINE, LINKS]
         names = [INCIDENTS, RECENT, PROGRESS, BEFORE_RETRY]
         if result.task != "predict" or result.quarantined == 0:  # else `dp-ray retry` needs them
@@ -369,7 +423,7 @@ class Execution:
         storage.remove_unfinished(recursive=True)
         for line in time_lines(result):
             self.console.say(line)
-        self.console.say(summary_of(result, self.claimed.is_resumed))
+        self.console.say(summary_of(result, self.claimed.is_resumed, self.prepared.plan.split.is_cut_short))
         self._end_trackers(result)
         return result
 
@@ -379,6 +433,8 @@ class Execution:
 
     def write_page(self) -> None:
         """Write the page of the run; a page that cannot be made has a line, and fails no run."""
+        if self._is_undone:
+            return
         try:
             # Not before: a run does not wait for this import at its start.
             from dp_ray.report.page import REPORT, write_page
@@ -391,7 +447,7 @@ class Execution:
 
 @contextmanager
 def follow(
-    prepared: Prepared, claimed: RunDir, console: Console, shapes: bool, trackers: RunTrackers
+    prepared: Prepared, claimed: RunDir, console: Console, shapes: bool, trackers: "RunTrackers | None"
 ) -> Iterator[Monitor]:
     """Follow a run with a monitor, which continues the reports and incidents of the run's earlier drivers.
 
@@ -401,9 +457,14 @@ def follow(
     error: BaseException | None = None
     reported = _reported(job, run)  # before the file that it reads is replaced
     with run.writing(SHAPES) as stream:
-        writers: list[Writer] = [RecentHistory(run), trackers]  # of the history's rows, besides the workers
+        writers: list[Writer] = []  # of the history's rows, besides the workers
         if job.trackers is None or "tensorboard" in job.trackers:
-            writers.insert(0, TensorBoardWriter(run))
+            from dp_ray.trackers.tensorboard import TensorBoardWriter
+
+            writers.append(TensorBoardWriter(run))
+        writers.append(RecentHistory(run))
+        if trackers is not None:
+            writers.append(trackers)
         monitor = Monitor(job, prepared.plan.split, ReportFile(stream), writers, console, shapes, claimed)
         monitor.shape_reports.restore(reported)
         try:

@@ -13,12 +13,14 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from dp_ray.cluster.connect import (
+    AWAIT_SECONDS,
     address_of,
     connected,
     is_connected,
     sessions_that_fit,
     ships_callers_code,
     what_begins,
+    what_is_awaited,
 )
 from dp_ray.cluster.decisions import Resources, text_of
 from dp_ray.cluster.ray_version import check_ray
@@ -35,6 +37,7 @@ from dp_ray.results.result import Result
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.imports import Sources
 from dp_ray.system.process import own_folder
+from dp_ray.system.threads import if_longer
 
 
 def session(
@@ -171,7 +174,8 @@ class Session:
         with ExitStack() as opening:
             all_workers = self._keys.max_workers * (self.at_a_time or 1)
             of_all = self._keys.model_copy(update={"workers": all_workers})
-            opening.enter_context(connected(of_all, self._address, self._verbose))
+            with if_longer(AWAIT_SECONDS, lambda: say(what_is_awaited(self._address))):
+                opening.enter_context(connected(of_all, self._address, self._verbose))
             if self.at_a_time != 1:
                 self.at_a_time = sessions_that_fit(self._keys, self.at_a_time)
                 # If several sessions run at a time, the others use this connection, which then stays.

@@ -28,6 +28,7 @@ from dp_ray.engine.items import Carrying, Plain
 from dp_ray.engine.user_code import said
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.samples import ReadRequest
+from dp_ray.text import hide
 
 SLOT = 8  # numbers that each process notes: its pid, since when it reads, how long it may, and what
 _SINCE, _SAMPLE = 1, 6
@@ -381,7 +382,8 @@ def bad_sample(index: int, error: BaseException) -> BadSample:
     cause = error.__cause__ if isinstance(error, Error) and error.__cause__ is not None else error
     message = str(cause if str(error).endswith(said("", cause)) else error)
     frames = "".join(traceback.format_exception(cause))
-    return BadSample(index, type(cause).__name__, message[:TEXT_LENGTH], frames[-TEXT_LENGTH:])
+    # What is hidden must be whole: of a secret that is cut, nobody knows that it is one.
+    return BadSample(index, type(cause).__name__, hide(message)[:TEXT_LENGTH], hide(frames)[-TEXT_LENGTH:])
 
 
 def form_of(item: Any) -> Form:
@@ -401,7 +403,7 @@ def form_of(item: Any) -> Form:
     if isinstance(item, int | float | np.generic | np.ndarray):
         return "number"
     if isinstance(item, Mapping):
-        return {str(key): form_of(item[key]) for key in item}
+        return {hide(str(key)): form_of(item[key]) for key in item}
     if isinstance(item, list | tuple):
         return [form_of(one) for one in item]
     return f"a {type(item).__qualname__}"

@@ -195,7 +195,7 @@ class Buffers(_Writable):
         self._built = frozenset(self._places)
         self._blocks = [(block, list(units)) for block, units in blocks]
         self._versions: list[int] = []
-        self._digests: dict[str, int] = {}
+        self._digests: dict[str, int] | None = None  # of the last `state`; the first one is called before any step
         self._changed: set[str] = set()  # non-persistent buffers
         self._start: Values = {}
         self._before: dict[str, torch.Tensor] = {}  # in early steps, the parameters
@@ -388,7 +388,7 @@ class Buffers(_Writable):
         lasting = _non_persistent(self._model)
         now = {name: one for name, one in self._now().items() if name in lasting and one is not None}
         digests = _digests({**now, **{name: local(one.detach()) for name, one in self._unseen().items()}})
-        before = self._digests or digests
+        before = digests if self._digests is None else self._digests
         written = [name for name in self._unseen() if before.get(name, digests[name]) != digests[name]]
         if written and not self._was_alone:
             raise ModelError(

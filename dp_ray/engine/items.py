@@ -40,7 +40,8 @@ class ItemKeys(NamedTuple):
     def pick(self, item: Any) -> Any:
         """The inputs, or the pair (inputs, target). Raises DataError if the item is no mapping or lacks a key."""
         if not isinstance(item, Mapping):
-            raise DataError(f"inputs and target name keys of an item, which must be a dict; got a {kind_of(item)}")
+            what = f"got a {kind_of(item)} before the collate"
+            raise DataError(f"inputs and target name keys of an item, which must be a dict; {what}")
         picked = self._of(item, self.inputs)
         return picked if self.target is None else (picked, self._of(item, self.target))
 
@@ -69,7 +70,9 @@ def value_of(item: Mapping[str, Any], key: str) -> Any:
         return item[key]
     except KeyError:
         there = [str(one) for one in item]
-        raise DataError(f"there is no {key!r}{did_you_mean(key, there)}; the item has {listed(there)}") from None
+        raise DataError(
+            f"there is no {key!r}{did_you_mean(key, there)}; the item has {listed(there)} before the collate"
+        ) from None
 
 
 def kind_of(item: Any) -> str:

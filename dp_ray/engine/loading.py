@@ -71,25 +71,35 @@ def loader_error(error: Error) -> LoaderError:
 
 
 def collated(
-    read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed: int | None, screen: Screen | None
+    read: tuple[ReadRequest, Any],
+    collate: Callable[[Any], Any],
+    seed: int | None,
+    screen: Screen | None,
+    picks: bool = False,
 ) -> Batch:
-    """Collate the samples that were read; with a `screen`, its Screened ones."""
+    """Collate the samples that were read; with a `screen`, its Screened ones.
+
+    `picks` says that `inputs` and `target` have picked keys of the items.
+    """
     wanted, items = read
     indices = np.asarray(wanted.indices, np.int64)
     if isinstance(items, LoaderError | Cut):
         return indices, items if isinstance(items, LoaderError) else items.batch
-    seeded = functools.partial(_collate_seeded, wanted, collate, seed)
+    seeded = functools.partial(_collate_seeded, wanted, collate, seed, picks)
     try:
         return indices, seeded(items) if screen is None else screen.collate(items, wanted.indices, seeded)
     except Error as error:
         return indices, loader_error(error)
 
 
-def _collate_seeded(wanted: ReadRequest, collate: Callable[[Any], Any], seed: int | None, items: Any) -> Any:
+def _collate_seeded(
+    wanted: ReadRequest, collate: Callable[[Any], Any], seed: int | None, picks: bool, items: Any
+) -> Any:
     """Collate samples; random numbers that the user's collate draws are keyed by the shard."""
     if seed is not None:
         seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
-    with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
+    note = ", of which inputs and target pick keys before the collate" * picks
+    with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}{note}", DataError):
         return collate(items)
 
 
@@ -427,7 +437,8 @@ def make_loader(
     collate = collate or collate_of(job)
     if samples.carry:
         collate = functools.partial(collate_carrying, collate, samples.carry)
-    collates = functools.partial(collated, collate=collate, seed=seed, screen=screen)
+    picks = item_keys(job) is not None
+    collates = functools.partial(collated, collate=collate, seed=seed, screen=screen, picks=picks)
     made: DataLoader[Any] = DataLoader(
         TimedReads(samples, getattr(samples.dataset, "take_seconds_ahead", None)),
         batch_sampler=IndexLists(order, pieces, look_ahead(order, samples.dataset, processes)),  # type: ignore[arg-type]

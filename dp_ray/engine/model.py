@@ -17,7 +17,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from dp_ray.engine.user_code import it_got
 from dp_ray.engine.world import Cause, World, broadcast, failed_collective, gathered, text_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Target, gpu_number
+from dp_ray.job.keys import Target, gpu_number, runs_anywhere
 from dp_ray.job.targets import build, check_gives, resolve
 from dp_ray.plan.costs import PlacedBlock
 from dp_ray.plan.split import balance, chunk_sizes
@@ -58,6 +58,46 @@ def building_on(given: Sequence[torch.device]) -> Iterator[None]:
         yield
     finally:
         _devices.reset(token)
+
+
+def num_gpus() -> int:
+    """How many GPUs torch finds on this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_machine(key: str, names: Sequence[str]) -> None:
+    """Raise JobError, which names the key, if one of these devices is a GPU that this machine does not have."""
+    for name in names:
+        number = gpu_number(name)
+        if number is not None and number >= (there := num_gpus()):
+            known = f": {listed(f'cuda:{one}' for one in range(there))}" if there else ""
+            raise JobError(f"{key}: {name} is named, and {gpus_found()}{known}; {runs_anywhere()}")
+
+
+def gpus_found() -> str:
+    """`torch finds 1 GPU on this machine`."""
+    there = num_gpus()
+    why = "" if there or torch.version.cuda or torch.version.hip else " (this torch is built without CUDA)"
+    return f"torch finds {counted(there, 'GPU') if there else 'no GPU'} on this machine{why}"
+
+
+def devices_here(job: Job) -> tuple[torch.device, ...]:
+    """The devices that the job names, else as many GPUs as it asks for; auto takes one if there is one, else the CPU.
+
+    Raises JobError if this machine lacks a GPU that the job asks for.
+    """
+    check_machine("input_device", [job.input_device] if job.input_device else [])
+    if job.devices:
+        check_machine("devices", job.devices)
+        return tuple(torch.device(name) for name in job.devices)
+    there, asked = num_gpus(), job.gpus_per_worker
+    if asked not in ("auto", 0) and there < job.num_devices:
+        raise JobError(
+            f"gpus_per_worker: {asked:g} is asked for, and {gpus_found()}; {runs_anywhere(job.num_devices)}"
+        )
+    if asked == 0 or there == 0:
+        return (torch.device("cpu"),)
+    return tuple(torch.device("cuda", number) for number in range(job.num_devices))
 
 
 def with_devices(model: Any, given: Sequence[torch.device]) -> Any:
@@ -488,6 +528,34 @@ def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of the module's state_dict, without its other values."""
     return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
+def other_sizes(own: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> dict[str, str]:
+    """The tensors of a model of which some weights have another size, each with both sizes in words."""
+    return {
+        name: f"{name} {list(weights[name].shape)} in place of {list(one.shape)}"
+        for name, one in own.items()
+        if hasattr(weights.get(name), "shape") and not is_lazy(one) and tuple(weights[name].shape) != tuple(one.shape)
+    }
+
+
+def misfits(missing: Sequence[str], unexpected: Sequence[str], sizes: Mapping[str, str]) -> str:
+    """How some weights and a model differ, in words: by the names that one of them lacks, and by sizes."""
+    kinds = {"missing": missing, "unexpected": unexpected, "of another size": list(sizes.values())}
+    return "".join(f"; {kind}: {listed(names)}" for kind, names in kinds.items() if names)
+
+
+def loaded_of(
+    where: str, own: Set[str], missing: Sequence[str], unexpected: Sequence[str], sizes: Mapping[str, str]
+) -> str:
+    """How many tensors of a model were loaded with `strict: false`, and which were not, in words.
+
+    Raises ModelError if none was.
+    """
+    told = misfits(missing, unexpected, sizes)
+    if own and not own - {*missing, *sizes}:
+        raise ModelError(f"the weights of {where} have no tensor that fits this model by name and size{told}")
+    return f"; loads {len(own) - len({*missing, *sizes} & own)} of {len(own)} tensors of the model{told}"
 
 
 def check_all_tensors(model: nn.Module) -> None:

@@ -106,6 +106,12 @@ def check_unbuilt(given: Any) -> None:
             "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
             "give a function of the parameters, like functools.partial(torch.optim.AdamW, lr=0.001)"
         )
+    if isinstance(given, list | tuple):
+        raise JobError(
+            f"optimizer: is a {type(given).__qualname__} of {len(given)}, and a job has one; give parts of the model "
+            "args of their own in optimizer.groups, like [{match: head, args: {lr: 0.01}}]; a loop with several "
+            "optimizers, as of a GAN, is not supported"
+        )
 
 
 def check_optimizer(found: Any) -> None:

@@ -8,7 +8,7 @@ All of this happens on the device. What is left out is never copied from there.
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,6 +23,7 @@ from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evalua
 from dp_ray.engine.quarantine import Real, as_planned
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.sharded.rounds import Passes
+from dp_ray.engine.step import keywords_told
 from dp_ray.engine.user_code import at, it_got, loaded, place, raising
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
@@ -263,9 +264,7 @@ def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard, clock: Step
     """The model's outputs; what follows in the step is about them."""
 
     def hint(error: BaseException) -> str:
-        mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
-        one_dict = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
-        return one_dict * mistaken + (mixed_devices(model, error) or it_got(inputs))
+        return keywords_told(model, inputs, call, error) + (mixed_devices(model, error) or it_got(inputs))
 
     with raising(f"{place(shard)}: model", hint):
         outputs = call_model(model, inputs, call)

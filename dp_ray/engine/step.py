@@ -23,14 +23,14 @@ from torch.nn.modules.loss import _Loss
 
 from dp_ray.engine.model import call_model, mixed_devices, shapes_told
 from dp_ray.engine.random import preserved
-from dp_ray.engine.user_code import got, it_got, one_row_told, raising, shards_told
+from dp_ray.engine.user_code import OF_SHARDS, got, it_got, one_row_told, raising, shards_told
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, bound, resolve
 from dp_ray.plan.split import Shard
-from dp_ray.tensors.files import moved
+from dp_ray.tensors.files import is_sharded, moved
 from dp_ray.tensors.scatter import cut, gather, num_rows, rows_dim, scatter
 from dp_ray.tensors.tree import flatten, map_leaves
 from dp_ray.text import listed
@@ -48,12 +48,14 @@ class Weighted(NamedTuple):
 def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     """The sum and weight of what a loss or metric returned for a shard of `rows` rows; `what` names it in errors.
 
-    Raises ModelError if it is one number for the whole shard, whose weight in the batch is unknown. Raises
-    ModelError if its size does not match the rows: it has fewer elements, or no dimension is `rows` long and the
-    first one is no multiple of `rows`.
+    Raises ModelError if it is computed from shards of parameters (strategy: fsdp), or if it is one number for the
+    whole shard, whose weight in the batch is unknown. Raises ModelError if its size does not match the rows: it has
+    fewer elements, or no dimension is `rows` long and the first one is no multiple of `rows`.
     """
     if isinstance(value, Weighted):
         return value
+    if any(map(is_sharded, value if isinstance(value, tuple | list) else [value])):
+        raise ModelError(f"{what} returned a tensor of shards{OF_SHARDS}")
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value
         if _is_number(total) and _is_number(weight):
@@ -343,13 +345,13 @@ def check_pair(job: Job, batch: Any) -> None:
     """Raise DataError if the task, or `inputs: first`, needs pairs (inputs, target) and the batch is not one."""
     if job.task != "predict" and not _is_pair(batch):
         raise DataError(
-            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}; "
-            f"{_pairs_of(batch)}{STEP}"
+            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}"
+            f"{_after(job)}; {_pairs_of(batch)}{STEP}"
         )
     if job.gives_first and not (isinstance(batch, tuple | list) and batch):
         raise DataError(
-            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_described(batch)}; leave "
-            "inputs out, and for a dict whose keys are the model's arguments set call: kwargs"
+            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_described(batch)}"
+            f"{_after(job)}; leave inputs out, and for a dict whose keys are the model's arguments set call: kwargs"
         )
 
 
@@ -411,10 +413,30 @@ def positional_arguments(model: nn.Module) -> tuple[int, float]:
 def _pairs_of(batch: Any) -> str:
     """How such a batch's items become pairs."""
     if isinstance(batch, Mapping):
-        return f"name keys of its items, like inputs: [x] and target: y (it has {listed(batch)}); or "
+        there = f"(it has {listed(batch)}), which are picked before the collate"
+        return f"name keys of its items, like inputs: [x] and target: y {there}; or "
     if isinstance(batch, tuple | list) and len(batch) > 2:
         return "a model of several inputs takes items like ((a, b), target); or "
     return ""
+
+
+def keywords_told(model: nn.Module, inputs: Any, call: str, error: BaseException) -> str:
+    """A hint if a model got one dict, and its forward takes the keys as keywords or fails on a dict; else empty."""
+    if call not in ("auto", "one") or not isinstance(inputs, Mapping):
+        return ""
+    try:
+        names = set(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):  # a C function may have no signature
+        names = set()
+    is_of_dict = f"{type(inputs).__qualname__!r} object" in str(error)
+    if not (isinstance(error, TypeError) or is_of_dict or names & inputs.keys()):
+        return ""
+    return "; the model got one dict: to pass its keys as keywords, set call: kwargs"
+
+
+def _after(job: Job) -> str:
+    """Where a batch of another form comes from, if not from the items alone."""
+    return "" if job.collate is None else " after the collate"
 
 
 def _described(batch: Any) -> str:
@@ -460,7 +482,12 @@ def build_step(job: Job, world: World) -> Step:
 
     def plain_step(model: nn.Module, batch: Any) -> StepOutput:
         inputs, target = model_inputs(job, batch), batch[1]
-        with raising("model", lambda error: told(model, error) or one_row_told(error) or it_got(inputs)):
+
+        def hint(error: BaseException) -> str:
+            known = told(model, error) or one_row_told(error)
+            return known or keywords_told(model, inputs, job.call, error) + it_got(inputs)
+
+        with raising("model", hint):
             outputs = call_model(model, inputs, job.call)
         if has_several:
             target = beside(outputs, target)

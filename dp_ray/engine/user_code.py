@@ -118,14 +118,17 @@ def one_row_told(error: BaseException) -> str:
     return "; this shard has one row: choose batch_size and shards so that each has two"
 
 
+OF_SHARDS = (
+    "; with strategy: fsdp the parameters of a block are whole only while the block runs, and shards (DTensors) "
+    "elsewhere: compute with them in the forward of a module that fsdp.blocks names, or take strategy: ddp"
+)
+
+
 def shards_told(error: BaseException) -> str:
     """A hint where code meets the shards of parameters; else empty."""
     if not any(one in str(error) for one in ("DTensor", "tensor subclass", "Sharding propagation")):
         return ""
-    return (
-        "; with strategy: fsdp the parameters of a block are whole only while the block runs, and shards (DTensors) "
-        "elsewhere: compute with them in the forward of a module that fsdp.blocks names, or take strategy: ddp"
-    )
+    return OF_SHARDS
 
 
 def it_got(inputs: Any) -> str:

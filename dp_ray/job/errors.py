@@ -31,6 +31,10 @@ from dp_ray.job.keys import (
 )
 from dp_ray.text import did_you_mean, hide
 
+SAMPLER = (
+    "dataset: the job orders its samples by shuffle and seed; to draw some more often, name them several times in "
+    "torch's Subset (docs/recipes.md)"
+)
 # Each entry: the answer, which begins with dp_ray's key, and the names for it elsewhere.
 _TOP = (
     (
@@ -57,7 +61,12 @@ _TOP = (
     ("optimizer.args.momentum", "momentum"),
     ("optimizer.args.betas", "betas adam_betas"),
     ("optimizer.groups", "param_groups parameter_groups"),
-    ("optimizer", "optim optimiser optimizers"),
+    ("optimizer", "optim optimiser"),
+    (
+        "optimizer: a job has one, with optimizer.groups for parts of the model; several, as of a GAN, are not "
+        "supported",
+        "optimizers",
+    ),
     (
         "scheduler: a target that is called with the optimizer, like 'torch.optim.lr_scheduler:OneCycleLR', or "
         "{warmup: 0.05, shape: cosine}",
@@ -86,6 +95,7 @@ _TOP = (
         "resume resume_from resume_from_checkpoint resume_training ckpt ckpt_path checkpoint_path load load_from "
         "load_checkpoint pretrained pretrained_weights weights init_weights state_dict",
     ),
+    ("strict: false loads what fits of init_from", "strict_loading load_strict ignore_mismatched_sizes"),
     (
         "strategy: fsdp shards a model over the workers; that workers share each batch needs no key",
         "backend ddp deepspeed zero distributed dist distributed_backend parallel data_parallel",
@@ -108,6 +118,18 @@ _TOP = (
     ("loss", "criterion loss_fn loss_func loss_function objective"),
     ("step", "training_step train_step"),
     ("metrics", "metric compute_metrics"),
+    (
+        "dataset: a job has one; join several by torch's ConcatDataset, or mix them in a class of your own "
+        "(docs/recipes.md)",
+        "datasets mixture mixtures mix mixing interleave data_mix data_mixture dataset_weights mixing_weights",
+    ),
+    (SAMPLER, "sampler batch_sampler train_sampler weighted_sampler sample_weights"),
+    ("loss.args.weight: a number for each class", "class_weight class_weights"),
+    (
+        "model: a function that builds the model with its adapters, by peft or by hand; parameters that require no "
+        "gradient are not trained (docs/recipes.md)",
+        "lora lora_config lora_r lora_rank lora_alpha use_lora qlora peft peft_config use_peft adapter adapters",
+    ),
     ("dataset", "data train_dataset train_data training_data train train_dataloader train_loader dataloader"),
     ("model", "net network module model_name model_name_or_path"),
     ("inputs", "input input_keys input_columns"),
@@ -167,6 +189,7 @@ _NESTED = (
     ("shuffle", "loader.shuffle"),
     ("drop_last", "loader.drop_last"),
     ("collate", "loader.collate_fn loader.collate"),
+    (SAMPLER, "loader.sampler loader.batch_sampler"),
     ("checkpoint.every_steps", "checkpoint.save_steps checkpoint.every checkpoint.interval checkpoint.every_n_steps"),
     ("checkpoint.keep", "checkpoint.save_top_k checkpoint.save_total_limit checkpoint.num_to_keep"),
     ("checkpoint.best", "checkpoint.monitor checkpoint.metric checkpoint.save_best"),

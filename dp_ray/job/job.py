@@ -18,7 +18,7 @@ from dp_ray.errors import JobError
 from dp_ray.job.errors import explain
 from dp_ray.job.keys import JobKeys, Scheduler, ShuffleBlocks, Target, describe_target, with_args
 from dp_ray.plan.costs import profiled_of
-from dp_ray.text import hide, hide_in, hide_in_as_before
+from dp_ray.text import counted, hide, hide_in, hide_in_as_before
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # The columns that every history has; each metric adds one of its own name.
@@ -221,7 +221,8 @@ class Job(MeasuringKeys):
         if wanted.rank is None and self.task != "train":
             yield f"profile: only the workers of a training know which is slowest; name a rank, got {self.profile!r}"
         elif (wanted.rank or 0) >= max(1, self.max_workers):
-            yield f"profile: the job has {max(1, self.max_workers)} workers, ranks from 0; got {self.profile!r}"
+            has = f"the job has {counted(max(1, self.max_workers), 'worker')}, ranks from 0"
+            yield f"profile: {has}; got {self.profile!r}"
 
     @property
     def gives_first(self) -> bool:
@@ -359,7 +360,7 @@ class Job(MeasuringKeys):
         kept |= {"inputs": "first" if self.gives_first else self.inputs, "shuffle": self._shuffled}
         kept["skip"] = self.skipped or None
         del kept["order"]  # which is_shuffled tells
-        kept = {key: value for key, value in kept.items() if (key, value) not in _AS_BEFORE}
+        kept = {key: value for key, value in kept.items() if (key, value) not in AS_BEFORE}
         del kept["on_error"]  # a run may be resumed with another limit, or with the first one
         if self.on_error is not None and self.on_error.finite:
             kept["finite"] = True
@@ -394,8 +395,8 @@ def that_count(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LEFT_OUT = Job.CANNOT_CHANGE_THE_RESULT
-# Keys that earlier versions did not have.
-_AS_BEFORE: tuple[tuple[str, Any], ...] = (
+# Keys that earlier versions did not have, each with the value that their runs have.
+AS_BEFORE: tuple[tuple[str, Any], ...] = (
     *(("target", None), ("skip", None), ("outputs", {})),
-    *(("early_stopping", None), ("ema", None)),
+    *(("early_stopping", None), ("ema", None), ("strict", True)),
 )

@@ -314,6 +314,8 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
         """Make text, a mapping, a class or a function a target; leave other objects as they are."""
         if isinstance(value, str) or _is_called(value):
             return cls(target=value)
+        if isinstance(value, Mapping) and _are_targets(value):
+            raise ValueError(f"must be one target, got a {type(value).__qualname__} of {', '.join(map(str, value))}")
         if isinstance(value, Mapping):
             return cls.model_validate(dict(value))
         if value is None or isinstance(value, int | float):
@@ -321,6 +323,13 @@ def target_parser(cls: type[Target]) -> BeforeValidator:
         return value
 
     return BeforeValidator(parse, json_schema_input_type=Annotated[str, Field(pattern=f"^{TARGET.pattern}$")] | cls)
+
+
+def _are_targets(values: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is no target, but holds several by names of its own."""
+    named = [one.get("target") if isinstance(one, Mapping) else one for one in values.values()]
+    told = [TARGET.fullmatch(one) if isinstance(one, str) else hasattr(one, "__len__") for one in named]
+    return len(values) > 1 and "target" not in values and all(told) and "args" not in values
 
 
 Targeted = Annotated[Any, target_parser(Target)]
@@ -817,6 +826,13 @@ class WorkerKeys(Strict):
         return self.workers.max if isinstance(self.workers, Elastic) else self.workers
 
     @property
+    def asks_for_gpus(self) -> bool:
+        """Whether the job names GPUs or their number, so that it does not run where there are none."""
+        return self.gpus_per_worker not in ("auto", 0) or any(
+            gpu_number(one) is not None for one in self.devices or ()
+        )
+
+    @property
     def own_gpus(self) -> int:
         """How many GPUs of its own each worker needs for its `devices`; 0 if a worker is alone on its node.
 
@@ -825,6 +841,13 @@ class WorkerKeys(Strict):
         if self.max_workers < 2 or self.placement == "STRICT_SPREAD":
             return 0
         return max((number + 1 for number in map(gpu_number, self.devices or ()) if number is not None), default=0)
+
+
+def runs_anywhere(gpus: float = 1) -> str:
+    """How to change a job that asks for GPUs where there are too few."""
+    if gpus > 1:
+        return "to try the model without them, set devices: [cpu, cpu], a device for each, and no gpus_per_worker"
+    return "with gpus_per_worker: auto and no devices the same file runs anywhere, and takes GPUs where there are any"
 
 
 def gpu_number(device: str) -> int | None:
@@ -968,9 +991,9 @@ class JobKeys(WorkerKeys, WorkKeys):
     )
     find_unused_parameters: Literal["auto"] | bool = Field(
         default="auto",
-        description="Whether the model may leave parameters unused. auto: with several workers, each looks once: it "
-        "runs its first shard twice, and restores the model; what else a forward changes, it changes twice. Set "
-        "true if the parameters that it uses change from step to step. With `strategy: fsdp`, auto looks every time.",
+        description="Whether the model may leave parameters unused. auto: each of several workers runs its first "
+        "shard twice to find out, and then restores the model. Other state that a forward changes is changed twice. "
+        "true: if other parameters are used from step to step. With `strategy: fsdp`, auto looks in each step.",
     )
     bitwise: bool = Field(
         default=False,
@@ -984,6 +1007,11 @@ class JobKeys(WorkerKeys, WorkKeys):
         default=None,
         description="Start from a weights file (`.safetensors`, `.pt`), a run directory or a checkpoint. From "
         "Python, a Result too.",
+    )
+    strict: bool = Field(
+        default=True,
+        description="Whether `init_from` must have all of the model's weights and no others, as in torch's "
+        "`load_state_dict`. false: load those that fit by name and size. A line names the others.",
     )
 
     input_device: str | None = Field(

@@ -13,8 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from dp_ray.errors import DataError, Error, JobError
+from dp_ray.job.errors import SAMPLER
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Target
+from dp_ray.job.keys import TARGET, Target
 from dp_ray.plan.order import derive_seed
 from dp_ray.system.process import importing_from_here
 from dp_ray.text import did_you_mean, listed
@@ -62,10 +63,22 @@ def _makes_functions(found: Any) -> bool:
 def build_dataset(job: Job, key: str = "dataset") -> Any:
     """The job's dataset; raises JobError if it is not map-style, and DataError if it is empty or has no length."""
     dataset = build(key, job.dataset)
+    if isinstance(dataset, list | tuple) and dataset and all(map(_is_dataset, dataset)):
+        raise JobError(
+            f"{key}: is a {type(dataset).__qualname__} of {len(dataset)} datasets, and a job has one; give a "
+            "function that joins them by torch's ConcatDataset, or a class that mixes them (docs/recipes.md)"
+        )
     lacking = [name for name in ("__len__", "__getitem__") if not _has(dataset, name)]
     if lacking:
         kind = type(dataset).__qualname__
-        advice = "; give the dataset that it loads" if kind == "DataLoader" else ""
+        advice = ""
+        if kind == "DataLoader":
+            advice = f"; give the dataset that it loads. In place of its sampler: {SAMPLER}"
+        elif hasattr(dataset, "__iter__"):
+            advice = (
+                "; for what can only be read forward there is a Stream: {target: 'dp_ray.data:Stream', args: "
+                "{iterable: 'module:function', rows: N}} (docs/data.md)"
+            )
         raise JobError(
             f"{key}: must be map-style, with __len__ and __getitem__; {kind} lacks {' and '.join(lacking)}{advice}"
         )
@@ -80,7 +93,24 @@ def build_dataset(job: Job, key: str = "dataset") -> Any:
         raise JobError(f"{shuffles}: a {type(dataset).__qualname__} is read in its own order; leave {shuffles} out")
     if isinstance(dataset, dict) and all(isinstance(name, str) for name in dataset):
         raise JobError(f"{key}: {_several(dataset)}")
+    for name in ("sampler", "batch_sampler"):
+        if _is_torchs("Sampler", getattr(dataset, name, None)):
+            raise JobError(f"{key}: its {name} would not be used; {SAMPLER.removeprefix('dataset: ')}")
     return dataset
+
+
+def _is_dataset(one: Any) -> bool:
+    """Whether an item of a list is no sample but a dataset, or what names one."""
+    named = one.get("target") if isinstance(one, Mapping) else one
+    if isinstance(named, str):
+        return TARGET.fullmatch(named) is not None
+    return _is_torchs("Dataset", one) or type(one).__module__.startswith("datasets.")
+
+
+def _is_torchs(name: str, one: Any) -> bool:
+    """Whether an object is one of a class of torch.utils.data, which is not imported for that: it takes seconds."""
+    found = getattr(sys.modules.get("torch.utils.data"), name, None)
+    return found is not None and isinstance(one, found)
 
 
 def _several(datasets: dict[str, Any]) -> str:

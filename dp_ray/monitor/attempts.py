@@ -1,4 +1,4 @@
-"""What a driver knows of its workers: the attempts, their end, hangs, incidents, and a stop that the user asks for.
+"""What a driver knows of its workers: attempts, waits for them, their end, hangs, incidents, and the user's stop.
 
 An attempt begins when all of its workers are ready. The driver follows the newest one only.
 """
@@ -6,12 +6,13 @@ An attempt begins when all of its workers are ready. The driver follows the newe
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dp_ray.errors import StorageError, WorkerError
-from dp_ray.monitor.console import Console
+from dp_ray.job.job import Job
+from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.messages import Finished, GaveUp, Interrupted, Shapes, WorkerReady
 from dp_ray.monitor.watchdog import Hang, Watchdog
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
@@ -30,7 +31,9 @@ class Attempts:
 
     def __init__(self) -> None:
         self.begun: list[Attempt] = []
+        self.is_awaited = True  # whether no attempt has all of its workers
         self._current: str | None = None
+        self._newest: str | None = None  # the attempt whose worker was the last to become ready
         self._stepping: set[str] = set()  # attempts of which a worker has begun a step
         self._gathering: dict[str, dict[int, WorkerReady]] = {}  # ready workers, by attempt and rank
         self._early: dict[str, list[Shapes]] = {}
@@ -39,13 +42,25 @@ class Attempts:
     def take(self, worker: WorkerReady) -> tuple[WorkerReady, ...]:
         """Add a ready worker; return all of its attempt's workers if it is the last one, else none."""
         here = self._gathering.setdefault(worker.attempt, {})
+        self._newest = worker.attempt
         here[worker.world.rank] = worker
         if len(here) < worker.world.world_size:
             return ()
         workers = tuple(here[rank] for rank in sorted(here))
         self.begun.append(Attempt(workers))
         self._current = worker.attempt
+        self.is_awaited = False
         return workers
+
+    def interrupt(self) -> None:
+        """Note that the newest attempt has ended, so that the next one's workers are waited for."""
+        self.is_awaited = True
+        self._newest = None
+
+    @property
+    def num_ready(self) -> int:
+        """The number of workers of the attempt to come that are ready."""
+        return len(self._gathering[self._newest]) if self._newest is not None else 0
 
     def is_current(self, attempt: str) -> bool:
         """Return whether this is the newest attempt that has begun."""
@@ -80,6 +95,41 @@ class Attempts:
         self._finished.setdefault(message.attempt, {})[message.rank] = message
         here = self._finished.get(self._current or "", {})
         return tuple(here.values()) if self.begun and len(here) == len(self.begun[-1].workers) else ()
+
+
+SAY_AFTER = (10.0, 60.0, 300.0)  # seconds of a wait; from then on every REPEAT_SECONDS
+REPEAT_SECONDS = 600.0
+
+
+class LongWaits:
+    """Counts the seconds of each wait for workers, and says a line of a long one."""
+
+    def __init__(self, job: Job, attempts: Attempts, progress: Progress, say: Callable[[str], None]) -> None:
+        least, most = job.min_workers, job.max_workers
+        self._workers = f"{most}" if least == most else f"{least} to {most}"
+        self._attempts = attempts
+        self._progress = progress
+        self._say = say
+        self._since: float | None = None
+        self._lines = 0
+
+    def look(self, cluster: Callable[[], str]) -> None:
+        """Say a line if the wait has become that long; `cluster` says what the workers need, and what is free.
+
+        Another thread than the one that feeds the monitor may call it: that one may itself wait for Ray.
+        """
+        now = time.monotonic()
+        if not self._attempts.is_awaited or self._since is None:
+            self._since = now if self._attempts.is_awaited else None
+            self._lines = 0
+            return
+        more = self._lines - len(SAY_AFTER)
+        due = SAY_AFTER[self._lines] if more < 0 else SAY_AFTER[-1] + (more + 1) * REPEAT_SECONDS
+        if now - self._since >= due:
+            self._lines += 1
+            ready = f"{self._attempts.num_ready} of {self._workers} are ready{cluster()}"
+            so_far = f"{now - self._since:.0f} s so far"
+            self._say(f"waiting for workers, {so_far}: {ready}; now: {self._progress.phase}")
 
 
 @dataclass

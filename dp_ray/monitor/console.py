@@ -23,7 +23,7 @@ from rich.text import Text
 from dp_ray.engine.world import World
 from dp_ray.results.text import measured
 from dp_ray.steps.shapes import Report
-from dp_ray.system.threads import repeated
+from dp_ray.system.threads import if_longer, repeated
 from dp_ray.text import harmless, hide, replay_command
 
 REFRESH_SECONDS = 0.5
@@ -94,22 +94,28 @@ def rewritten(status: Callable[[], str]) -> Iterator[None]:
 
 
 LINE_SECONDS = 5.0
+MOST_SECONDS = 60.0  # between two lines of the progress, in a long run
+LINES_OF_A_DOUBLING = 60  # at most, while the run becomes twice as long
 SHOWN_WORKERS = 16
 
 
 class Console:
     """Prints lines and the progress; `progress` limits its own rate, so it may be called at any time.
 
-    Each line begins with the run's name, except in a notebook, where the cell shows only this run.
+    Each line begins with the run's name, except in a notebook, where the cell shows only this run. `is_brief` is for
+    runs that are but a means to an end.
     """
 
-    def __init__(self, name: str, quiet: bool = False) -> None:
+    def __init__(self, name: str, quiet: bool = False, is_brief: bool = False) -> None:
+        self.is_brief = is_brief
         self._quiet = quiet
         self._rich = RichConsole(stderr=True, highlight=False)
         self._is_notebook = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"  # without importing IPython
         self._prefix = "" if self._is_notebook else f"{name}: "
         self._live: Live | None = None
         self._is_shown = False  # whether a live display shows the progress
+        self._newest = ""  # the line that the live display shows in place of the one before
+        self._began = time.monotonic()
         self._printed_at = 0.0  # when the progress was
         self._done = False
 
@@ -125,21 +131,27 @@ class Console:
     @contextmanager
     def if_slow(self, line: str, seconds: float = 1.0) -> Iterator[None]:
         """Print `line` if the block takes longer than `seconds`."""
-        timer = threading.Timer(seconds, self.say, (line,))
-        timer.daemon = True
-        timer.start()
-        try:
+        with if_longer(seconds, lambda: self.say(line)):
             yield
-        finally:
-            timer.cancel()
 
     def progress(self, progress: "Progress", at_once: bool = False) -> None:
-        """Print the progress every few seconds, or `at_once`, unless a live display shows it."""
-        is_due = at_once or time.monotonic() - self._printed_at >= LINE_SECONDS
+        """Print the progress every few seconds, or `at_once`, unless a live display shows it.
+
+        The longer the run, the rarer: a log of a day has some 1,600 lines.
+        """
+        now = time.monotonic()
+        seconds = min(MOST_SECONDS, max(LINE_SECONDS, (now - self._began) / LINES_OF_A_DOUBLING))
+        is_due = at_once or now - self._printed_at >= seconds
         if is_due and not self._quiet and not self._is_shown and not self._done:
             self._done = progress.step == progress.steps
-            self._printed_at = time.monotonic()
+            self._printed_at = now
             self.say(str(progress))
+
+    def rewrites(self, line: str) -> bool:
+        """Show a line in a terminal's live display, in place of the one before; False if there is no such display."""
+        if self._live is not None:
+            self._newest = harmless(line)
+        return self._live is not None
 
     @contextmanager
     def live(self, progress: "Progress") -> Iterator[None]:
@@ -158,7 +170,7 @@ class Console:
         else:
             with Live(
                 console=self._rich,
-                get_renderable=lambda: _display(progress),
+                get_renderable=lambda: _display(progress, self._newest),
                 refresh_per_second=5,
                 transient=True,
                 redirect_stdout=False,
@@ -166,6 +178,7 @@ class Console:
                 yield
         self._live = None
         self._is_shown = False
+        self._newest = ""
 
     def _print(self, line: str) -> None:
         if self._live:
@@ -256,8 +269,8 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _display(progress: Progress) -> Group:
-    """Return a bar, the progress in words on a line of its own, which may wrap, and the workers."""
+def _display(progress: Progress, newest: str = "") -> Group:
+    """Return a bar, the progress in words on a line of its own, which may wrap, the newest line, and the workers."""
     bar = Table.grid(padding=(0, 1))
     bar.add_row(Text(progress.name), ProgressBar(progress.steps, progress.step, width=40))
     workers = Table.grid(padding=(0, 2))
@@ -265,17 +278,20 @@ def _display(progress: Progress) -> Group:
         workers.add_row(f"  rank {rank}", world.node, str(world.device), f"{rows:,} rows")
     if len(progress.workers) > SHOWN_WORKERS:
         workers.add_row(f"  and {len(progress.workers) - SHOWN_WORKERS} more")
-    return Group(bar, Text(f"  {progress}"), workers)
+    lines = [Text(f"  {one}") for one in (str(progress), newest) if one]
+    return Group(bar, *lines, workers)
 
 
-ALL_UP_TO = 20  # lines; after them, one every LINE_SECONDS at most, and the last one
+ALL_UP_TO = 20  # lines, none if the console is brief; after them every EVERY-th, and the last one
+EVERY = 10  # and one every LINE_SECONDS at most
 
 
 class Losses:
     """Prints an epoch's loss, an evaluation's metrics, and the first loss that is NaN or infinite.
 
-    Of many short epochs not each has a line. A loss that is not finite is printed with the command that shows its
-    rows, when it comes and at the end; `run_dir` is for that command.
+    Of many epochs not each has a line: a terminal's display shows the newest, in place of the one before. A loss that
+    is not finite is printed with the command that shows its rows, when it comes and at the end; `run_dir` is for that
+    command.
     """
 
     def __init__(self, console: Console, run_dir: str) -> None:
@@ -283,6 +299,7 @@ class Losses:
         self._run_dir = run_dir
         self._not_finite: tuple[int, float] | None = None
         self._last = -1
+        self._first = 0 if console.is_brief else ALL_UP_TO
         self._lines = 0
         self._printed_at = 0.0
         self._unprinted = ""  # the newest line, if it was left out
@@ -293,13 +310,7 @@ class Losses:
         if texts:
             line = f"epoch {row['epoch']}, step {row['step']}: "
             line += ", ".join(f"{name} {value}" for name, value in texts.items())
-            if self._lines >= ALL_UP_TO and time.monotonic() - self._printed_at < LINE_SECONDS:
-                self._unprinted = line
-            else:
-                self._console.say(line)
-                self._lines += 1
-                self._printed_at = time.monotonic()
-                self._unprinted = ""
+            self._print(line)
         self._last = row["step"]
         if not math.isfinite(row["loss"]) and row["rows"] and self._not_finite is None:
             self._not_finite = row["step"], row["loss"]
@@ -311,6 +322,16 @@ class Losses:
             self._console.say(self._unprinted)
         if self._not_finite is not None and self._last > self._not_finite[0]:
             self._warn()
+
+    def _print(self, line: str) -> None:
+        self._lines += 1
+        is_due = self._lines % EVERY == 0 and time.monotonic() - self._printed_at >= LINE_SECONDS
+        if self._lines > self._first and (self._console.rewrites(line) or not is_due):
+            self._unprinted = line
+            return
+        self._console.say(line)
+        self._printed_at = time.monotonic()
+        self._unprinted = ""
 
     def _warn(self) -> None:
         assert self._not_finite is not None

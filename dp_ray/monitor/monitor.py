@@ -27,6 +27,7 @@ from dp_ray.monitor.attempts import (
     Hangs,
     Incidents,
     JobEnd,
+    LongWaits,
     NodeControl,
     PlannedStop,
     interruption_of,
@@ -100,6 +101,7 @@ class Monitor:
         log = read_incidents(run.storage) if run and run.is_resumed else IncidentLog()
         self.incidents = Incidents(log, console, storage)
         self._console = console
+        self.waits = LongWaits(job, self.attempts, self.progress, console.say)
         self._hangs = Hangs(job.timeouts.step, job.retries, console)
         losses = Losses(console, relative(str(storage)) if storage else "RUN_DIR")
         self.task_messages = TaskMessages(list(writers), self.progress, console, losses)
@@ -134,6 +136,7 @@ class Monitor:
                     self._hangs.watchdog.take(message)
             case Interrupted(ranks=ranks):
                 lost, hung = self.attempts.workers(ranks), self._hangs.end(ranks)
+                self.attempts.interrupt()
                 self.failed = None  # the next attempt may succeed
                 self.incidents.interrupt(interruption_of(message, lost, hung, self.progress.step, self.node_control))
             case Waits(what=what):

@@ -110,12 +110,12 @@ class Plan:
     @property
     def epochs(self) -> int:
         """The epochs that a run begins; `max_steps` may end it before the last ones."""
-        return -(-self.split.total_steps // max(1, self.split.steps))
+        return self.split.epochs_begun
 
     @property
     def steps(self) -> int:
         """The steps of an epoch that a run does: fewer than the split's if `max_steps` ends the first epoch."""
-        return min(self.split.steps, self.split.total_steps)
+        return self.split.epoch_steps
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values; equal global batches are folded, so it is small for any number of rows.

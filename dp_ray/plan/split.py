@@ -107,6 +107,21 @@ class Split:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
+    def is_cut_short(self) -> bool:
+        """Whether `max_steps` ends the last epoch of a run before its end."""
+        return self.steps > 0 and self.total_steps % self.steps > 0
+
+    @property
+    def epochs_begun(self) -> int:
+        """The epochs that a run begins; `max_steps` may end it before the last ones."""
+        return -(-self.total_steps // max(1, self.steps))
+
+    @property
+    def epoch_steps(self) -> int:
+        """The steps of an epoch that a run does: fewer than `steps` if `max_steps` ends the first epoch."""
+        return min(self.steps, self.total_steps)
+
+    @property
     def largest_batch(self) -> int:
         """Rows of the largest global batch."""
         return min(self.rows, self.batch_size)

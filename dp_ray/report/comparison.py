@@ -5,7 +5,7 @@ Writes the page of a run, or of several, where the user wants it.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dp_ray.errors import StorageError
 from dp_ray.job.files import dotted
@@ -31,14 +31,28 @@ ENVIRONMENT = ("command", "folder", "python", "packages", "host", "platform", "c
 Rows = dict[str, list[Any]]
 
 
-def comparison_of(runs: Sequence[Storage]) -> str:
-    """The page that compares runs, as HTML."""
-    return render_comparison([read_run(run) for run in runs])
+class Trials(NamedTuple):
+    """The sweep whose runs are compared: its name, a name for each run, and a table of all trials, best first.
+
+    `has_best` says that the first row is the best trial.
+    """
+
+    sweep: str
+    names: Sequence[str]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    has_best: bool
 
 
-def render_comparison(runs: Sequence[RunData]) -> str:
+def comparison_of(runs: Sequence[Storage], trials: Trials | None = None) -> str:
+    """The page that compares runs, as HTML; with `trials`, the page of their sweep."""
+    return render_comparison([read_run(run) for run in runs], trials)
+
+
+def render_comparison(runs: Sequence[RunData], trials: Trials | None = None) -> str:
     """The page that compares what is known of some runs."""
-    charts = overlaid(runs)
+    names = list(trials.names) if trials else labels(runs)
+    charts = overlaid(runs, names)
     tables = {
         "Figures": figures(runs),
         "Final metrics": metrics(runs),
@@ -55,7 +69,8 @@ def render_comparison(runs: Sequence[RunData]) -> str:
         "interruptions": [],
         "live": None,
     }
-    return rendered("comparison.html", drawing, names=labels(runs), runs=runs, charts=charts, tables=tables)
+    known = {"names": names, "runs": runs, "charts": charts, "tables": tables, "trials": trials}
+    return rendered("comparison.html", drawing, **known)
 
 
 def labels(runs: Sequence[RunData]) -> list[str]:
@@ -64,10 +79,10 @@ def labels(runs: Sequence[RunData]) -> list[str]:
     return [run.where if names.count(run.name) > 1 else run.name for run in runs]
 
 
-def overlaid(runs: Sequence[RunData]) -> list[Chart]:
+def overlaid(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
     """A chart for each value that a run measured, with a series for each run, of the same colour everywhere."""
     found: dict[str, Chart] = {}
-    for at, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
+    for at, (label, run) in enumerate(zip(names, runs, strict=True)):
         for mine in charts_of(run.history, WHOLE // len(runs)):
             chart = found.setdefault(mine.title, Chart(f"chart-{len(found)}", mine.title, []))
             for number, series in enumerate(mine.series):
@@ -148,9 +163,9 @@ def save_page(run_dirs: Sequence[str], file: str | None = None) -> str:
     return str(place)
 
 
-def save_comparison(runs: Sequence[Storage], folder: Storage) -> str:
-    """Write the page that compares runs into a folder; return where it is. Raises what `save_page` raises."""
+def save_comparison(runs: Sequence[Storage], folder: Storage, trials: Trials) -> str:
+    """Write the page of a sweep, with its runs, into a folder; return where it is. Raises what `save_page` raises."""
     with damage_told(" or ".join(map(str, runs))):
-        page = comparison_of(runs)
+        page = comparison_of(runs, trials)
     folder.write_text(REPORT, page)
     return folder.shown(REPORT)

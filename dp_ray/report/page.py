@@ -54,7 +54,10 @@ def facts_of(data: RunData) -> list[Fact]:
 def _facts(data: RunData) -> Iterator[Fact]:
     result = data.result
     done, total = data.steps_done, data.total_steps
+    whole = result.get("epochs", 1) * result.get("steps", 0)
     epochs = f"{result['epochs']} epochs of {result['steps']:,}" if result.get("epochs", 1) > 1 else ""
+    if epochs and whole != total:
+        epochs = f"{result['steps']:,} in an epoch"
     early = (result.get("stopped_early") or {}).get("text", "")
     yield Fact("steps", f"{done:,} of {total:,}" if done != total else f"{total:,}", early or epochs)
     yield Fact("rows per second", speed_text(data), "mean of the run")

@@ -33,7 +33,7 @@ from dp_ray.rundir.history import history_of
 from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, read_incidents
 from dp_ray.rundir.quarantine import QUARANTINE, QUARANTINED, Record, read_records, record_files
 from dp_ray.steps.reports import PENDING, PIECE, REPORTS
-from dp_ray.steps.times import TIMES, facts_of, part_numbers, read_step_times, time_split, verdict_of
+from dp_ray.steps.times import TIMES, facts_of, part_numbers, read_step_times, steady, time_split, verdict_of
 from dp_ray.storage import Storage
 from dp_ray.tables import numbers
 from dp_ray.text import hide_in
@@ -332,7 +332,7 @@ def _times(run: Storage, data: RunData) -> tuple[dict[str, Any] | None, str | No
         return data.result["time_split"], data.result.get("verdict")
     table = read_step_times(run, NEWEST)
     verdict = verdict_of(table, facts_of(data.job))
-    return time_split(table), verdict.text if verdict else None
+    return time_split(steady(table)), verdict.text if verdict else None
 
 
 def _quarantined(run: Storage) -> list[Record]:

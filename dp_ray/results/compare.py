@@ -131,9 +131,15 @@ def _table(runs: Sequence[ComparedRun]) -> Iterator[list[str]]:
     for name in dict.fromkeys(name for one in metrics for name in one):
         yield [f"metrics.{name}", *(one.get(name, "-") for one in metrics)]
     yield ["rows/s", *(_figure(run.rows_per_second, ",.0f") for run in runs)]
-    for part in dict.fromkeys(name for run in runs for name in run.time_split):
+    for part in _parts(runs):
         yield [part, *(_figure(run.time_split.get(part), ".3g") for run in runs)]
     yield ["seconds", *(_figure(run.row.seconds, ".1f") for run in runs)]
+
+
+def _parts(runs: Sequence[ComparedRun]) -> list[str]:
+    """The shares of the time to show; that of the waits stands among the parts, if these are known."""
+    found = dict.fromkeys(name for run in runs for name in run.time_split)
+    return [name for name in found if name != "data_wait_share" or "time_split.data_wait" not in found]
 
 
 def _steps(run: ComparedRun) -> str:

@@ -40,9 +40,9 @@ WIDTH = 16
 
 def shown(values: Mapping[str, Any]) -> dict[str, str]:
     """The values of a `result.json` as text; `metrics` has a line for each metric, and `-` means no value."""
-    found = {key: _plainly(value) for key, value in values.items() if key != "total_steps"}
+    found = {key: _plainly(value) for key, value in values.items()}
     found |= {key: relative(values[key]) for key in PATHS if values[key]}
-    found["steps"] = _steps(values["total_steps"], values["steps"], values["epochs"])
+    found |= _steps(values)
     if not values["quarantined"]:
         found["quarantined"] = "-"
     if values["best"]:
@@ -55,6 +55,7 @@ def shown(values: Mapping[str, Any]) -> dict[str, str]:
         found["failure"] = _failure(values["failure"])
     if values["time_split"]:
         found["time_split"] = split_line(values["time_split"])
+        found["data_wait_share"] = "-"  # nearly the same share, of all steps: a second number for one thing
     metrics = measured(values["metrics"])
     width = max(map(len, metrics), default=0)
     found["metrics"] = "\n".join(f"{name:{width}} {value}" for name, value in metrics.items()) or "-"
@@ -83,12 +84,14 @@ def _failure(values: Mapping[str, Any]) -> str:
     return f"{where}\n{values.get('frames') or ''}".rstrip()
 
 
-def _steps(total: int, steps: int, epochs: int) -> str:
-    """The steps of a run: `24 (3 epochs of 8)`."""
-    total = total or steps * epochs
-    if total != steps * epochs:
-        return f"{total} ({steps} in an epoch)"
-    return str(total) if epochs == 1 else f"{total} ({epochs} epochs of {steps})"
+def _steps(values: Mapping[str, Any]) -> dict[str, str]:
+    """The steps of an epoch, and of the whole run if these are others; of one that stopped early, those it did."""
+    steps, total = values["steps"], values["total_steps"] or values["steps"] * values["epochs"]
+    if early := values.get("stopped_early"):
+        return {"steps": f"{steps} in an epoch", "total_steps": f"{early['step']} of {total}"}
+    if total == steps:
+        return {"steps": str(steps), "total_steps": "-"}
+    return {"steps": f"{steps} in an epoch", "total_steps": str(total)}
 
 
 def _plainly(value: Any) -> str:

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 
 from dp_ray.errors import ModelError, StorageError
+from dp_ray.rundir.files import CHECKPOINTS as CHECKPOINTS
+from dp_ray.rundir.files import NAME as NAME
+from dp_ray.rundir.files import steps_of as steps_of
 from dp_ray.storage import Storage
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import (
@@ -109,10 +112,6 @@ def _over_pieces(parts: list[Stored], rows: int) -> Rows:
     return read
 
 
-CHECKPOINTS = "checkpoints"
-NAME = re.compile(r"step-(\d+)\.safetensors")
-
-
 @dataclass
 class TrainState:
     """The running values of a training: `step` steps are done; `measured` holds the last evaluation."""
@@ -159,12 +158,6 @@ def name_of(step: int) -> str:
     return f"step-{step}.safetensors"
 
 
-def steps_of(checkpoints: Storage) -> list[int]:
-    """The steps of the checkpoints in a folder, in order."""
-    found = (NAME.fullmatch(name) for name in checkpoints.names())
-    return sorted(int(match[1]) for match in found if match)
-
-
 def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a state_dict of any nesting into plain JSON and its tensors, which the JSON names by their paths.
 
@@ -175,19 +168,28 @@ def pack(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return _pack(state, "", tensors), tensors
 
 
-def unpack(plain: Any, tensors: Mapping[str, Any], lay_out: Callable[[Any, Any], Any] = laid_out) -> Any:
-    """The inverse of `pack`; `lay_out` gives a tensor the strides that it had."""
+def sparse(indices: torch.Tensor, values: torch.Tensor, shape: list[int], is_coalesced: bool) -> torch.Tensor:
+    """A sparse tensor of its parts, which are not checked."""
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
+
+
+def unpack(
+    plain: Any,
+    tensors: Mapping[str, Any],
+    lay_out: Callable[[Any, Any], Any] = laid_out,
+    make_sparse: Callable[[Any, Any, list[int], bool], Any] = sparse,
+) -> Any:
+    """The inverse of `pack`; `lay_out` gives a tensor the strides that it had, `make_sparse` makes a sparse one."""
     if not isinstance(plain, dict):
         return plain
     (kind, value), *more = plain.items()
     if kind == "tensor":
         return lay_out(tensors[value], more[0][1]) if more else tensors[value]
     if kind == "sparse":
-        indices, values, shape, is_coalesced = (unpack(inner, tensors, lay_out) for inner in value)
-        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)
+        return make_sparse(*(unpack(inner, tensors, lay_out, make_sparse) for inner in value))
     if kind == "dict":
-        return {key: unpack(inner, tensors, lay_out) for key, inner in value}
-    items = [unpack(inner, tensors, lay_out) for inner in value]
+        return {key: unpack(inner, tensors, lay_out, make_sparse) for key, inner in value}
+    items = [unpack(inner, tensors, lay_out, make_sparse) for inner in value]
     return tuple(items) if kind == "tuple" else items
 
 

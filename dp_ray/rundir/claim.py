@@ -1,5 +1,11 @@
 """Claims a run directory for a driver, and decides whether its run can be resumed.
 
+Keeps the run that `--overwrite` replaces until the new run has begun: until it has done a step.
+
+The old run is renamed to `.NAME.replaced`, beside the new one. A driver that was killed leaves both. The next one
+puts the old run back, or removes it if the new one holds work. An object store cannot rename: there the old run is
+removed at once.
+
 The lease of a run: its driver renews it, so that a second driver knows whether the first is alive.
 
 The state of an unfinished run: how many steps are kept, how its last driver ended, and how to resume it.
@@ -16,14 +22,16 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
+from pyarrow import fs as pafs
+
 from dp_ray.errors import JobError, StorageError
 from dp_ray.job.files import differences, located_at
-from dp_ray.job.job import Job, that_count
+from dp_ray.job.job import AS_BEFORE, Job, that_count
 from dp_ray.job.keys import Elastic, Target
 from dp_ray.plan.split import Done, Split, num_filled, split_of
 from dp_ray.rundir import ledger
 from dp_ray.rundir.checkpoint import CHECKPOINTS, steps_of
-from dp_ray.rundir.files import RESULT, RUN, is_finished, read_json, replacing
+from dp_ray.rundir.files import RESULT, RUN, has_kept_nothing, holds_work, is_finished, read_json, replacing
 from dp_ray.rundir.history import METRICS, unmerge_history
 from dp_ray.rundir.incidents import IncidentKind, Interruption, read_incidents
 from dp_ray.rundir.lease import EXPIRE_SECONDS, LEASE, Lease, last_alive, read_lease, take_request, write_lease
@@ -34,6 +42,84 @@ from dp_ray.system.process import is_dead, machine, this_process
 from dp_ray.system.threads import has_begun, repeated
 from dp_ray.text import SHOWN, hide, json_text, listed
 
+
+def move_aside(run: Storage) -> bool:
+    """Free the name of a run: rename its folder, or remove it; returns whether a run can be put back.
+
+    A link to a folder, a mounted disk, and what is on an object store are removed.
+    """
+    if is_aside(run):  # then what is here has not begun
+        run.remove()
+        return True
+    if isinstance(run.fs, pafs.LocalFileSystem) and run.exists(RUN) and not os.path.islink(run.path):
+        with suppress(OSError):
+            os.rename(run.path, _aside(run))
+            return True
+    run.remove()
+    return False
+
+
+def is_aside(run: Storage) -> bool:
+    """Whether an old run waits to be put back."""
+    return isinstance(run.fs, pafs.LocalFileSystem) and os.path.isdir(_aside(run))
+
+
+def replacement_has_begun(run: Storage) -> bool:
+    """Whether the files of a new run say that it has begun."""
+    return is_finished(run) or holds_work(run)
+
+
+def settle(run: Storage, is_begun: bool) -> str:
+    """Remove the old run if the new one has begun, else put it back; returns a line on that."""
+    if is_begun or replacement_has_begun(run):
+        let_go(run)
+        return "the run that it replaces is removed"
+    put_back(run)
+    return "the run that was there before is back, since the one that was to replace it did no step"
+
+
+def put_back(run: Storage) -> None:
+    """Put the old run back under its name, in place of the new one; it is never removed, whatever fails."""
+    left = _removed(run)
+    try:
+        is_there = os.path.isdir(run.path)
+        if is_there:
+            os.rename(run.path, left)
+        try:
+            os.rename(_aside(run), run.path)
+        except OSError:  # another driver was first, and what is there is the old run
+            if is_there:
+                os.rename(left, run.path)
+            raise
+    except OSError as error:
+        raise StorageError(f"{run}: the run that was there before cannot be put back: {error}") from error
+    _clear(run)
+
+
+def let_go(run: Storage) -> None:
+    """Remove the old run. It is renamed first, so that a part of it is never put back."""
+    try:
+        os.rename(_aside(run), _removed(run))
+    except OSError as error:
+        raise StorageError(f"{_aside(run)}: cannot be removed: {error}") from error
+    _clear(run)
+
+
+def _aside(run: Storage) -> str:
+    return run.parent.file(f".{run.name}.replaced")
+
+
+def _removed(run: Storage) -> str:
+    return run.parent.file(f".{run.name}.removed-{uuid.uuid4().hex[:8]}")
+
+
+def _clear(run: Storage) -> None:
+    """Remove what is to be removed, also what killed drivers left of it."""
+    for name in os.listdir(run.parent.path):
+        if name.startswith(f".{run.name}.removed-"):
+            run.parent.child(name).remove()
+
+
 PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 
 
@@ -41,7 +127,9 @@ PATTERN = re.compile(r"[*?\[{]")  # where the fixed part of a path ends
 class RunDir:
     """A claimed run directory; `token` identifies this driver's claim, `is_resumed` says whether it resumes a run.
 
-    `lengths` says which keys make a training longer or shorter than before.
+    `lengths` says which keys make a training longer or shorter than before. `replaces` says that it takes the place
+    of a run that had kept nothing; `is_replacing`, that the run which was here waits aside, until this one has done
+    a step.
     Committing a file to `storage` raises StorageError if another driver has claimed the directory since.
     """
 
@@ -49,6 +137,8 @@ class RunDir:
     token: str
     is_resumed: bool
     lengths: str = ""
+    replaces: bool = False
+    is_replacing: bool = False
 
 
 def claim(
@@ -65,7 +155,8 @@ def claim(
     `rows` are the lengths of the datasets, by their keys; a run with other lengths counts as a different job. `steps`
     is the total number of steps: a finished training is resumed if it has more steps now. `resume` says that the
     job's Python objects are those of the run. A finished prediction is resumed if `again` makes it an unfinished one;
-    it is called once nothing speaks against the job.
+    it is called once nothing speaks against the job. A run of a different job that failed before it kept anything is
+    replaced.
     Raises JobError if the directory holds a finished run, a run of a different job, or files of no run. Raises it too
     if the file that `init_from` names, or with which the run began, is missing, or would be deleted by `overwrite`.
     """
@@ -86,12 +177,19 @@ def claim(
         _reopen(storage)
     if is_resumed:
         storage.delete(RESULT)  # if this driver is killed, the last driver's result must not pass for its own
-    if overwrite:
+    replaces = not overwrite and not is_resumed and storage.exists(RUN)
+    if replaces:
         storage.remove()
-    storage.create()
-    storage.write_text(RUN, text)
-    storage.child("parts").create()
-    claimed = RunDir(storage, token, is_resumed, lengths)
+    is_replacing = overwrite and move_aside(storage)
+    try:
+        storage.create()
+        storage.write_text(RUN, text)
+        storage.child("parts").create()
+    except BaseException:
+        if is_replacing:
+            put_back(storage)
+        raise
+    claimed = RunDir(storage, token, is_resumed, lengths, replaces, is_replacing)
     return replace(claimed, storage=storage.guarded(lambda: check_ours(claimed)))
 
 
@@ -157,7 +255,7 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
     """The job with the number of shards of the run in STORAGE/NAME, if the job sets none, or auto.
 
     Each shard goes to one worker, so the number of workers is capped at the number of shards. A run that was stopped
-    before it had found its number has none.
+    before it had found its number has none, and one that kept nothing binds no other job.
     """
     storage = base.child(job.run_name)
     shards = read_claim(storage).get("job", {}).get("shards")
@@ -168,7 +266,9 @@ def with_shards_of_run(job: Job, base: Storage) -> Job:
     workers: Any = min(job.max_workers, shards)
     if isinstance(job.workers, Elastic):
         workers = Elastic(min=min(job.min_workers, shards), max=workers)
-    return Job.make({**dict(job), "shards": shards, "workers": workers}, job.run_name)
+    resumed = Job.make({**dict(job), "shards": shards, "workers": workers}, job.run_name)
+    is_replaced = has_kept_nothing(storage) and (not job.finds_shards or _other_job(read_claim(storage), resumed))
+    return job if is_replaced else resumed
 
 
 def is_ours(claimed: RunDir) -> bool:
@@ -228,7 +328,7 @@ def check_resumable(
     resume: bool = False,
     is_again: bool = False,
 ) -> bool:
-    """Whether the job resumes the run in `storage`; False if there is none.
+    """Whether the job resumes the run in `storage`; False if there is none, or one to replace that kept nothing.
 
     The arguments are those of `claim`; `is_again` says that a finished prediction may be resumed.
     Raises JobError if the directory holds another run, or no run but other files.
@@ -238,7 +338,10 @@ def check_resumable(
         _check_is_run(storage)
         return False
     advice = f"give it another name (--name, name=), or replace it {replacing(storage)}"
-    if others := _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows):
+    others = _other_job(claimed, job) or _other_rows(claimed.get("rows", {}), rows)
+    if (others or not (job.is_all_targets or resume)) and has_kept_nothing(storage):
+        return False
+    if others:
         raise JobError(f"{storage} holds a run of a different job ({others}); {advice}")
     if not is_again and (told := _cannot_become(job, storage, _changed_lengths(claimed, job), steps)):
         raise JobError(f"{storage} holds this run, {told}{advice}")
@@ -256,11 +359,12 @@ def _cannot_become(job: Job, storage: Storage, lengths: str, steps: int | None) 
         return f"which has done {done} steps, and this job has {steps} ({lengths}); "
     if not is_finished(storage):
         return ""
+    load = f"load its result (dp_ray.load({str(storage)!r})), "
     if told := _stops_again(job, storage):
-        return f"which {told}; to train on, give early_stopping more patience or leave it out; else "
+        return f"which {told}; {load}or to train on, give early_stopping more patience or leave it out; else "
     if not lengths or steps == done:
         use = f"use it (dp-ray evaluate {storage}, dp-ray predict {storage}), train longer with more epochs, "
-        return "finished; " + use * (job.task == "train")
+        return f"finished; {load}" + use * (job.task == "train")
     if not kept or not storage.exists(METRICS):
         return "finished, without the checkpoints and the history from which it could resume; "
     return ""
@@ -302,11 +406,11 @@ def _other_job(claimed: dict[str, Any], job: Job) -> str:
     """The keys in which the run's job differs from this one; empty if it is the same job."""
     if job.has_fingerprint(claimed.get("fingerprint")):
         return ""
-    there = that_count(claimed.get("job", {}))
+    there, before = that_count(claimed.get("job", {})), dict(AS_BEFORE)
     found = []
     for described in (job.describe(), job.describe(as_objects=True)):  # as this version and as earlier ones tell args
         here = json.loads(json.dumps(that_count(described), default=str))
-        found.append(list(differences({key: there.get(key) for key in here}, here)))
+        found.append(list(differences({key: there.get(key, before.get(key)) for key in here}, here)))
     told = min(found, key=len)
     more = [f"and {len(told) - SHOWN} more"] if len(told) > SHOWN else []
     return "; ".join([*told[:SHOWN], *more]) or "made by another version of dp_ray"

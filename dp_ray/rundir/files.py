@@ -2,7 +2,7 @@
 
 Each other file is named in the module that writes it.
 
-Names the work in a run directory, so that each advice to use `--overwrite` says what it deletes.
+Names the work in a run directory: what `--overwrite` deletes, and whether there is any.
 
 Keeps what a run was made with: the command, the code's commit, versions, hardware and plan, for each driver.
 """
@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import threading
@@ -33,6 +34,8 @@ RESULT = "result.json"
 BEFORE_RETRY = "before-retry.json"  # the result of a prediction that is retried; gone once the retry has ended well
 SHAPES = "shapes.parquet"
 SWEEP = "sweep.json"  # in the directory of a sweep: its definition and its trials
+CHECKPOINTS = "checkpoints"  # the folder of a training's checkpoints
+NAME = re.compile(r"step-(\d+)\.safetensors")  # of a checkpoint
 
 
 def read_json(run: Storage, name: str) -> dict[str, Any]:
@@ -41,6 +44,12 @@ def read_json(run: Storage, name: str) -> dict[str, Any]:
         return dict(json.loads(run.read_text(name)))
     except (ValueError, TypeError, RecursionError) as error:
         raise StorageError(f"{run}/{name}: is damaged: {error}") from None
+
+
+def steps_of(checkpoints: Storage) -> list[int]:
+    """The steps of the checkpoints in a folder, in order."""
+    found = (NAME.fullmatch(name) for name in checkpoints.names())
+    return sorted(int(match[1]) for match in found if match)
 
 
 def is_finished(run: Storage) -> bool:
@@ -74,6 +83,22 @@ NAMED = {
     "outputs": "outputs",
     "outputs.parquet": "outputs",
 }
+# What a run leaves that failed before a step was kept; files of the user's own are not among them.
+TRACES = frozenset(
+    (
+        *("run.json", "result.json", "about.json", "report.html", "story.json", "progress.json", "attempt.json"),
+        *("lease.json", "stop.json", "init_from.json", "init_from", "previews", "shapes.parquet", "reports", "times"),
+        *("recent.parquet", "tensorboard", "trackers", "files", "reference-of-dataset.json"),
+        *("reference-of-eval.dataset.json",),
+    )
+)
+
+
+def has_kept_nothing(run: Storage) -> bool:
+    """Whether a run failed, or was interrupted, before it kept a step: then another job may take its place."""
+    if not run.exists(RESULT) or read_json(run, RESULT).get("status") not in ("failed", "interrupted"):
+        return False
+    return run.entries() <= TRACES
 
 
 def replacing(run: Storage) -> str:
@@ -90,6 +115,11 @@ def holdings(run: Storage) -> str:
     if not found:
         return "its files (it has kept no step)"
     return "its " + " and ".join(part for part in (", ".join(found[:-1]), found[-1]) if part)
+
+
+def holds_work(run: Storage) -> bool:
+    """Whether a run directory holds checkpoints, history, weights or outputs."""
+    return any(run.child(name).names() for name in {*COUNTED, *NAMED}) or any(map(run.exists, NAMED))
 
 
 def _plural(noun: str, count: int) -> str:

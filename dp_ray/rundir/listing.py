@@ -17,7 +17,7 @@ from pyarrow import fs as pafs
 
 from dp_ray.errors import JobError, StorageError
 from dp_ray.plan.split import split_of
-from dp_ray.rundir.files import RESULT, RUN, SWEEP, read_json
+from dp_ray.rundir.files import CHECKPOINTS, RESULT, RUN, SWEEP, read_json, steps_of
 from dp_ray.rundir.history import is_inner
 from dp_ray.rundir.lease import LEASE, is_alive, read_lease
 from dp_ray.storage import Storage, with_names
@@ -146,13 +146,14 @@ def _run(run: Storage, name: str, written: dict[str, datetime | None], now: date
     is_done = result.get("status") == "done"
     is_driven = not is_done and is_alive(lease, written.get(LEASE))
     steps = int(result["total_steps"]) if is_done else _steps(claimed)
+    seen = (lease.step if lease else 0, int(progress.get("step") or 0))
     heard = _newest(written.get(one) for one in ((RESULT,) if is_done else (LEASE, PROGRESS, RESULT, RUN)))
     return ListedRun(
         name=name,
         status="running" if is_driven else str(result.get("status") or "unfinished"),
         task=str(claimed["job"]["task"]),
         age=None if heard is None else max(0.0, round((now - heard).total_seconds(), 1)),
-        step=_steps_done(result) if is_done else max(lease.step if lease else 0, int(progress.get("step") or 0)),
+        step=_steps_done(result) if is_done else max(*seen, *_kept(run, claimed)),
         steps=steps,
         seconds=_number(result.get("seconds")),
         metrics=_metrics(result.get("metrics") or progress.get("metrics") or {}),
@@ -164,6 +165,11 @@ def _steps(claimed: dict[str, Any]) -> int | None:
     """The steps of a run, from the rows that its claim tells; None if it tells none."""
     rows = (claimed.get("rows") or {}).get("dataset")
     return None if rows is None else split_of(claimed["job"], rows).total_steps
+
+
+def _kept(run: Storage, claimed: dict[str, Any]) -> list[int]:
+    """The steps of a training's checkpoints: the newest may be ahead of what a killed driver noted last."""
+    return steps_of(run.child(CHECKPOINTS)) if claimed["job"]["task"] == "train" else []
 
 
 def _steps_done(result: dict[str, Any]) -> int:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_ray.engine.buffers import make_room
+from dp_ray.engine.model import loaded_of, other_sizes, tensors_of
 from dp_ray.engine.optimizer import weights_of_average
 from dp_ray.engine.world import World, broadcast, gathered, is_rank_0, new_group
 from dp_ray.errors import JobError, ModelError, StorageError
@@ -52,6 +53,7 @@ from dp_ray.tensors.files import (
     held,
     is_sharded,
     local,
+    made_dense,
     parse_tensors,
     read_tensors,
     read_text,
@@ -163,23 +165,26 @@ EMA = "ema.safetensors"
 TORCH_FILES = (".pt", ".pth", ".bin")
 PIN = "init_from.json"
 LINKS = "init_from"
+NEW_HEAD = "; to load the weights that fit, and leave the rest as the model is built, set strict: false"
 
 
 @dataclass(frozen=True)
 class Start:
     """The pinned file with which a run began: its name, its hash, and its folder relative to `init_from`.
 
-    `folder` is "" if the file is directly in the folder of `init_from`.
+    `folder` is "" if the file is directly in the folder of `init_from`. With `is_strict` a training goes on from a
+    checkpoint; else it takes the weights alone.
     """
 
     folder: str
     name: str
     sha256: str
+    is_strict: bool = True
 
     @property
     def step(self) -> int:
         """The steps done in a checkpoint; 0 for weights alone."""
-        match = NAME.fullmatch(self.name)
+        match = NAME.fullmatch(self.name) if self.is_strict else None
         return int(match[1]) if match else 0
 
 
@@ -248,18 +253,18 @@ def first_step(run: Storage) -> int:
     return start.step if start else 0
 
 
-def pin_start(run: Storage, location: str) -> Start:
+def pin_start(run: Storage, location: str, is_strict: bool = True) -> Start:
     """The file with which the run began, the same on every rank; the first attempt's rank 0 pins it."""
-    start = (pinned(run) or _pin(run, location)) if is_rank_0() else None
+    start = (pinned(run) or _pin(run, location, is_strict)) if is_rank_0() else None
     return Start(**json.loads(broadcast(json.dumps(start and asdict(start)))))
 
 
-def read_start(run: Storage, location: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def read_start(run: Storage, location: str, is_strict: bool = True) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The weights with which the run began, and the whole checkpoint (about and state) if they come from one.
 
     Raises JobError if the pinned file is gone or has changed.
     """
-    start = pin_start(run, location)
+    start = pin_start(run, location, is_strict)
     storage, name = file_of(run, location, start)
     data, where = storage.read_bytes(name), f"{storage}/{name}"
     check_pinned(run, where, start, hashlib.sha256(data).hexdigest())
@@ -302,13 +307,23 @@ def _told_best(storage: Storage, name: str) -> str:
     return f" ({best['metric']} {best['value']:.6g} after step {best['step']})" if best else ""
 
 
-def load_weights(model: nn.Module, weights: dict[str, Any], where: str) -> None:
-    """Load weights into the bare module; raises ModelError, which names missing, unexpected and mis-sized tensors."""
+def load_weights(model: nn.Module, weights: dict[str, Any], where: str, is_strict: bool = True) -> str:
+    """Load weights into the bare module; returns what was loaded and what not, in words, if not `is_strict`.
+
+    Raises ModelError, which names missing, unexpected and mis-sized tensors, or if nothing fits.
+    """
     make_room(model, weights)
+    own = tensors_of(model)
+    sizes = {} if is_strict else other_sizes(own, weights)
     try:
-        model.load_state_dict(weights)
+        found = model.load_state_dict({key: one for key, one in weights.items() if key not in sizes}, is_strict)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise ModelError(f"the weights of {where} are not this model's: {error}{_inside(weights)}") from None
+        advice = _inside(weights) or NEW_HEAD * is_strict
+        raise ModelError(f"the weights of {where} are not this model's: {str(error).rstrip('.')}{advice}") from None
+    if is_strict or found is None:
+        return ""
+    missing = [key for key in found.missing_keys if key not in sizes]
+    return loaded_of(where, own.keys(), missing, found.unexpected_keys, sizes)
 
 
 def _inside(weights: Mapping[str, Any]) -> str:
@@ -331,7 +346,7 @@ def _split_location(location: str) -> tuple[Storage, str]:
     return (Storage((folder or ".") + mark + query), name) if is_file else (Storage(location), "")
 
 
-def _pin(run: Storage, location: str) -> Start:
+def _pin(run: Storage, location: str, is_strict: bool) -> Start:
     storage, folder, name = find_start(location)
     source, links = storage.child(folder) if folder else storage, run.child(LINKS)
     links.create()
@@ -339,7 +354,7 @@ def _pin(run: Storage, location: str) -> Start:
         _link_pieces(links, name, source)
         for one in files_of(source, name) if name.endswith(INDEXES) else ():
             links.link(one, source)
-    start = Start(folder, name, (links if is_linked else source).sha256(name))
+    start = Start(folder, name, (links if is_linked else source).sha256(name), is_strict)
     write_json(run, PIN, asdict(start))
     return start
 
@@ -457,18 +472,20 @@ def open_checkpoint(storage: Storage, name: str) -> OpenCheckpoint:
         said = about.pop(PIECES, None)
         files = [] if said is None else open_pieces(storage, said)
         tensors = {**first.tensors(), **({} if said is None else stored_in(files, said))}
-        state = unpack(about.pop("state"), tensors, _with_strides)
+        state = unpack(about.pop("state"), tensors, _with_strides, made_dense)
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{first.where}: is no checkpoint of dp_ray: {error!r}") from None
     return OpenCheckpoint(about, state, [first, *files])
 
 
-def open_start(run: Storage, location: str) -> tuple[dict[str, Stored], dict[str, Any] | None]:
+def open_start(
+    run: Storage, location: str, is_strict: bool = True
+) -> tuple[dict[str, Stored], dict[str, Any] | None]:
     """What `weights.read_start` gives, with tensors that are read when they are needed.
 
     Only a file of torch's (`.pt`) is read whole. Raises JobError if the pinned file is gone or has changed.
     """
-    start = pin_start(run, location)
+    start = pin_start(run, location, is_strict)
     storage, name = file_of(run, location, start)
     check_pinned(run, f"{storage}/{name}", start, storage.sha256(name))
     if NAME.fullmatch(name):

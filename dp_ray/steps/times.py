@@ -250,7 +250,10 @@ def shares_of(workers: Sequence[WorkerSplit]) -> dict[str, float]:
 
 
 def time_split(table: pa.Table) -> dict[str, Any] | None:
-    """The shares of all workers together and of each, as `result.json` holds them; None without a step."""
+    """The shares of all workers together and of each in a table of `read_step_times`; None without a step.
+
+    `result.json` holds those of its `steady` steps.
+    """
     workers = worker_splits(table)
     if not workers:
         return None

@@ -216,6 +216,7 @@ def remove_sweep(folder: Storage, base: Storage, jobs: Sequence[Job], say: Calla
     folder.remove()
 
 
+NAMED = 40  # characters of a value in a trial's name
 COMPARED = 50  # runs on the page, the best ones: each is a curve in each chart
 
 
@@ -231,10 +232,30 @@ def best_first(record: Record) -> list[Trial]:
 
 def table(record: Record, base: Storage) -> str:
     """The trials as a table, best first: number, values, metric, state, run."""
+    head, rows = trial_rows(record, base)
+    return aligned([[printable(cell) for cell in row] for row in [head, *rows]])
+
+
+def trial_rows(record: Record, base: Storage) -> tuple[list[str], list[list[str]]]:
+    """The head of the table and a row for each trial, best first."""
     definition, metric = record.definition, record.definition.metric
     head = ["trial", *(axis.key for axis in definition.axes), *[metric or ""] * (metric is not None), "state", "run"]
-    rows = [_cells(trial, definition, base) for trial in best_first(record)]
-    return aligned([[printable(cell) for cell in row] for row in [head, *rows]])
+    return head, [_cells(trial, definition, base) for trial in best_first(record)]
+
+
+def has_best(record: Record) -> bool:
+    """Whether the first trial, of those with the best first, has a value of the metric."""
+    return any(trial.value(record.definition.metric) is not None for trial in record.trials)
+
+
+def value_name(trial: Trial, definition: Definition) -> str:
+    """A short name of a trial by what it varies: `3: lr 0.003, batch_size 64`."""
+    values = definition.values(trial.picked)
+    last = [key.rpartition(".")[2] for key in values]
+    keys = last if len(set(last)) == len(last) else list(values)
+    texts = [hide(_as_text(one)) for one in values.values()]
+    told = (f"{key} {text[:NAMED]}" for key, text in zip(keys, texts, strict=True))
+    return f"{trial.number}: {', '.join(told)}"
 
 
 def _cells(trial: Trial, definition: Definition, base: Storage) -> list[str]:
@@ -266,7 +287,6 @@ def space(definition: Definition) -> list[str]:
 def to_json(record: Record, base: Storage) -> dict[str, Any]:
     """The sweep as JSON values: its trials, best first."""
     definition, ordered = record.definition, best_first(record)
-    has_best = bool(ordered) and ordered[0].value(definition.metric) is not None
     return {
         "name": definition.name,
         "sweep_dir": str(record.folder),
@@ -275,7 +295,7 @@ def to_json(record: Record, base: Storage) -> dict[str, Any]:
         "over": {axis.key: axis.describe() for axis in definition.axes},
         "search": definition.search,
         "count": definition.count,
-        "best": ordered[0].number if has_best else None,
+        "best": ordered[0].number if has_best(record) else None,
         "trials": [
             {
                 "number": trial.number,
@@ -290,7 +310,7 @@ def to_json(record: Record, base: Storage) -> dict[str, Any]:
     }
 
 
-def runs_to_compare(record: Record, base: Storage) -> list[Storage]:
-    """The runs of the trials for the page that compares them, best first."""
-    runs = [base.child(record.definition.run_name(trial.number)) for trial in best_first(record)]
-    return [run for run in runs if run.exists(RUN)][:COMPARED]
+def trials_to_compare(record: Record, base: Storage) -> list[Trial]:
+    """The trials whose runs the page compares, best first."""
+    name = record.definition.run_name
+    return [one for one in best_first(record) if base.child(name(one.number)).exists(RUN)][:COMPARED]

@@ -32,7 +32,16 @@ from dp_ray.rundir.claim import read_claim, with_full_init_from, with_shards_of_
 from dp_ray.rundir.files import RESULT, damage_told, is_finished, read_json
 from dp_ray.storage import Storage
 from dp_ray.sweeps.define import Axis, Choices, Definition, Picked, Range
-from dp_ray.sweeps.record import Record, Trial, numbers, remove_sweep, runs_to_compare
+from dp_ray.sweeps.record import (
+    Record,
+    Trial,
+    has_best,
+    numbers,
+    remove_sweep,
+    trial_rows,
+    trials_to_compare,
+    value_name,
+)
 from dp_ray.system.process import environment
 from dp_ray.system.threads import ask_others, planned_stops
 from dp_ray.text import harmless
@@ -337,10 +346,14 @@ def _stop_message(record: Record, is_overwriting: bool) -> str:
 def _write_page(record: Record, base: Storage, say: Say) -> None:
     """Write the page of the sweep; a page that cannot be made is told of, and fails no sweep."""
     try:
-        from dp_ray.report.comparison import save_comparison  # not before: a sweep does not wait for it at its start
+        # Not before: a sweep does not wait for them at its start.
+        from dp_ray.report.comparison import Trials, save_comparison
 
-        if runs := runs_to_compare(record, base):
-            say(f"page: {relative(save_comparison(runs, record.folder))}")
+        if trials := trials_to_compare(record, base):
+            runs = [base.child(record.definition.run_name(one.number)) for one in trials]
+            names = [value_name(one, record.definition) for one in trials]
+            told = Trials(record.definition.name, names, *trial_rows(record, base), has_best(record))
+            say(f"page: {relative(save_comparison(runs, record.folder, told))}")
     except Exception as error:  # whatever it is, the runs stand
         say(f"no page of the sweep: {type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""A call that a thread repeats in the background.
+"""Calls of a thread in the background: one that it repeats, and one after a delay.
 
 Whether this process's task waits for other workers: the task sets it, the heartbeat reports it.
 
@@ -37,6 +37,18 @@ def repeated(name: str, seconds: float, call: Callable[[], object]) -> Iterator[
     finally:
         ended.set()
         thread.join()
+
+
+@contextmanager
+def if_longer(seconds: float, call: Callable[[], object]) -> Iterator[None]:
+    """Call once, in a thread, if the block takes longer than so many seconds."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 _waits: list[str] = []  # innermost last; the task's thread alone writes

@@ -40,6 +40,7 @@ from dp_ray.rundir.files import replacing
 from dp_ray.rundir.history import HISTORY
 from dp_ray.rundir.ledger import check_newest
 from dp_ray.rundir.start import (
+    NEW_HEAD,
     ShardedWriter,
     describe_start,
     first_step,
@@ -357,10 +358,7 @@ def _restored(
         return resume(job, trainer, found[1], found[2], split, send, plans=until is None)
     if job.init_from is None:
         return TrainState()
-    train_state = start_from(job, trainer, split, cut, run, job.init_from, send)
-    if is_rank_0():
-        send(Note(describe_start(run, job.init_from)))
-    return train_state
+    return start_from(job, trainer, split, cut, run, job.init_from, send)
 
 
 def newest_rows(
@@ -374,24 +372,30 @@ def newest_rows(
 def start_from(
     job: Job, trainer: Trainer, split: Split, cut: Cut, run: Storage, location: str, send: Send
 ) -> TrainState:
-    """Start at step 0 from a weights file, or continue another run's checkpoint from its step.
+    """Start at step 0 from weights, or continue another run's checkpoint from its step; a note says from which file.
 
-    Raises JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
+    Without `strict` only the weights of a checkpoint are taken. Raises ModelError if they are not the model's, and
+    JobError if the checkpoint's steps or optimizer differ from this job's, or if it leaves no step to run.
     """
     read: Callable[..., Any] = read_start if trainer.sharded is None else open_start
-    weights, checkpoint = read(run, location)
-    if checkpoint is None:
+    weights, checkpoint = read(run, location, job.strict)
+    if checkpoint is None or not job.strict:
         if trainer.sharded is None:
-            load_weights(trainer.model, weights, location)
+            loaded = load_weights(trainer.model, weights, location, job.strict)
         else:
-            trainer.sharded.load_weights(weights, location)
+            loaded = trainer.sharded.load_weights(weights, location, job.strict, NEW_HEAD)
+        if is_rank_0():
+            send(Note(describe_start(run, location) + loaded))
         return TrainState()
-    about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file"
+    about, advice = checkpoint["about"], "to start anew from weights alone, name a weights file, or set strict: false"
     check_cut(f"init_from: the steps of {location}", about, cut, advice)
     says = check_updates(f"init_from: {location}", about.get("updates"), job, advice)
     if says is not None and is_rank_0():
         send(Note(says))
-    train_state = resume(job, trainer, about, checkpoint["state"], split, send)
+    try:
+        train_state = resume(job, trainer, about, checkpoint["state"], split, send)
+    except ModelError as error:
+        raise ModelError(f"init_from: {location}: {error}{NEW_HEAD}") from None
     if train_state.step != (named := first_step(run)):
         raise JobError(
             f"init_from: {location} holds step {train_state.step}, but its name says {named}: rename it back"
@@ -401,6 +405,8 @@ def start_from(
             f"init_from: {location} has done {train_state.step} steps, and this job has {split.total_steps}: "
             f"set epochs above {job.epochs}; {advice}"
         )
+    if is_rank_0():
+        send(Note(describe_start(run, location)))
     return dataclasses.replace(train_state, best=None, best_step=None, stopping={})
 
 

@@ -26,7 +26,7 @@ from dp_ray.job.keys import Target
 from dp_ray.job.samples import describe_blocks
 from dp_ray.rundir.files import read_json, write_json
 from dp_ray.rundir.quarantine import QuarantineFiles, forget
-from dp_ray.rundir.start import describe_start, load_weights, open_start, read_start
+from dp_ray.rundir.start import NEW_HEAD, describe_start, load_weights, open_start, read_start
 from dp_ray.storage import Storage
 from dp_ray.tasks.hooks import Note, Send, telling
 from dp_ray.text import hide_in, listed
@@ -116,8 +116,9 @@ def sharded_with_weights(job: Job, world: World, run: Storage, send: Send) -> Sh
     if sharded is None:
         return None
     if job.init_from is not None:
-        sharded.load_weights(open_start(run, job.init_from)[0], job.init_from)
-        tell(describe_start(run, job.init_from))
+        weights = open_start(run, job.init_from, job.strict)[0]
+        loaded = sharded.load_weights(weights, job.init_from, job.strict, NEW_HEAD)
+        tell(describe_start(run, job.init_from) + loaded)
     elif isinstance(job.model, Target) and has_drawn(job.seed):
         tell(_untrained(job.model))
     synchronise(sharded.model)
@@ -132,9 +133,10 @@ def model_with_weights(job: Job, world: World, run: Storage, send: Send) -> nn.M
     """Build the model with the weights to run, the same on every rank; rank 0 reports untrained weights."""
     model = build_model(job, world.devices)
     if job.init_from is not None:
-        load_weights(model, read_start(run, job.init_from)[0], job.init_from)
+        weights = read_start(run, job.init_from, job.strict)[0]
+        loaded = load_weights(model, weights, job.init_from, job.strict)
         if world.rank == 0:
-            send(Note(describe_start(run, job.init_from)))
+            send(Note(describe_start(run, job.init_from) + loaded))
     elif world.rank == 0 and isinstance(job.model, Target) and has_drawn(job.seed):
         send(Note(_untrained(job.model)))
     synchronise(model)
@@ -199,6 +201,7 @@ def _reference(job: Job, key: str, dataset: Any, run: Storage) -> Reference:
         chosen = Reference(**read_json(run, name))
     else:
         chosen = find_reference(job, dataset, key)
-        write_json(run, name, chosen._asdict())
+        # As it is: write_json would hide the form of a key that is called like a secret, such as `api_key`.
+        run.write_text(name, json.dumps(chosen._asdict(), indent=2) + "\n")
     broadcast(json.dumps(chosen._asdict()))
     return chosen

@@ -276,6 +276,20 @@ def held(tensor: torch.Tensor) -> Stored:
     return Stored(tuple(tensor.shape), lambda start, stop: tensor[start:stop] if tensor.ndim else tensor)
 
 
+def made_dense(indices: Stored, values: Stored, shape: list[int], is_coalesced: bool) -> Stored:
+    """A sparse tensor as a dense one, of which no more than the rows that are asked for is in memory."""
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        where, what = indices.whole(), values.whole()
+        mine = (where[0] >= start) & (where[0] < stop)
+        where = where[:, mine]
+        where[0] -= start
+        size = [stop - start, *shape[1:]]
+        return torch.sparse_coo_tensor(where, what[mine], size, check_invariants=False).to_dense()
+
+    return Stored(tuple(shape), read)
+
+
 class TensorFile:
     """A safetensors file, of which only the header is read; raises StorageError if it is damaged."""
 

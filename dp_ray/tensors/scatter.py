@@ -16,6 +16,7 @@ import torch
 from dp_ray.errors import DataError, ModelError
 from dp_ray.plan.split import chunk_bounds
 from dp_ray.tensors.tree import Leaf, difference, flatten, leaf_keys, quoted, unflatten
+from dp_ray.text import listed
 
 
 def rows_dim(leaf: Leaf, dim: int) -> int:
@@ -92,14 +93,23 @@ def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0
     held = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
     columns = {keys: [leaves[keys] for leaves in held] for keys in leaf_keys(spec)}
     counts = [None] * len(trees) if rows is None else rows
-    return unflatten(spec, [_concatenate(quoted(keys), column, counts, dim) for keys, column in columns.items()])
+    others = [".".join(map(str, keys)) for keys, pieces in columns.items() if pieces[0].ndim]
+    made = [_concatenate(quoted(keys), column, counts, dim, others) for keys, column in columns.items()]
+    return unflatten(spec, made)
 
 
-def _concatenate(name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int) -> Any:
-    """Concatenate one leaf of all shards; raises ModelError, naming the shard whose piece does not fit."""
+def _concatenate(
+    name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int, others: Sequence[str]
+) -> Any:
+    """Concatenate one leaf of all shards; raises ModelError, naming the shard whose piece does not fit.
+
+    `others` are the paths of the leaves that have rows.
+    """
     if all(piece.ndim == 0 for piece in pieces):
         if any(count != 1 for count in rows):
             advice = "return one value per row (of a loss: reduction='none')"
+            if others:
+                advice += f", or keep the others alone: outputs.keep: [{listed(others)}]"
             raise ModelError(f"output{name} is a scalar per shard, not per row: {advice}")
         pieces = [piece.reshape(1) for piece in pieces]
     for shard, (piece, count) in enumerate(zip(pieces, rows, strict=True)):

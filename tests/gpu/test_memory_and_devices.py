@@ -230,9 +230,7 @@ def test_each_of_several_workers_has_the_gpu_that_the_job_names_for_itself(
     keys = {"task": "train", "loss": "torch.nn:CrossEntropyLoss", **GPT, "batch_size": 12, "max_steps": 3}
     keys |= {"devices": ["cuda:0"], "workers": 2, "storage": str(tmp_path), "name": "run", "quiet": True}
     if (there := torch.cuda.device_count()) < 2:
-        says = (
-            f"^devices: cuda:0 are of each worker's own GPUs; 2 workers need 2 CPU, 2 GPU .*, {there} GPU, room for"
-        )
+        says = f"^devices: cuda:0 is of each worker's own GPUs; 2 workers need 2 CPU, 2 GPU .*, {there} GPU, room for"
         with pytest.raises(JobError, match=says):
             dp_ray.run(**keys)
         return

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from dp_ray.plan.order import Order, derive_seed
+from tests.support.writing import set_state, state_of
 
 CLASSES = 3
 
@@ -72,11 +73,19 @@ class Patchwork(nn.Module):
     never runs, and one that runs for shards with a row of a large first number. frozen, still: a layer without
     gradients, statistics left in eval mode. statistics, observer, dropout, noise: see there. expanded: a buffer whose
     rows are one. sparse: an embedding with sparse gradients. complex: the first parameter is complex. half: its body.
+
+    Some forwards write. momentum, momentum_data: a frozen copy follows the body, the second by `.data`. max_norm:
+    the embedding's weight. rescaled, shrinking: `.data.mul_()` of a trained number, and of the head's weight. lazy,
+    made, hidden: a buffer that is None before the first forward, one that it registers, and one that is in no
+    state_dict. in_place: the inputs.
     """
 
     sometimes: nn.Module
     frozen: nn.Module
     offsets: torch.Tensor
+    hidden: torch.Tensor
+    lazy: torch.Tensor | None
+    made: torch.Tensor
 
     def __init__(self, has: list[str]) -> None:
         super().__init__()
@@ -93,8 +102,8 @@ class Patchwork(nn.Module):
             self.scale = nn.Parameter(torch.tensor(1.5))
         if "wide" in has:
             self.wide = nn.Sequential(nn.Linear(8, 30_000), nn.Tanh(), nn.Linear(30_000, 8))
-        if "sparse" in has:
-            self.words = nn.Embedding(5, 8, sparse=True)
+        if {"sparse", "max_norm"} & self.has:
+            self.words = nn.Embedding(5, 8, sparse="sparse" in has, max_norm=0.7 if "max_norm" in has else None)
         for name in ("unused", "sometimes", "frozen"):
             if name in has:
                 self.add_module(name, nn.Linear(8, 8).requires_grad_(name != "frozen"))
@@ -111,16 +120,57 @@ class Patchwork(nn.Module):
             self.body.bfloat16()
         if "still" in has:
             self.statistics.eval()
+        if {"momentum", "momentum_data"} & self.has:
+            self.follower = copy.deepcopy(self.body).requires_grad_(False)
+        if "rescaled" in has:
+            self.factor = nn.Parameter(torch.ones(()))
+        if "lazy" in has:
+            self.register_buffer("lazy", None)
+        if "hidden" in has:
+            self.register_buffer("hidden", torch.zeros(6), persistent=False)
+
+    @torch.no_grad()
+    def _write(self, inputs: torch.Tensor) -> None:
+        seen = inputs.mean(0)
+        share = 0.1 + 0.1 * seen.mean().tanh().item()
+        if "momentum" in self.has:
+            for mine, theirs in zip(self.follower.parameters(), self.body.parameters(), strict=True):
+                mine.mul_(0.9).add_(theirs, alpha=share)
+        if "momentum_data" in self.has:
+            for mine, theirs in zip(self.follower.parameters(), self.body.parameters(), strict=True):
+                mine.data.lerp_(theirs.data, share)
+        if "rescaled" in self.has:
+            self.factor.data.mul_(0.9 + share)
+        if "shrinking" in self.has:
+            self.head.weight.data.mul_(0.9 + share)
+        if "lazy" in self.has:
+            self.lazy = seen.clone() if self.lazy is None else 0.8 * self.lazy + 0.2 * seen
+        if "made" in self.has:
+            if not hasattr(self, "made"):
+                self.register_buffer("made", torch.zeros(6), persistent=False)
+            self.made += 0.3 * seen
+        if "hidden" in self.has:
+            self.hidden.data.mul_(0.8).add_(seen)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if "in_place" in self.has:
+            inputs.mul_(1.5).tanh_().add_(0.1)
+        if self.training:
+            self._write(inputs)
         image = functional.pad(inputs, (0, 6)).reshape(-1, 2, 2, 3)
         hidden = torch.tanh(self.conv(image)).flatten(1)
-        hidden = self.noise(torch.tanh(self.body(hidden.to(self.body.weight.dtype)).float()))
+        given = hidden.to(self.body.weight.dtype)
+        hidden = self.noise(torch.tanh(self.body(given).float()))
+        if {"momentum", "momentum_data"} & self.has:
+            hidden = hidden + 0.5 * self.follower(given).float()
+        for name in ("lazy", "made", "hidden"):
+            if (one := getattr(self, name, None)) is not None:
+                hidden = hidden + one.mean()
         if "complex" in self.has:
             hidden = hidden * (hidden * self.phase).abs()
         if "wide" in self.has:
             hidden = hidden + self.wide(hidden) / 100
-        if "sparse" in self.has:
+        if {"sparse", "max_norm"} & self.has:
             hidden = hidden + self.words(inputs[:, 1].abs().mul(2).long().clamp(max=4))
         if "sometimes" in self.has and bool((inputs[:, 0] > 1).any()):
             hidden = hidden + self.sometimes(hidden)
@@ -131,6 +181,8 @@ class Patchwork(nn.Module):
         hidden = self.dropout(self.observer(self.statistics(hidden)))
         if "scalar" in self.has:
             hidden = hidden * self.scale
+        if "rescaled" in self.has:
+            hidden = hidden * self.factor
         outputs: torch.Tensor = self.head(hidden.to(self.head.weight.dtype))
         return outputs
 
@@ -173,48 +225,50 @@ def train_plainly(
     shards: int,
     epochs: int,
     grad_clip: float | None = None,
-) -> list[float]:
-    """The oracle: nn.DataParallel's training in one process, chunk after chunk; the losses of its steps."""
-    losses, step = [], 0
+) -> list[dict[str, float]]:
+    """The oracle: nn.DataParallel's training in one process, chunk after chunk; a row of history for each step.
+
+    Each chunk starts from what the model held before the step, and what the first one's forward writes stays.
+    """
+    rows, step = [], 0
+    trained = [one for group in optimizer.param_groups for one in group["params"]]
     for epoch in range(epochs):
         order = Order(len(dataset), 0, epoch, shuffle=True)
         for start in range(0, len(dataset), batch_size):
             picked = [dataset[order[at]] for at in range(start, min(start + batch_size, len(dataset)))]
             inputs, targets = (torch.stack(list(column)) for column in zip(*picked, strict=True))
-            before = copy.deepcopy(dict(model.named_buffers()))
-            total: Any = 0.0
+            before, kept, total = state_of(model), None, 0.0
+            model.zero_grad()
             for shard, (x, y) in enumerate(zip(inputs.chunk(shards), targets.chunk(shards), strict=True)):
-                after = copy.deepcopy(dict(model.named_buffers()))
-                put(model, before)
+                set_state(model, before)
                 number = derive_seed(0, "forward", epoch, step, shard)
                 seed_all(number)
                 seed_own(model, number)
-                total = total + functional.cross_entropy(model(x), y, reduction="sum")
-                if shard:
-                    put(model, after)
-            optimizer.zero_grad()
-            (total / len(targets)).backward()
+                loss = functional.cross_entropy(model(x.clone()), y, reduction="sum") / len(targets)
+                kept = kept or state_of(model)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+            set_state(model, kept)
+            norm = norm_of(trained)
             if grad_clip is not None:
-                clip(model, grad_clip)
+                clip(trained, norm, grad_clip)
             seed_all(derive_seed(0, "update", epoch, step))
+            rows.append({"loss": total, "gradient_norm": norm, "learning_rate": optimizer.param_groups[0]["lr"]})
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-            losses.append(total.item() / len(targets))
             step += 1
-    return losses
+    return rows
 
 
-def clip(model: nn.Module, largest: float) -> None:
-    """torch's clip_grad_norm_, which does not know sparse gradients."""
-    given = [one for one in model.parameters() if one.grad is not None]
-    norms = [one.grad.to_dense().abs().double().square().sum() for one in given if one.grad is not None]
-    factor = min(1.0, largest / (torch.stack(norms).sum().sqrt().item() + 1e-6))
-    for one in given:
-        assert one.grad is not None
-        one.grad = one.grad * factor
+def norm_of(parameters: list[nn.Parameter]) -> float:
+    """torch's get_total_norm, which does not know sparse gradients."""
+    squares = [one.grad.to_dense().abs().double().square().sum() for one in parameters if one.grad is not None]
+    return torch.stack(squares).sum().sqrt().item() if squares else 0.0
 
 
-def put(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        buffer.data = buffers[name].clone()
+def clip(parameters: list[nn.Parameter], norm: float, largest: float) -> None:
+    factor = min(1.0, largest / (norm + 1e-6))
+    for one in parameters:
+        if one.grad is not None:
+            one.grad = one.grad * factor

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from dp_ray.engine.buffers import make_room
+from dp_ray.engine.model import loaded_of, misfits, other_sizes
 from dp_ray.engine.optimizer import load_optimizer, norm_of_norms, norms_of
 from dp_ray.engine.world import CPU, World
 from dp_ray.errors import JobError, ModelError
@@ -38,26 +39,31 @@ from dp_ray.tensors.files import Stored, is_sharded, laid_out, local, rows_of
 from dp_ray.text import listed
 
 
-def load_rows(model: nn.Module, weights: Mapping[str, Stored], where: str, world: World) -> None:
+def load_rows(
+    model: nn.Module,
+    weights: Mapping[str, Stored],
+    where: str,
+    world: World,
+    is_strict: bool = True,
+    advice: str = "",
+) -> str:
     """Copy this worker's rows of the weights into a sharded model, one tensor after another.
 
-    Raises ModelError, which names missing, unexpected and mis-sized tensors.
+    If not `is_strict`, returns what was loaded and what not, in words. Raises ModelError, which names missing,
+    unexpected and mis-sized tensors and ends with the advice, or if nothing fits.
     """
     make_room(model, weights)
     state = model.state_dict()
     own = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
     weights = {name: one for name, one in weights.items() if isinstance(one, Stored)}
-    missing, unexpected = own.keys() - weights.keys(), weights.keys() - state.keys()
-    sizes = [
-        f"{name} {list(weights[name].shape)} in place of {list(one.shape)}"
-        for name, one in own.items()
-        if name in weights and tuple(weights[name].shape) != tuple(one.shape)
-    ]
-    kinds = {"missing": sorted(missing), "unexpected": sorted(unexpected), "of another size": sizes}
-    if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names):
-        raise ModelError(f"the weights of {where} are not this model's: {found}")
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - state.keys())
+    sizes = other_sizes(own, weights)
+    if is_strict and (found := misfits(missing, unexpected, sizes)):
+        raise ModelError(f"the weights of {where} are not this model's{found}{advice}")
     for name, one in own.items():
-        weights[name].copy_to(one, world.world_size, world.rank)
+        if name in weights and name not in sizes:
+            weights[name].copy_to(one, world.world_size, world.rank)
+    return "" if is_strict else loaded_of(where, own.keys(), missing, unexpected, sizes)
 
 
 def rows_of_optimizer(state: Any, parameters: list[nn.Parameter], world: World) -> Any:
@@ -542,9 +548,11 @@ class Sharded:
         """Free what a forward without a backward has left gathered."""
         self.root.reshard()
 
-    def load_weights(self, weights: Mapping[str, Stored], where: str) -> None:
-        """Load this worker's rows of the weights; raises ModelError if they are not this model's."""
-        load_rows(self.model, weights, where, self.world)
+    def load_weights(
+        self, weights: Mapping[str, Stored], where: str, is_strict: bool = True, advice: str = ""
+    ) -> str:
+        """Load this worker's rows of the weights; returns and raises what `load_rows` does."""
+        return load_rows(self.model, weights, where, self.world, is_strict, advice)
 
     def rows_of(self, part: Any, state: Any) -> Any:
         """A stored state of an optimizer, a scheduler or a scaler, with what this worker holds of each tensor."""

@@ -1,0 +1,161 @@
+"""Run a page of the docs from its top to its end: each of its files, commands and snippets."""
+
+import ast
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import benchmarks.__main__
+from dp_ray.cli import main
+from dp_ray.cli.options import load
+from dp_ray.job.job import Job
+from tests.support.cluster import ROOT
+from tests.support.pages import Block, blocks_of
+
+VERIFIED = "needs Ray: tests/test_training_runs.py verifies a job on Ray"
+STAYS = "starts processes that stay: tests/support/hosts.py starts such nodes"
+OTHER_MACHINES = "needs a cluster of other machines"
+NEEDS_A_GPU = "is for a machine with a GPU, or prepares one"
+DOWNLOAD = "pip download --only-binary=:all: --python-version 3.12"
+SUBMIT = "dp-ray submit jobs/digits_predict.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs"
+NOT_RUN = {
+    "pip install .": "tests/test_wheel.py builds the wheel and installs it",
+    "dp-ray verify train.yaml --workers 1,2,4": VERIFIED,
+    "dp-ray verify jobs/digits.yaml --workers 1,2,3,8": VERIFIED,
+    'dp-ray run jobs/digits.yaml --workers 3 --inject "kill worker 1 at step 20; pause worker 0 for 5s at step 40"': (
+        "needs workers to kill: tests/test_faults.py does it"
+    ),
+    "dp-ray run sums.yaml --address 10.0.0.1:6379 --name on-the-cluster": OTHER_MACHINES,
+    "dp-ray run jobs/tutorial.yaml --workers 8 --address 10.0.0.1:6379": OTHER_MACHINES,
+    SUBMIT: OTHER_MACHINES,
+    "dp-ray submit jobs/digits.yaml --address http://10.0.0.1:8265 --storage s3://bucket/runs": OTHER_MACHINES,
+    "dp-ray status --address http://10.0.0.1:8265": OTHER_MACHINES,
+    "dp-ray logs digits -f --address http://10.0.0.1:8265": OTHER_MACHINES,
+    "dp-ray stop digits --address http://10.0.0.1:8265": OTHER_MACHINES,
+    "dp-ray stop s3://bucket/runs/digits": OTHER_MACHINES,
+    "ray job submit --working-dir . -- python -m dp_ray run jobs/digits_predict.yaml": OTHER_MACHINES,
+    ".venv/bin/python -m benchmarks.gpu": NEEDS_A_GPU,
+    f"{DOWNLOAD} --platform manylinux2014_x86_64 -d wheels pydantic": NEEDS_A_GPU,
+    f"{DOWNLOAD} --no-deps -d wheels tensorboardX": NEEDS_A_GPU,
+    "python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl": NEEDS_A_GPU,
+    "PYTHONPATH=/tmp/site python -m pytest tests/gpu": NEEDS_A_GPU,
+    "PYTHONPATH=/tmp/site python -m benchmarks.gpu": NEEDS_A_GPU,
+    "ray start --head --port=6379": STAYS,
+    "ray start --address=10.0.0.1:6379": OTHER_MACHINES,
+    "ray up cluster.yaml": "starts machines on AWS: tests/test_cluster.py checks the file",
+}
+
+
+@contextmanager
+def standing_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stand in an empty folder, but for the repository's jobs; what is imported from there is forgotten."""
+    shutil.copytree(ROOT / "jobs", folder / "jobs")
+    for file in (folder / "jobs").glob("*.yaml"):
+        file.write_text(made_short(file.read_text()))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    yield
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
+
+
+def run_page(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a page from its top to its end: its files, commands and snippets. What its commands print is returned."""
+    printed: list[str] = []
+    names: dict[str, Any] = {"__name__": "page"}
+    said: str | None = None
+    for block in blocks_of(page):
+        match block.language:
+            case "python" | "yaml" if block.file_name:
+                (folder / block.file_name).write_text(made_short(block.text))
+            case "python":
+                exec(compile(made_short(block.text), block.place, "exec"), names)
+            case "diff":
+                ast.parse(side(block, "-"), block.place)
+                exec(compile(made_short(side(block, "+")), block.place, "exec"), names)
+            case "sh":
+                said = said_by(block, capsys)
+                printed.append(said or "")
+            case "text":
+                missing = set(block.text.splitlines()) - set((said or block.text).splitlines())
+                assert not missing, f"{block.place}: is not what the command says: {said}"
+            case "yaml":
+                raise AssertionError(f"{block.place}: a YAML block begins with its file's name: # NAME.yaml")
+            case other:
+                raise AssertionError(f"{block.place}: no test knows what a block of {other or 'nothing'} is")
+    return "".join(printed)
+
+
+def made_short(code: str) -> str:
+    """The code of a page without Ray, and with one epoch."""
+    code = re.sub(r"\bworkers=\d+", "workers=0", code)
+    return re.sub(r"\bepochs(: |=)\d+", r"epochs\g<1>1", code)
+
+
+def side(block: Block, sign: str) -> str:
+    """The code before (-) or after (+) a diff."""
+    return "".join(line[1:] for line in block.text.splitlines(keepends=True) if line[0] in (" ", sign))
+
+
+def said_by(block: Block, capsys: pytest.CaptureFixture[str]) -> str | None:
+    """What the commands of a block print; None where one of them is not run."""
+    capsys.readouterr()
+    done = [was_run(line) for line in block.text.splitlines()]
+    printed = capsys.readouterr()
+    return printed.out + printed.err if all(done) else None
+
+
+def was_run(line: str) -> bool:
+    """Run a command, or check what it names; whether it was run."""
+    match shlex.split(line):
+        case _ if line in NOT_RUN:
+            return False
+        case ["make", target, *_]:
+            assert f"\n{target}:" in (ROOT / "Makefile").read_text(), line
+            return False
+        case [".venv/bin/python", "-m", "pytest", path, *chosen]:
+            named = re.findall(r"^def (test_\w+)", (ROOT / path).read_text(), re.M)
+            assert not chosen or any(chosen[1] in name for name in named), line
+            return False
+        case [".venv/bin/python", "-m", "benchmarks", *names]:
+            assert set(names) <= set(benchmarks.__main__.NAMES), line
+            return False
+        case ["python", script]:
+            runpy.run_path(script, run_name="__main__")
+            return True
+        case ["dp-ray", name, *args]:
+            main.cli([name, *args, *here(["dp-ray", name, *args])], standalone_mode=False)
+            return True
+    raise AssertionError(f"no test knows how to run {line!r}")
+
+
+def here(command: list[str]) -> list[str]:
+    """Options with which a command runs in this process, on the same shards."""
+    job = check(command)
+    if command[1] in ("run", "sweep"):
+        assert job is not None
+        return ["--workers", "0", "--set", f"shards={job.num_shards}"]
+    return ["--workers", "0"] if command[1] in ("evaluate", "predict") else []
+
+
+def check(command: list[str]) -> Job | None:
+    """The job that a command line would run; raises where its arguments or the job are wrong."""
+    if command[0] != "dp-ray":
+        return None
+    _, name, *args = command
+    given = main.cli.commands[name].make_context(name, args).params
+    if "job_file" not in given and "job_files" not in given:
+        return None
+    workers, settings = given["workers"], given["settings"]
+    counts = workers.split(",") if name == "verify" else [workers]
+    files = given.get("job_files", (given.get("job_file"),))
+    return [load(file, count, settings) for count in counts for file in files][-1]
