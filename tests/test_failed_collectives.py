@@ -171,8 +171,8 @@ def test_a_torch_without_nccl_ends_the_run_and_says_which_key_to_change(backend:
     store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
     gpu = World(device=GPU, all_devices=(GPU,))
     says = r"^the process group could not be formed: .*doesn't have NCCL built in; .*gpus_per_worker: 0"
-    with pytest.raises(JobError, match=says):
-        worker._checked(lambda: form_group(backend, store, gpu))
+    with pytest.raises(JobError, match=says), worker._group_errors():
+        form_group(backend, store, gpu)
 
 
 ENDS = {

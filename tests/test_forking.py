@@ -227,9 +227,9 @@ def test_torch_gets_the_threads_that_ray_would_set(
 @pytest.mark.slow
 def test_a_killed_driver_ends_its_server(program: Path) -> None:
     code = (
-        "import time\nfrom dp_ray.cluster import forking\nfrom dp_ray.job.keys import WorkerKeys\n"
-        "forking.MODULES = ()\n"
-        "with forking.forking(WorkerKeys(workers=2)) as server:\n print(server, flush=True)\n time.sleep(60)"
+        "import time\nfrom dp_ray.cluster import fast_start\nfrom dp_ray.job.keys import WorkerKeys\n"
+        "fast_start.MODULES = ()\n"
+        "with fast_start.forking(WorkerKeys(workers=2)) as server:\n print(server, flush=True)\n time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None

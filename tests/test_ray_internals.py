@@ -116,7 +116,6 @@ CONTRACT: dict[str, tuple[str, ...] | None] = {
     "ray.train.v2._internal.exceptions:WorkerGroupStartupFailedError": None,
     "ray.train.v2._internal.exceptions:WorkerGroupStartupTimeoutError": None,
     "ray.train.v2._internal.exceptions:WorkerHealthCheckFailedError": ("message", "failure"),
-    "ray.train.v2._internal.exceptions:WorkerHealthCheckTimeoutError": None,
     "ray.train.v2._internal.execution.callback:WorkerGroupCallback.before_init_train_context": ("workers",),
     "ray.train.v2._internal.execution.callback:WorkerGroupCallback.before_worker_group_start": (
         "worker_group_context",

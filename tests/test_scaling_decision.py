@@ -16,12 +16,12 @@ from dp_ray.cluster.decisions import (
     Resize,
     Running,
     ScalingReason,
-    Wanted,
+    WorkerDemand,
     decide_scaling,
     is_worth_a_look,
 )
 
-WANTED = Wanted(2, 4, {"CPU": 1.0}, "PACK", None, can_stop=True, capacity_seconds=60.0)
+WANTED = WorkerDemand(2, 4, {"CPU": 1.0}, "PACK", None, can_stop=True, capacity_seconds=60.0)
 NOW = 1000.0
 
 
@@ -144,7 +144,7 @@ def test_every_reason_is_a_sentence_of_its_own() -> None:
 
 MOMENTS = st.floats(0, 200)
 WANTEDS = st.builds(
-    lambda least, more, can_stop, limit: Wanted(
+    lambda least, more, can_stop, limit: WorkerDemand(
         least, least + more, {"CPU": 1.0}, "PACK", None, can_stop=can_stop, capacity_seconds=limit
     ),
     st.integers(1, 5),

@@ -22,7 +22,7 @@ import dp_ray
 from dp_ray.cluster import submit
 from dp_ray.cluster.internals.core import read_variables_anew
 from dp_ray.cluster.internals.variables import AUTH_TOKEN, VARIABLES
-from dp_ray.cluster.submit import Dashboard, Follower, told_uploads
+from dp_ray.cluster.submit import Dashboard, Follower, upload_lines
 from dp_ray.errors import ClusterError
 from tests.support.cluster import ROOT, Cluster
 from tests.support.drivers import SLOW, told
@@ -180,7 +180,7 @@ def test_a_follower_prints_each_word_once_though_the_connection_breaks(
     monkeypatch.setattr(submit, "AWAY_SECONDS", 3.0)
     lines = "import time\nfor number in range(30):\n print(number, flush=True); time.sleep(.1)\nraise SystemExit(7)"
     direct = Dashboard(cluster.dashboard)
-    submission = direct._client.submit_job(entrypoint=f'python -c "exec({lines!r})"')
+    submission = direct.client.submit_job(entrypoint=f'python -c "exec({lines!r})"')
     with cable(cluster.dashboard) as wire:
         followed = Follower(Dashboard(f"http://127.0.0.1:{wire.port}"), submission)
 
@@ -209,13 +209,13 @@ def test_what_is_sent_is_told_before(tmp_path: Path) -> None:
             file.truncate(size)
     (tmp_path / ".gitignore").write_text("ignored.bin\n")
     code = {"working_dir": str(tmp_path), "excludes": ["/runs/"], "py_modules": []}
-    sends, warning = told_uploads(code)
+    sends, warning = upload_lines(code)
     assert sends == f"sends 3 files of {tmp_path} (120.0 MB) and dp_ray (0 B), unless the cluster has them"
     assert warning.startswith(
         "warning: that is 120.0 MB; the largest: keep/b.bin 120.0 MB, .gitignore 12 B, a.py 10 B;"
     )
     (tmp_path / ".rayignore").write_text("*.bin\n")
-    (small,) = told_uploads(code)
+    (small,) = upload_lines(code)
     assert small.startswith("sends 3 files of ")
 
 

@@ -1,10 +1,8 @@
 """The channel between workers and driver: an actor on the driver's node that holds messages until the driver reads.
 
-Messages are bytes to the actor, so its process imports neither torch nor the user's modules.
-
-What workers are given and asked: their channel, requests between two steps, and the terms of their job.
-
-It imports nothing of dp_ray, so that the processes of the channel and of Ray Train's controller stay small.
+Through it the workers also get their job, its terms, and requests between two steps. Messages are bytes to the actor,
+so its process imports neither torch nor the user's modules. This module imports nothing of dp_ray, so that the
+processes of the channel and of Ray Train's controller stay small.
 """
 
 import asyncio
@@ -22,7 +20,7 @@ GROUP = "DP_RAY_WORKER_GROUP"  # the environment variable with the id that all w
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What the driver hands to every worker when it starts; `number` is that of the job that runs."""
+    """The settings of a worker when it starts; `number` is that of the job that runs."""
 
     channel: Any
     keep_prints: bool
@@ -31,7 +29,7 @@ class WorkerConfig:
 
 
 class Ask(StrEnum):
-    """What workers are asked to do between two steps."""
+    """A request to the workers, which they look at between two steps."""
 
     NOTHING = ""
     SAVE = "save"
@@ -40,7 +38,7 @@ class Ask(StrEnum):
 
 
 class Why(Enum):
-    """Why workers are asked for something."""
+    """The reason of a request."""
 
     NOTHING = "nothing is asked"
     DRAIN = "nodes are about to be taken away"
@@ -50,7 +48,7 @@ class Why(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """What workers are asked to do; `text` gives the reason with its numbers, for people."""
+    """A request to the workers with its reason; `text` gives it with its numbers, for people."""
 
     ask: Ask
     why: Why
@@ -63,7 +61,7 @@ STOP = Request(Ask.STOP, Why.USER, Why.USER.value)
 
 @dataclass(frozen=True)
 class Terms:
-    """What is known of a job without unpickling it; `number` counts a session's jobs from 1, 0: none runs.
+    """A job as it is known without unpickling it; `number` counts a session's jobs from 1, 0: none runs.
 
     `can_stop` says whether the job keeps work to resume from, `is_last` whether the session ends with it.
     """
@@ -90,13 +88,13 @@ class Channel:
         self._request = NOTHING
         self._terms = IDLE
         self._job: list[Any] = []
-        self._phase: list[bytes] = []
+        self._phase: list[bytes] = []  # the last message on how far the workers' start is, until one has started
         self._is_closed = False
-        self._group = ""
-        self._lost_group = ""
-        self._fired: set[int] = set()
-        self._ended: dict[str, set[int]] = {}
-        self._stores: dict[str, tuple[str, int]] = {}
+        self._group = ""  # of the workers that asked last for a job
+        self._lost_group = ""  # of the workers whose job was given up
+        self._fired: set[int] = set()  # the numbers of faults that were injected
+        self._ended: dict[str, set[int]] = {}  # the ranks that have ended, by attempt
+        self._stores: dict[str, tuple[str, int]] = {}  # host and port, by attempt
         self._changed = asyncio.Condition()
 
     async def put(self, message: bytes, number: int = 0) -> Ask:
@@ -110,7 +108,7 @@ class Channel:
         return self._request.ask
 
     async def receive(self, wait: bool = True) -> list[bytes]:
-        """All messages since the last call; with `wait`, waits up to HOLD_SECONDS for the first one."""
+        """Return all messages since the last call; with `wait`, waits up to HOLD_SECONDS for the first one."""
         if not self._messages and wait:
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
@@ -157,7 +155,7 @@ class Channel:
             self._changed.notify_all()
 
     async def next_job(self, after: int, group: str = "") -> tuple[Terms, list[Any]] | Ask:
-        """The first job after number `after`, once there is one; Ask.STOP or Ask.RESTART if the worker is to leave.
+        """Return the first job after `after`, once there is one; Ask.STOP or Ask.RESTART if the worker is to leave.
 
         An idle worker is asked to leave if the session ends, or if there are to be more or fewer workers. `group` is
         the id of the workers that were started together: those of a job that was given up get no other.
@@ -165,22 +163,14 @@ class Channel:
         self._group = group or self._group
         self._phase = []  # this worker has started
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: (
-                    self._is_closed
-                    or (not self._is_lost(group) and (self._terms.number > after or self._must_resize))
-                )
-            )
-            if self._is_closed:
-                return Ask.STOP
-            return (self._terms, self._job) if self._terms.number > after else Ask.RESTART
-
-    def _is_lost(self, group: str) -> bool:
-        return bool(group) and group == self._lost_group
-
-    @property
-    def _must_resize(self) -> bool:
-        return self._request.ask is Ask.RESTART and self._terms is IDLE
+            while not self._is_closed:
+                if not group or group != self._lost_group:
+                    if self._terms.number > after:
+                        return self._terms, self._job
+                    if self._request.ask is Ask.RESTART and self._terms is IDLE:
+                        return Ask.RESTART
+                await self._changed.wait()
+            return Ask.STOP
 
     async def request(self, request: Request, number: int = 0) -> None:
         """Replace the current request; Ask.STOP is final while the job lasts, and no other replaces it.
@@ -194,11 +184,11 @@ class Channel:
             self._changed.notify_all()
 
     async def state(self) -> tuple[Request, Terms]:
-        """What the workers are asked to do, and the job that they run."""
+        """Return the request to the workers, and the terms of the job that they run."""
         return self._request, self._terms
 
     async def fire(self, fault: int) -> bool:
-        """Whether a fault is still to be injected: true on the first call only."""
+        """Return whether a fault is still to be injected: true on the first call only, over all attempts."""
         is_first = fault not in self._fired
         self._fired.add(fault)
         return is_first
@@ -218,7 +208,7 @@ class Channel:
             self._changed.notify_all()
 
     async def store(self, attempt: str) -> tuple[str, int]:
-        """Host and port of the attempt's store, as soon as rank 0 has opened it."""
+        """Return host and port of the attempt's store, as soon as rank 0 has opened it."""
         async with self._changed:
             await self._changed.wait_for(lambda: attempt in self._stores)
             return self._stores[attempt]
@@ -232,7 +222,7 @@ def open_channel(workers: int = 1) -> Any:
 
 
 def encoded(message: Any) -> bytes:
-    """A message as the bytes that `Channel.put` takes."""
+    """Return a message as the bytes that `Channel.put` takes."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -244,5 +234,5 @@ def send(channel: Any, message: Any, number: int = 0, wait: bool = True) -> None
 
 
 def receive(channel: Any, wait: bool = True) -> list[Any]:
-    """The messages that have arrived, decoded; with `wait`, waits up to HOLD_SECONDS for one."""
+    """Return the messages that have arrived, decoded; with `wait`, waits up to HOLD_SECONDS for one."""
     return [pickle.loads(message) for message in ray.get(channel.receive.remote(wait))]

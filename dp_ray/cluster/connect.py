@@ -1,23 +1,16 @@
-"""Finds or starts the cluster, ships the code to it, and rejects a job that can never fit.
-
-Has the process groups of a worker use the network interface with the node's Ray address.
-"""
+"""Find or start the cluster, ship the code to it, and reject a job that can never fit."""
 
 import logging
 import math
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
-from ray.train.backend import Backend, BackendConfig
 
 import dp_ray
 from dp_ray.cluster.decisions import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
@@ -37,15 +30,14 @@ from dp_ray.cluster.internals.core import (
     wants_token,
     workers_without_uv,
 )
-from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, TRAIN_ENVIRONMENT, USE_TLS
+from dp_ray.cluster.internals.variables import ADDRESS, AUTH_MODE, AUTH_TOKEN, JOB_CONFIG, USE_TLS
 from dp_ray.errors import ClusterError, Error, JobError
 from dp_ray.job.keys import WorkerKeys, runs_anywhere
-from dp_ray.system.process import environment, own_folder, short_folder, without_values
+from dp_ray.system.process import own_folder, short_folder, without_values
 from dp_ray.system.threads import handlers_kept
 from dp_ray.text import counted, hide
 
 AWAIT_SECONDS = 10.0  # after which a line says that Ray is waited for
-_ENVIRONMENT = threading.Lock()  # several sessions may start workers at the same time
 
 
 @contextmanager
@@ -102,7 +94,7 @@ def _check_heard() -> None:
 
 
 def is_connected() -> bool:
-    """Whether this process is connected to a Ray, by the caller's own ray.init or by a session."""
+    """Return whether this process is connected to a Ray, by the caller's own ray.init or by a session."""
     return bool(ray.is_initialized()) and EarlyConnection.begun is None
 
 
@@ -122,7 +114,7 @@ def connected_early(keys: WorkerKeys, address: str | None, verbose: bool) -> Ite
 
 
 def what_begins(address: str | None) -> str:
-    """The first phase to show: what the user waits for until Ray is there."""
+    """Return the first phase to show: what the user waits for until Ray is there."""
     if is_connected():
         return "looking at the cluster"
     found = address_of(address)
@@ -130,22 +122,22 @@ def what_begins(address: str | None) -> str:
 
 
 def what_is_awaited(address: str | None) -> str:
-    """The line to show if Ray is not there after a while."""
+    """Return the line to show if Ray is not there after a while."""
     if (found := address_of(address)) is None:
         return "waiting for Ray to start on this machine"
     return f"waiting for the Ray at {found} to answer"
 
 
 def ships_callers_code() -> bool:
-    """Whether the caller's own ray.init has sent code to the cluster; workers import that, not later edits."""
+    """Return whether the caller's own ray.init has sent code to the cluster; workers import that, not later edits."""
     sent: dict[str, Any] = ray.get_runtime_context().runtime_env
     return "working_dir" in sent or "py_modules" in sent
 
 
-def address_of(given: str | None) -> str | None:
-    """The address of the Ray to use; None for an embedded one. A job's is that of the cluster that runs it."""
+def address_of(address: str | None) -> str | None:
+    """Return the address of the Ray to use; None for an embedded one. A job's is that of the cluster that runs it."""
     own = address_of_own_raylet() if in_ray_job() else None
-    return given or own or os.environ.get(ADDRESS)
+    return address or own or os.environ.get(ADDRESS)
 
 
 def _start_ray(
@@ -156,22 +148,22 @@ def _start_ray(
     read_variables_anew()  # and forget the token of a Ray of the caller's that has ended
     try:
         # In a Ray job the code is on the cluster, and `uv run` as the job's command is a choice that Ray follows.
-        with shown_as(_shown_command_line()), nullcontext() if in_ray_job() else workers_without_uv():
+        shown = [hide(one) for one in without_values(sys.orig_argv)]  # the command line without secrets
+        with (
+            shown_as(shown if shown != sys.orig_argv else None),
+            nullcontext() if in_ray_job() else workers_without_uv(),
+        ):
             if address:
                 authenticate(address)
                 code = None if in_ray_job() else code_to_ship()
                 ray.init(address, runtime_env=code, log_to_driver=verbose, logging_level=level)
             else:
-                start_local(_logical_cpus(keys), folder, verbose, fork_server, logging_level=level)
+                # Enough for all workers, even if the machine has fewer: a laptop runs 8 workers on 2 cores, slowly.
+                cpus = max(os.cpu_count() or 1, math.ceil(keys.max_workers * keys.cpus_per_worker))
+                start_local(cpus, folder, verbose, fork_server, logging_level=level)
     except Exception as error:  # Ray's own of many types, and a bare Exception if a node does not start in time
         says = f"no Ray answers at {address}" if address else "cannot start Ray on this machine"
         raise ClusterError(f"{says}: {error}") from error
-
-
-def _shown_command_line() -> list[str] | None:
-    """The command line that Ray may show for this driver, without secrets; None if it has none."""
-    shown = [hide(one) for one in without_values(sys.orig_argv)]
-    return shown if shown != sys.orig_argv else None
 
 
 def authenticate(address: str) -> None:
@@ -201,33 +193,24 @@ def _environment_kept() -> Iterator[None]:
         forget_variables(os.environ, keep=list(before))
 
 
-@contextmanager
-def train_environment() -> Iterator[None]:
-    """Set Ray Train's variables in os.environ while the block runs; those that the user has set stay."""
-    with _ENVIRONMENT, environment({key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}):
-        yield
-
-
 def worker_resources(keys: WorkerKeys) -> dict[str, float]:
-    """The resources of one worker.
+    """Return the resources of one worker.
 
     `gpus_per_worker: auto` is as many as `devices` name of a worker's own; without `devices`, it is 1 if the cluster
     has GPUs, or its autoscaler may add some.
     """
     gpus = keys.gpus_per_worker
     if gpus == "auto":
-        gpus = _gpus_by_default() if keys.devices is None else keys.own_gpus
+        gpus = keys.own_gpus
+        if keys.devices is None:
+            up = ray.cluster_resources().get("GPU", 0)
+            gpus = gpus_by_default(up, node_types() if not up and autoscales() else None)
     wanted = {"CPU": keys.cpus_per_worker, "GPU": gpus, **keys.resources_per_worker}
     return {name: amount for name, amount in wanted.items() if amount}
 
 
-def _gpus_by_default() -> int:
-    up = ray.cluster_resources().get("GPU", 0)
-    return gpus_by_default(up, node_types() if not up and autoscales() else None)
-
-
 def without_gpus(keys: WorkerKeys, each: Resources) -> str | None:
-    """What to tell of workers with the resources `each` that take no GPU, where an autoscaler might add some."""
+    """Return a line on workers with the resources `each` that take no GPU, where an autoscaler might add some."""
     is_by_default = keys.gpus_per_worker == "auto" and keys.devices is None and "GPU" not in each
     if not (is_by_default and autoscales() and node_types() is None):
         return None
@@ -238,7 +221,7 @@ def without_gpus(keys: WorkerKeys, each: Resources) -> str | None:
 
 
 def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
-    """What the job must wait for, None if nothing.
+    """Return what the job must wait for, None if nothing.
 
     Raises ClusterError if it can never fit, or JobError if it asks for GPUs that there can never be.
     """
@@ -271,7 +254,7 @@ def check_fits(keys: WorkerKeys, each: Resources) -> str | None:
 
 
 def is_this_machine_alone() -> bool:
-    """Whether all workers will run on this machine."""
+    """Return whether all workers will run on this machine."""
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     return alive == [ray.get_runtime_context().get_node_id()] and not autoscales()
 
@@ -281,7 +264,7 @@ def _capacity(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]]) 
 
 
 def _misfit(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]], says: str) -> Error:
-    """The error of workers that can never fit.
+    """Return the error of workers that can never fit.
 
     It names `devices` if those are why the nodes have too few GPUs, and `gpus_per_worker` if no node has any.
     """
@@ -298,7 +281,7 @@ def _misfit(keys: WorkerKeys, each: Resources, nodes: list[dict[str, float]], sa
 
 
 def sessions_that_fit(keys: WorkerKeys, wanted: int | None) -> int:
-    """How many sessions with these keys shall run at a time: `wanted`, or as many as there are free resources for.
+    """Return how many sessions with these keys shall run at a time: `wanted`, or as many as free resources allow.
 
     Without an autoscaler at most as many as fit, and always one.
     """
@@ -323,18 +306,13 @@ def _too_large(each: Resources, nodes: list[dict[str, float]]) -> str:
     return f": one worker takes {text_of(lacking)} of ONE node, and the largest has {largest}"
 
 
-def _logical_cpus(keys: WorkerKeys) -> int:
-    """Enough CPUs for all workers, even if the machine has fewer: a laptop runs 8 workers on 2 cores, slowly."""
-    return max(os.cpu_count() or 1, math.ceil(keys.max_workers * keys.cpus_per_worker))
-
-
 def in_ray_job() -> bool:
-    """Whether this process belongs to a submitted Ray job, whose code is shipped already."""
+    """Return whether this process belongs to a submitted Ray job, whose code is shipped already."""
     return JOB_CONFIG in os.environ
 
 
 def code_to_ship() -> dict[str, Any]:
-    """The runtime_env that ships the working directory and dp_ray to every node, without what .gitignore excludes."""
+    """Return the runtime_env that ships the working directory, without what .gitignore excludes, and dp_ray."""
     here = Path.cwd()
     excludes = [f"/{name}/" for name in (".git", ".venv", "runs") if (here / name).is_dir()]
     return {
@@ -349,54 +327,12 @@ def _total(nodes: list[dict[str, float]], each: Resources) -> Resources:
 
 
 def _split(keys: WorkerKeys, each: Resources) -> str:
-    """What one of several workers needs, and how they are to be placed, if not as usual; in parentheses."""
-    parts = [f"{text_of(each)} each"] * (keys.min_workers > 1) + [keys.placement] * (keys.placement != "PACK")
+    """Say what one of several workers needs, and how they are to be placed, if not as usual; in parentheses."""
+    parts = [f"{text_of(each)} each"] if keys.min_workers > 1 else []
+    if keys.placement != "PACK":
+        parts.append(keys.placement)
     return f" ({', '.join(parts)})" if parts else ""
 
 
 def _on(accelerator_type: str | None) -> str:
     return f" on {accelerator_type} nodes" if accelerator_type else ""
-
-
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface with an IP address; None if there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.split("%")[0] == address for one in addresses):
-            return name
-    return None
-
-
-def bind_to_ray_address() -> None:
-    """Have gloo and NCCL use the interface with the node's Ray address, unless the user set one."""
-    interface = interface_of(ray.util.get_node_ip_address())
-    for variable in INTERFACE_VARIABLES:
-        if interface and variable not in os.environ:
-            os.environ[variable] = interface
-
-
-class _WorkerBackend(Backend):  # type: ignore[misc]
-    """The workers choose their interface when they start; each job forms a process group.
-
-    A host with several addresses may resolve its own name to any of them, and gloo would listen there.
-    """
-
-    share_cuda_visible_devices = True  # as of Ray Train's torch backend: NCCL needs it
-
-    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Called by Ray Train when the workers' processes run."""
-        worker_group.execute(bind_to_ray_address)
-
-
-@dataclass
-class WorkerBackendConfig(BackendConfig):  # type: ignore[misc]
-    """Ray Train's settings for `_WorkerBackend`; not a TorchConfig, so that the controller imports no torch."""
-
-    backend: str = "gloo"  # TorchTrainer asks for it; nobody uses it
-
-    @property
-    def backend_cls(self) -> type[Any]:
-        """The backend that Ray Train uses."""
-        return _WorkerBackend

@@ -1,14 +1,8 @@
-"""The resources of workers and nodes: how many workers fit, node by node. It knows no Ray.
+"""Decide how many workers to start, when to resize, and whether to restart: pure functions, which know no Ray.
 
-How many workers to start, and when to stop them to resize: a pure decision, which knows no Ray.
-
-`decide` takes all facts as one value and returns what to do and the reason. `scaling.py` looks at the cluster and
-calls it for Ray Train's controller.
-
-Whether to restart failed workers: a pure decision, which knows no Ray.
-
-`decide` takes all facts as one value, a Snapshot. It returns what to do, the reason, what to report to the driver,
-and what to remember. `restarts.py` calls it for Ray Train's controller.
+`decide_scaling` and `decide_restart` take all facts as one value. They return what to do and the reason, and for a
+restart also what to report and to remember. `policies.py` collects the facts for Ray Train's controller. Before them
+stands how many workers fit on nodes, by their resources.
 """
 
 import re
@@ -35,18 +29,18 @@ class NodeType:
 
 
 def addable(types: Iterable[NodeType], up: Iterable[str], most: int) -> list[dict[str, float]]:
-    """What each node offers that may be added yet, at most `most` of a type; `up` are the types of the nodes there.
+    """Return what each node offers that may be added yet, at most `most` of a type; `up` are the types of those up.
 
     >>> addable([NodeType("gpus", {"GPU": 4}, 3)], ["head", "gpus"], 8)
     [{'GPU': 4}, {'GPU': 4}]
     """
-    there = Counter(up)
-    counts = [(one, most if one.max_count < 0 else min(most, one.max_count - there[one.name])) for one in types]
+    num_up = Counter(up)
+    counts = [(one, most if one.max_count < 0 else min(most, one.max_count - num_up[one.name])) for one in types]
     return [dict(one.resources) for one, count in counts for _ in range(count)]
 
 
 def gpus_by_default(up: float, types: Sequence[NodeType] | None) -> int:
-    """GPUs of a worker with `gpus_per_worker: auto`: 1 if GPUs are up or may be added, else 0.
+    """Return the GPUs of a worker with `gpus_per_worker: auto`: 1 if GPUs are up or may be added, else 0.
 
     `types` are the autoscaler's; None if they are not known.
     """
@@ -57,7 +51,7 @@ def gpus_by_default(up: float, types: Sequence[NodeType] | None) -> int:
 def capacity_for(
     each: Resources, nodes: list[dict[str, float]], placement: str = "PACK", accelerator_type: str | None = None
 ) -> int:
-    """How many workers with the resources `each` fit on the nodes; `nodes` are what each node offers."""
+    """Return how many workers with the resources `each` fit on the nodes; `nodes` are what each node offers."""
     if accelerator_type:
         nodes = [node for node in nodes if f"accelerator_type:{accelerator_type}" in node]
     if not each:
@@ -71,7 +65,7 @@ def capacity_for(
 def free_for(
     each: Resources, nodes: list[dict[str, float]], free: Resources, placement: str, accelerator_type: str | None
 ) -> int:
-    """How many such workers fit on the nodes at most, if only `free` of all their resources together is unused.
+    """Return how many such workers fit on the nodes at most, if only `free` of all their resources is unused.
 
     >>> free_for({"CPU": 2}, [{"CPU": 5}, {"CPU": 5}], {"CPU": 7}, "PACK", None)
     3
@@ -81,7 +75,7 @@ def free_for(
 
 
 def _fit(name: str, there: float, amount: float) -> int:
-    """How many times `amount` fits; a fraction of a GPU must be on one GPU."""
+    """Return how many times `amount` fits; a fraction of a GPU must be on one GPU."""
     if name == "GPU" and amount < 1:
         whole, rest = divmod(there, 1)
         return int(whole) * int(1 / amount + 1e-9) + int(rest / amount + 1e-9)
@@ -89,12 +83,12 @@ def _fit(name: str, there: float, amount: float) -> int:
 
 
 def times(each: Resources, count: int) -> str:
-    """The resources of `count` workers, as text."""
+    """Return the resources of `count` workers, as text."""
     return text_of({name: amount * count for name, amount in each.items()})
 
 
 def text_of(resources: Resources) -> str:
-    """Resources as text: `4 CPU, 1 GPU`."""
+    """Return resources as text: `4 CPU, 1 GPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 
@@ -103,8 +97,8 @@ GROW_AFTER_SECONDS = 10.0  # of running, before workers stop to grow: a restart 
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the session asks of the cluster.
+class WorkerDemand:
+    """The workers that a session wants of the cluster.
 
     `each` are one worker's resources; `capacity_seconds` is the session's `timeouts.capacity`; `can_stop` says
     whether the job that runs keeps work to resume from.
@@ -118,13 +112,13 @@ class Wanted:
     capacity_seconds: float | None
     can_stop: bool = True
 
-    def of_job(self, workers: int, can_stop: bool) -> "Wanted":
-        """What a job that takes so many of a session's workers asks for: it gains nothing from more."""
+    def of_job(self, workers: int, can_stop: bool) -> "WorkerDemand":
+        """Return the same for a job that takes so many of the session's workers: it gains nothing from more."""
         most = min(self.max_workers, workers)
         return replace(self, min_workers=min(self.min_workers, most), max_workers=most, can_stop=can_stop)
 
     def capacity(self, nodes: list[dict[str, float]]) -> int:
-        """How many workers fit on nodes with these resources, at most `max_workers`."""
+        """Return how many workers fit on nodes with these resources, at most `max_workers`."""
         return min(self.max_workers, capacity_for(self.each, nodes, self.placement, self.accelerator_type))
 
 
@@ -138,7 +132,7 @@ class Idle:
     nodes.
     """
 
-    wanted: Wanted
+    wanted: WorkerDemand
     capacity: int
     idle_capacity: int
     num_nodes: int
@@ -165,7 +159,7 @@ class Running:
     workers that fit, including those that run; None if it was not counted (see `is_worth_a_look`).
     """
 
-    wanted: Wanted
+    wanted: WorkerDemand
     num_workers: int
     started: float
     last_count: LastCount
@@ -174,7 +168,7 @@ class Running:
 
 
 class Resize(Enum):
-    """What to do about the number of workers."""
+    """An action on the number of workers."""
 
     START = auto()
     WAIT = auto()
@@ -184,7 +178,7 @@ class Resize(Enum):
 
 
 class ScalingReason(Enum):
-    """Why workers are started, delayed, left alone, or asked to save or stop."""
+    """The reason to start workers, to wait, to leave them alone, or to ask them to save or stop."""
 
     ALL_CAPACITY = "all that the nodes have is free"
     SETTLED = "what is free has stayed so for a while"
@@ -203,7 +197,7 @@ class ScalingReason(Enum):
 
 @dataclass(frozen=True)
 class ScalingDecision:
-    """What to do, and why.
+    """A decision on the number of workers, and its reason.
 
     `num_workers` is the number to start, `request` what to ask of the workers, `text` a line for the user,
     `last_count` the count to remember.
@@ -218,7 +212,7 @@ class ScalingDecision:
 
 
 def decide_scaling(snapshot: Idle | Running, now: float) -> ScalingDecision:
-    """What to do about the number of workers; `now` is in seconds, on the same clock as the snapshot's times."""
+    """Decide on the number of workers; `now` is in seconds, on the same clock as the snapshot's times."""
     return _start_or_wait(snapshot, now) if isinstance(snapshot, Idle) else _ask_or_go_on(snapshot, now)
 
 
@@ -251,25 +245,21 @@ def _lack_capacity(idle: Idle, now: float) -> ScalingDecision:
     fits = idle.idle_capacity >= wanted.min_workers
     nodes = f"{counted(idle.num_nodes, 'node')} {'has' if idle.num_nodes == 1 else 'have'}"
     who = "other jobs hold them" if fits else f"{nodes} room for {idle.idle_capacity}"
-    if not fits and _is_too_late(idle, now):
+    limit = wanted.capacity_seconds
+    may_give_up = idle.has_started and not idle.autoscales and limit is not None
+    if not fits and may_give_up and now - idle.waiting_since > (limit or 0.0):
         return ScalingDecision(
             Resize.GIVE_UP,
             ScalingReason.TIMED_OUT,
-            text=f"{needs} ({text_of(wanted.each)} each); {who}, and no more came in {wanted.capacity_seconds:g} s "
+            text=f"{needs} ({text_of(wanted.each)} each); {who}, and no more came in {limit:g} s "
             "(timeouts.capacity); run the job again when there are more nodes, or with fewer workers: it resumes",
         )
     text = f"{needs}; {who}: waiting" if idle.said < idle.waiting_since else ""
     return ScalingDecision(Resize.WAIT, ScalingReason.OTHERS_HOLD if fits else ScalingReason.TOO_FEW_NODES, text=text)
 
 
-def _is_too_late(idle: Idle, now: float) -> bool:
-    limit = idle.wanted.capacity_seconds
-    may_give_up = idle.has_started and not idle.autoscales and limit is not None
-    return may_give_up and now - idle.waiting_since > (limit or 0.0)
-
-
 def is_worth_a_look(running: Running, now: float) -> bool:
-    """Whether counting the capacity could change the decision; the count asks all nodes, so it is not free."""
+    """Return whether counting the capacity could change the decision; the count asks all nodes, so it is not free."""
     return bool(running.draining) or _why_not_to_grow(running, now) is None
 
 
@@ -282,7 +272,11 @@ def _why_not_to_grow(running: Running, now: float) -> ScalingReason | None:
 def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
     """Ask the workers to save or to stop if their nodes drain, or to stop if there is room for more."""
     if running.draining:
-        return _on_drain(running)
+        # Stop if the run can resume at once on the remaining capacity; else save, and run on while the nodes last.
+        can_go_on = (running.capacity or 0) >= running.wanted.min_workers and running.wanted.can_stop
+        text = f"Ray drains {', '.join(running.draining)}"
+        request = Request(Ask.RESTART if can_go_on else Ask.SAVE, Why.DRAIN, text)
+        return ScalingDecision(Resize.ASK, ScalingReason.DRAIN, request=request)
     if why := _why_not_to_grow(running, now):
         return ScalingDecision(Resize.GO_ON, why)
     capacity = running.capacity or 0
@@ -301,20 +295,11 @@ def _ask_or_go_on(running: Running, now: float) -> ScalingDecision:
     )
 
 
-def _on_drain(running: Running) -> ScalingDecision:
-    """Stop if the run can resume at once on the remaining capacity; else save, and run on while the nodes last."""
-    can_go_on = (running.capacity or 0) >= running.wanted.min_workers and running.wanted.can_stop
-    text = f"Ray drains {', '.join(running.draining)}"
-    return ScalingDecision(
-        Resize.ASK, ScalingReason.DRAIN, request=Request(Ask.RESTART if can_go_on else Ask.SAVE, Why.DRAIN, text)
-    )
-
-
 DEATH_SECONDS = 3.0  # Ray sees a worker's death at most this much later than its peers
 
 
 class StartTrouble(Enum):
-    """Why workers could not be started."""
+    """The kind of a failed start."""
 
     NO_CAPACITY = auto()
     LOST = auto()
@@ -323,7 +308,7 @@ class StartTrouble(Enum):
 
 @dataclass(frozen=True)
 class StartFailed:
-    """Workers could not be started; `cause` says why in a line."""
+    """A start of workers that failed; `cause` says why in a line."""
 
     trouble: StartTrouble
     cause: str
@@ -337,13 +322,13 @@ class WorkersFailed:
     died: Mapping[int, str]
 
     def of(self, ending: Ending) -> dict[int, WorkerExit]:
-        """The workers that ended in this way, by rank."""
+        """Return the workers that ended in this way, by rank."""
         return {rank: one for rank, one in self.ended.items() if one.kind is ending}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What is remembered of failures: retries left, errors seen, and since when a lost peer's death is awaited."""
+    """The memory of failures: retries left, errors seen, and since when a lost peer's death is awaited."""
 
     retries: int
     seen: frozenset[str] = frozenset()
@@ -364,7 +349,7 @@ class Snapshot:
 
 
 class Restart(Enum):
-    """What to do about the failed workers."""
+    """An action on failed workers."""
 
     RESTART = auto()
     GIVE_UP = auto()
@@ -372,7 +357,7 @@ class Restart(Enum):
 
 
 class RestartReason(Enum):
-    """Why the workers are restarted, or are not."""
+    """The reason to restart the workers, or not to."""
 
     USER_STOPS = "the user stops the run"
     DEATH_TO_COME = "workers lost a peer, whose death Ray may see in a moment"
@@ -393,7 +378,7 @@ class RestartReason(Enum):
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What to do, why, what to report to the driver, and what to remember."""
+    """A decision on failed workers, its reason, the message to the driver, and what to remember."""
 
     do: Restart
     reason: RestartReason
@@ -402,7 +387,7 @@ class RestartDecision:
 
 
 def decide_restart(snapshot: Snapshot, now: float) -> RestartDecision:
-    """Whether to restart the workers: up to `retries` times after a loss, or after a new error that may be transient.
+    """Decide whether to restart the workers: up to `retries` times after losses and new errors that may be transient.
 
     Workers that stopped because they were asked to cost no retry. `now` is in seconds, on any clock.
     """
@@ -432,7 +417,8 @@ def _after_run(failure: WorkersFailed, request: Request, memory: Memory) -> Rest
         )
     for ending in (Ending.MISTAKEN, Ending.RAISED):
         if raised := failure.of(ending):
-            return _after_error(*min(raised.items()), memory)
+            rank = min(raised)
+            return _after_error(rank, raised[rank], memory)
     if failure.of(Ending.STOPPED):
         is_drained = request.why is Why.DRAIN
         kind = IncidentKind.PREEMPTION if is_drained else IncidentKind.RESIZE
@@ -447,9 +433,10 @@ def _after_error(rank: int, error: WorkerExit, memory: Memory) -> RestartDecisio
         return RestartDecision(Restart.GIVE_UP, RestartReason.MISTAKE, memory)
     if not error.has_progressed:
         return RestartDecision(Restart.GIVE_UP, RestartReason.NO_PROGRESS, memory)
-    if (which := _identity(error)) in memory.seen:
+    identity = re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")  # without ids that differ each time
+    if identity in memory.seen:
         return RestartDecision(Restart.GIVE_UP, RestartReason.CAME_BACK, memory)
-    memory = replace(memory, seen=memory.seen | {which})
+    memory = replace(memory, seen=memory.seen | {identity})
     return _retry(memory, RestartReason.ERROR, Interrupted(IncidentKind.ERROR, error.first_line, (rank,)))
 
 
@@ -470,11 +457,6 @@ def _retry(memory: Memory, reason: RestartReason, message: Interrupted) -> Resta
     if memory.retries == 0:
         return RestartDecision(Restart.GIVE_UP, RestartReason.NO_RETRIES, memory)
     return RestartDecision(Restart.RESTART, reason, replace(memory, retries=memory.retries - 1), message)
-
-
-def _identity(error: WorkerExit) -> str:
-    """What identifies an error that comes back: its kind and text, without ids that differ each time."""
-    return re.sub(r"[0-9a-f]{32}", "", f"{error.kind} {error.text}")
 
 
 def _each(causes: Iterable[str]) -> str:

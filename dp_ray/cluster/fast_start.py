@@ -1,6 +1,6 @@
-"""Starts the fork server of a Ray that dp_ray starts: its workers are forked from a process with torch imported.
+"""Start a Ray of our own faster: a fork server, and a connection that is made while the main thread imports torch.
 
-Holds a connection to Ray in a thread, so that it is made while the main thread imports torch.
+Workers are forked from the server, a process with torch imported.
 """
 
 import json
@@ -85,12 +85,12 @@ def forking(keys: WorkerKeys) -> Iterator[Path | None]:
 
 
 def threads_of(keys: WorkerKeys) -> str:
-    """The number of threads that Ray sets for a worker: torch reads it when it is imported."""
+    """Return the number of threads that Ray sets for a worker: torch reads it when it is imported."""
     return os.environ.get(THREADS, str(max(int(keys.cpus_per_worker), 1)))
 
 
 def modules_of(keys: WorkerKeys) -> Sequence[str]:
-    """What to import for a job; a session does not know yet whether it trains."""
+    """Return the modules to import for a job; a session does not know yet whether it trains."""
     return MODULES + OF_TRAINING if isinstance(keys, Job) and keys.task == "train" else MODULES
 
 
@@ -130,7 +130,7 @@ class EarlyConnection(threading.Thread):
 
     @classmethod
     def take(cls) -> "EarlyConnection | None":
-        """The connection that has begun and that nobody has taken over yet; it is the caller's from now on."""
+        """Return the connection that has begun and that nobody has taken over yet; it is the caller's from now on."""
         taken, cls.begun = cls.begun, None
         return taken
 

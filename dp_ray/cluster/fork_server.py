@@ -1,4 +1,4 @@
-"""Runs as a process of its own that imports what workers import, and forks each worker from itself.
+"""A process of its own that imports what workers import, and forks each worker from itself.
 
 The program of `dp_ray.cluster.fast_start`. It imports all but Ray itself, which starts threads and reads its
 environment when it is imported: each worker does that for itself, in a tenth of a second.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 class Request(NamedTuple):
-    """What `forked_worker` asks for: its own arguments, environment, working directory, blocked signals and files.
+    """A request of `forked_worker`: its own arguments, environment, working directory, blocked signals and files.
 
     `is_leader` says that it has a process group of its own, with which Ray ends what a worker has started.
     """
@@ -58,7 +58,7 @@ def main(listening: int, path: list[str], modules: list[str]) -> None:
 
 
 def serve(listener: socket.socket) -> Request | None:
-    """Fork a worker for each request. In a worker it returns the request; in the server, None once stdin ends."""
+    """Fork a worker for each request. In a worker return the request; in the server, None once stdin ends."""
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
@@ -80,7 +80,7 @@ def serve(listener: socket.socket) -> Request | None:
 
 
 def received(connection: socket.socket) -> Request:
-    """The request that comes through a connection, to its end."""
+    """Return the request that comes through a connection, to its end."""
     data, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     with connection.makefile("rb") as rest:
         arguments, environment, folder, blocked, is_leader = marshal.loads(data + rest.read())
@@ -88,7 +88,7 @@ def received(connection: socket.socket) -> Request:
 
 
 def python_path(environment: Mapping[str, str]) -> list[str]:
-    """The folders of PYTHONPATH in an environment."""
+    """Return the folders of PYTHONPATH in an environment."""
     return [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
 
 

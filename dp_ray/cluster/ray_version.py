@@ -1,6 +1,6 @@
-"""Checks, before Ray is imported, that the installed Ray is a version that dp_ray works with.
+"""Check, before Ray is imported, that the installed Ray is a version that dp_ray works with.
 
-dp_ray uses interfaces of Ray that change between versions (`ray_internals/`), so it supports one series at a time.
+dp_ray uses interfaces of Ray that change between versions (`internals/`), so it supports one series at a time.
 docs/contributing/ray.md says how to try another one.
 """
 
@@ -16,7 +16,7 @@ TRIED = "DP_RAY_TRY_RAY"  # allows one version outside the range, to try it
 
 
 def installed() -> str | None:
-    """The version of the installed Ray; None if there is none."""
+    """Return the version of the installed Ray; None if there is none."""
     try:
         return metadata.version("ray")
     except metadata.PackageNotFoundError:
@@ -25,10 +25,10 @@ def installed() -> str | None:
 
 def check_ray() -> None:
     """Raise ClusterError if Ray is not installed, or not of the range that dp_ray works with."""
-    found = installed()
-    if found is not None and (_is_in_range(found) or found == os.environ.get(TRIED)):
+    version = installed()
+    if version is not None and (_is_in_range(version) or version == os.environ.get(TRIED)):
         return
-    there = "Ray is not installed" if found is None else f"Ray {found} is installed"
+    there = "Ray is not installed" if version is None else f"Ray {version} is installed"
     raise ClusterError(
         f"{there}, and dp_ray works with Ray {RANGE}: run `python -m pip install 'ray[default,train]{RANGE}'`, "
         "or set workers to 0, which needs no Ray"

@@ -1,6 +1,6 @@
-"""Submits a command as a Ray job, and finds, follows and stops what was submitted.
+"""Submit a command as a Ray job; find, follow and stop submitted ones.
 
-What is sent to a cluster before a job runs there: which files, and how large they are.
+`submit_and_follow` is what `dp-ray submit` does, with a `Dashboard` as the connection to the cluster.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,43 +27,6 @@ from dp_ray.cluster.internals.variables import AUTH_TOKEN, JOB_STOP_WAIT
 from dp_ray.errors import ClusterError, JobError
 from dp_ray.system.threads import INTERRUPTED, Terminated
 from dp_ray.text import counted, harmless, hide, listed
-
-LARGE = 100e6  # bytes
-LARGEST = 5
-
-
-def told_uploads(code: dict[str, Any]) -> Iterator[str]:
-    """Lines on what the runtime_env `code` sends: files, bytes, and of a large one the largest files."""
-    folder = Path(code["working_dir"])
-    sizes = sizes_of(packed_files(str(folder), code["excludes"]))
-    modules = [size for module in code["py_modules"] for size in sizes_of(packed_files(module, ())).values()]
-    whole = sum(sizes.values()) + sum(modules)
-    yield (
-        f"sends {counted(len(sizes), 'file')} of {folder} ({text_of_bytes(sum(sizes.values()))}) and dp_ray "
-        f"({text_of_bytes(sum(modules))}), unless the cluster has them"
-    )
-    if whole > LARGE:
-        largest = sorted(sizes, key=lambda path: (-sizes[path], path))[:LARGEST]
-        named = ", ".join(f"{path.relative_to(folder)} {text_of_bytes(sizes[path])}" for path in largest)
-        yield (
-            f"warning: that is {text_of_bytes(whole)}; the largest: {named}; what a .gitignore or .rayignore names "
-            "is not sent"
-        )
-
-
-def sizes_of(paths: list[Path]) -> dict[Path, int]:
-    """The bytes of each file."""
-    return {path: path.stat().st_size for path in paths}
-
-
-def text_of_bytes(size: float) -> str:
-    """`812 B`, `3.2 MB`."""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
-
 
 NAME = "dp_ray_run"  # in a Ray job's metadata: the run's name
 # How long Ray waits for a job that it has asked to stop before it kills it: as long as a step and a checkpoint last.
@@ -84,16 +48,13 @@ class Dashboard:
     """The jobs that a cluster's dashboard knows. Its methods raise ClusterError if the dashboard does not answer."""
 
     def __init__(self, address: str) -> None:
-        for name in (
-            "ray",
-            *(kind.__module__ for kind in JobSubmissionClient.__mro__),
-        ):  # these have levels of their own
-            logging.getLogger(name).setLevel("ERROR")
+        for name in ("ray", *(kind.__module__ for kind in JobSubmissionClient.__mro__)):
+            logging.getLogger(name).setLevel("ERROR")  # the client's modules have levels of their own
         find_users_token()
         self.address = address
         try:
             with self._answering("no Ray dashboard answers"):
-                self._client = JobSubmissionClient(address)
+                self.client = JobSubmissionClient(address)
         except ValueError:
             raise JobError(f"--address {address!r}: must be a dashboard's, like http://HEAD:8265") from None
 
@@ -105,12 +66,12 @@ class Dashboard:
         gets the name as `--env-from`, takes the secrets and removes them.
         """
         code = code_to_ship()
-        for line in told_uploads(code):
+        for line in upload_lines(code):
             say(line)
         with self._answering("no Ray dashboard takes the job"):
             if secrets:
-                program = [*program, "--env-from", leave_on_head(self._client, json.dumps(secrets).encode())]
-            submitted: str = self._client.submit_job(
+                program = [*program, "--env-from", leave_on_head(self.client, json.dumps(secrets).encode())]
+            submitted: str = self.client.submit_job(
                 entrypoint=shlex.join(program),
                 runtime_env={**code, "env_vars": {JOB_STOP_WAIT: str(STOP_SECONDS)}},
                 metadata={NAME: name},
@@ -119,13 +80,13 @@ class Dashboard:
             return submitted
 
     def jobs(self) -> list[JobDetails]:
-        """The submitted jobs, the newest first."""
+        """Return the submitted jobs, the newest first."""
         with self._answering("no Ray dashboard answers"):
-            found = [one for one in self._client.list_jobs() if one.submission_id]
-        return sorted(found, key=lambda one: -(one.start_time or 0))
+            jobs = [one for one in self.client.list_jobs() if one.submission_id]
+        return sorted(jobs, key=lambda one: -(one.start_time or 0))
 
     def find(self, name: str) -> JobDetails:
-        """The job with this id, or the newest run of this name; raises JobError if there is none."""
+        """Return the job with this id, or the newest run of this name; raises JobError if there is none."""
         jobs = self.jobs()
         for one in jobs:
             if name in (one.submission_id, name_of(one)):
@@ -134,24 +95,20 @@ class Dashboard:
         raise JobError(f"{self.address} has no job {name!r}; it has {known}")
 
     def details(self, submission: str) -> JobDetails:
-        """The job with this id."""
+        """Return the job with this id."""
         with self._answering("the dashboard no longer answers"):
-            return self._client.get_job_info(submission)
+            return self.client.get_job_info(submission)
 
     def logs(self, submission: str) -> str:
-        """All that a job has printed so far."""
+        """Return all that a job has printed so far."""
         with self._answering("no Ray dashboard answers"):
-            text: str = self._client.get_job_logs(submission)
+            text: str = self.client.get_job_logs(submission)
             return text
 
     def ask_to_stop(self, submission: str) -> None:
         """Have Ray ask a job to stop: dp_ray stops the run after its current step, and keeps it."""
         with self._answering("the dashboard no longer answers"):
-            self._client.stop_job(submission)
-
-    def tail(self, submission: str) -> Any:
-        """All that a job prints, from its first word to its last, as it comes: an asynchronous iterator of texts."""
-        return self._client.tail_job_logs(submission)
+            self.client.stop_job(submission)
 
     @contextmanager
     def _answering(self, otherwise: str) -> Iterator[None]:
@@ -166,13 +123,13 @@ class Dashboard:
             raise ClusterError(f"{otherwise} at {self.address}: {error}") from None  # whose frames say no more
 
 
+@dataclass
 class Follower:
-    """Prints what a job prints, each word once, over interruptions of the connection."""
+    """A printer of all that a job prints, each word once, over interruptions of the connection."""
 
-    def __init__(self, dashboard: Dashboard, submission: str) -> None:
-        self._dashboard = dashboard
-        self._submission = submission
-        self._printed = 0  # characters
+    dashboard: Dashboard
+    submission: str
+    printed: int = 0  # characters
 
     def follow(self) -> int:
         """Print all that the job prints until it ends, and return its exit status.
@@ -185,43 +142,43 @@ class Follower:
             with suppress(aiohttp.ClientError, OSError, RuntimeError):  # the connection broke
                 asyncio.run(self._tail())
             try:
-                ended = self._dashboard.details(self._submission)
+                ended = self.dashboard.details(self.submission)
                 until = time.monotonic() + AWAY_SECONDS
             except ClusterError as error:
                 if time.monotonic() > until:
-                    at = self._dashboard.address
+                    at = self.dashboard.address
                     raise ClusterError(
                         f"the cluster at {at} went away, and whether the job goes on is not known ({error}); "
-                        f"dp-ray logs -f {self._submission} --address {at} follows it again"
+                        f"dp-ray logs -f {self.submission} --address {at} follows it again"
                     ) from error
             if ended is None or not ended.status.is_terminal():
                 time.sleep(LOOK_SECONDS)
-        self._print(self._dashboard.logs(self._submission)[self._printed :])  # what came after the last look
+        self._print(self.dashboard.logs(self.submission)[self.printed :])  # what came after the last look
         if ended.status == JobStatus.FAILED and ended.driver_exit_code is None:
             raise ClusterError(f"the job did not run to its end: {ended.message}")
         return exit_status_of(ended)
 
     async def _tail(self) -> None:
         skipped = 0
-        async for text in self._dashboard.tail(self._submission):
-            new = text[max(0, self._printed - skipped) :]
+        async for text in self.dashboard.client.tail_job_logs(self.submission):  # from the job's first word on
+            new = text[max(0, self.printed - skipped) :]
             skipped += len(text)
             self._print(new)
 
     def _print(self, text: str) -> None:
         print(hide(text), end="", flush=True)
-        self._printed += len(text)
+        self.printed += len(text)
 
 
 def exit_status_of(job: JobDetails) -> int:
-    """The exit status of a job that has ended: its driver's; 130 of one that was stopped."""
+    """Return the exit status of a job that has ended: its driver's; 130 of one that was stopped."""
     if job.status == JobStatus.SUCCEEDED:
         return 0
     return job.driver_exit_code or (INTERRUPTED if job.status == JobStatus.STOPPED else 1)
 
 
 def name_of(job: JobDetails) -> str | None:
-    """The name of the run that a job runs; None if `dp-ray submit` did not submit it."""
+    """Return the name of the run that a job runs; None if `dp-ray submit` did not submit it."""
     return (job.metadata or {}).get(NAME)
 
 
@@ -243,7 +200,7 @@ def follow(dashboard: Dashboard, submission: str) -> int:
         try:
             return follower.follow()
         except KeyboardInterrupt as stopped:
-            choice = "d" if is_stopping or isinstance(stopped, Terminated) else _asked()
+            choice = "d" if is_stopping or isinstance(stopped, Terminated) else _ask_choice()
         if choice == "s":
             is_stopping = True
             dashboard.ask_to_stop(submission)
@@ -255,7 +212,7 @@ def follow(dashboard: Dashboard, submission: str) -> int:
 
 
 def stop_job(dashboard: Dashboard, name: str, waits: bool, say: Say) -> str:
-    """Stop the submitted run of a name or id, and wait for its end, unless not `waits`; returns what became of it.
+    """Stop the submitted run of a name or id, and wait for its end if `waits`; return what became of it.
 
     Raises JobError if it is not running.
     """
@@ -273,17 +230,13 @@ def stop_job(dashboard: Dashboard, name: str, waits: bool, say: Say) -> str:
     return f"it is {STATUSES[job.status]}{''.join(f': {line}' for line in last)}"
 
 
-def _asked() -> str:
-    """What the user wants after Ctrl-C: s to stop the job, c to go on following, d to leave it running."""
+def _ask_choice() -> str:
+    """Ask what the user wants after Ctrl-C: s to stop the job, c to go on following, d to leave it running."""
     if not sys.stdin.isatty():
         return "d"
     try:
-        print(
-            "\n(s)top the job after its step, (d)etach and let it run, or (c)ontinue to follow? ",
-            end="",
-            file=sys.stderr,
-        )
-        sys.stderr.flush()
+        question = "\n(s)top the job after its step, (d)etach and let it run, or (c)ontinue to follow? "
+        print(question, end="", file=sys.stderr, flush=True)
         return sys.stdin.readline().strip()[:1].lower() or "d"
     except KeyboardInterrupt:
         return "d"
@@ -291,6 +244,43 @@ def _asked() -> str:
 
 def _say(text: str) -> None:
     print(harmless(text), file=sys.stderr, flush=True)
+
+
+LARGE = 100e6  # bytes
+LARGEST = 5
+
+
+def upload_lines(code: dict[str, Any]) -> Iterator[str]:
+    """Yield lines on what the runtime_env `code` sends: files, bytes, and of a large one the largest files."""
+    folder = Path(code["working_dir"])
+    sizes = sizes_of(packed_files(str(folder), code["excludes"]))
+    modules = [size for module in code["py_modules"] for size in sizes_of(packed_files(module, ())).values()]
+    whole = sum(sizes.values()) + sum(modules)
+    yield (
+        f"sends {counted(len(sizes), 'file')} of {folder} ({text_of_bytes(sum(sizes.values()))}) and dp_ray "
+        f"({text_of_bytes(sum(modules))}), unless the cluster has them"
+    )
+    if whole > LARGE:
+        largest = sorted(sizes, key=lambda path: (-sizes[path], path))[:LARGEST]
+        named = ", ".join(f"{path.relative_to(folder)} {text_of_bytes(sizes[path])}" for path in largest)
+        yield (
+            f"warning: that is {text_of_bytes(whole)}; the largest: {named}; what a .gitignore or .rayignore names "
+            "is not sent"
+        )
+
+
+def sizes_of(paths: list[Path]) -> dict[Path, int]:
+    """Return the bytes of each file."""
+    return {path: path.stat().st_size for path in paths}
+
+
+def text_of_bytes(size: float) -> str:
+    """Return bytes as text: `812 B`, `3.2 MB`."""
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
 
 
 def take_settings(place: str) -> list[str]:

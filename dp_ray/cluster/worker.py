@@ -1,12 +1,8 @@
 """The function that Ray Train runs on every worker: it runs one job of the session after another.
 
-Forms the process group of a job's workers, anew for each job.
-
-Fault injection: real signals to real processes at given steps, for tests and for users.
-
-A worker's heartbeat: it reports that the worker is alive, whatever its loop does, and receives requests.
-
-Sends the lines that user code prints on a worker to the driver.
+Begin at `train_loop_per_worker` and `run_job`. Around a job's task stand the process group, which is formed anew for
+each job, a heartbeat, which reports that the worker lives and brings requests, and a stream that sends the lines that
+user code prints to the driver. The heartbeat also injects faults: real signals to real processes at given steps.
 """
 
 import io
@@ -23,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import psutil
 import ray
@@ -32,9 +28,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
-from dp_ray.cluster.internals.context import place_of_this_worker
+from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
-from dp_ray.cluster.internals.devices import assigned_devices
 from dp_ray.engine.model import check_machine, free_memory
 from dp_ray.engine.votes import NotFinite, StepControl, StopRequested
 from dp_ray.engine.world import CPU, Cause, World, error_of, failed_collective, form_group
@@ -65,22 +60,189 @@ from dp_ray.system.threads import waits_for
 from dp_ray.tasks.isolation import isolated
 from dp_ray.tasks.task import run_task
 
-STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
 
-T = TypeVar("T")
+@dataclass(frozen=True)
+class Assignment:
+    """A job as the driver hands it to each of its workers; `backend` is that of the process group."""
+
+    job: Job
+    run_dir: str = field(repr=False)  # a URL may hold a secret
+    token: str
+    backend: str
+    faults: tuple[Fault, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+
+def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
+    """Run the session's jobs, one after another, until the session ends."""
+    worker = config["worker"]
+    end_imports()
+    keep_freed_memory()
+    first = assigned_devices()[0]
+    if first.type == "cuda" and torch.cuda.is_available():  # a job may be told to run on the CPU nevertheless
+        torch.cuda.set_device(first)
+    rank, number = place_of_this_worker().get_world_rank(), 0
+    while (answer := ray.get(worker.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
+        if answer is Ask.RESTART:
+            raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
+        terms, (packed, env) = answer
+        number = terms.number
+        if rank < terms.workers:
+            run_job(worker, terms, packed, env)
+
+
+def run_job(worker: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]) -> None:
+    """Run the job's task on this worker, with `env` set, and report to the driver what happens.
+
+    `packed` refers to the bytes of the job's Assignment.
+    """
+    worker, here = replace(worker, number=terms.number), place(terms.workers)
+    attempt = f"{os.environ[GROUP]}-{terms.number}"
+    prints = forwarded_prints(worker.channel, worker.number, worker.keep_prints, here)
+    with isolated() as remains, environment(env), prints:
+        is_stopped = run_packed(worker, packed, attempt, here)
+    imported = imported_files() if here.rank == 0 and not terms.is_last else ()
+    send(worker.channel, Finished(attempt, here.rank, is_stopped, tuple(remains), imported), worker.number)
+
+
+def run_packed(worker: WorkerConfig, packed: Any, attempt: str, here: World) -> bool:
+    """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects."""
+    with reported_errors(worker, attempt, here, lambda: False):
+        assigned: Assignment = pickle.loads(ray.get(packed))
+        world = with_devices(here, assigned.job)
+    limit, faults = assigned.job.timeouts.step, assigned.faults
+    heartbeat = Heartbeat(worker.channel, worker.number, attempt, world, limit, faults, worker.driver_node)
+    with reported_errors(worker, attempt, world, lambda: heartbeat.has_progressed):
+        try:
+            run_assigned(worker, assigned, attempt, world, heartbeat)
+        except StopRequested:
+            if ray.get(worker.channel.state.remote())[0].ask is not Ask.STOP:
+                raise  # so that the workers are started anew, more or fewer of them
+            return True
+    return False
+
+
+def run_assigned(
+    worker: WorkerConfig, assigned: Assignment, attempt: str, world: World, heartbeat: "Heartbeat"
+) -> None:
+    """Run the task within the process group of the job's workers.
+
+    Raises StopRequested if it stopped as it was asked.
+    """
+    job, channel = assigned.job, worker.channel
+    # Ray Train numbers the workers node by node; the job may take only the first of those on this node.
+    first = world.rank - world.local_rank
+    on_node = min(world.world_size - first, place_of_this_worker().get_local_world_size())
+    with process_group(channel, attempt, world, assigned.backend, on_node):
+        run = Storage(assigned.run_dir)
+        check_shared(run, assigned.token, str(world))
+        context = ray.get_runtime_context()
+        gpus = tuple(context.get_accelerator_ids().get("GPU", []))
+        send(worker.channel, WorkerReady(attempt, world, os.getpid(), gpus, context.get_node_id()), worker.number)
+        with heartbeat:
+            run_task(
+                job,
+                world,
+                run,
+                lambda what: send(channel, message_of(attempt, what), worker.number),
+                heartbeat,
+                assigned.rows,
+            )
+
+
+def place(workers: int) -> World:
+    """Return this worker's rank and node among the first `workers` of those that were started."""
+    context = place_of_this_worker()
+    return World(
+        rank=context.get_world_rank(),
+        world_size=min(workers, context.get_world_size()),
+        local_rank=context.get_local_rank(),
+        node_rank=context.get_node_rank(),
+        node=ray.util.get_node_ip_address(),
+    )
+
+
+def with_devices(world: World, job: Job) -> World:
+    """Return the world with the devices that the job names, else with as many GPUs as it takes, else with the CPU.
+
+    Raises JobError if the machine has no such device, or the worker too few GPUs of its own.
+    """
+    if job.devices:
+        check_machine("devices", () if job.own_gpus else job.devices)
+        devices = named_devices(job.devices, assigned_devices() if job.own_gpus else None)
+    elif job.gpus_per_worker == 0:
+        devices = [CPU]
+    else:
+        devices = assigned_devices()[: job.num_devices]
+    return replace(world, device=devices[0], all_devices=tuple(devices))
+
+
+def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> list[torch.device]:
+    """Return the devices with these names; with a worker's `own` GPUs, `cuda:i` is the i-th of them.
+
+    All workers of a node see the GPUs of all, and `cuda:0` is the same one to each. Raises JobError if the worker has
+    fewer.
+    """
+    if own is None:
+        return [torch.device(name) for name in names]
+    gpus = [one for one in own if one.type == "cuda"]
+    devices = []
+    for name in names:
+        number = gpu_number(name)
+        if number is not None and number >= len(gpus):
+            raise JobError(f"devices: {name} is of the worker's own GPUs, of which it has {len(gpus)}")
+        devices.append(torch.device(name) if number is None else gpus[number])
+    return devices
+
+
+@contextmanager
+def reported_errors(
+    worker: WorkerConfig, attempt: str, world: World, has_progressed: Callable[[], bool]
+) -> Iterator[None]:
+    """Report an error to the driver at once, before the errors that it causes on other ranks.
+
+    For Ray Train's controller it becomes a WorkerExit, which says how the loop ended.
+    """
+    try:
+        yield
+    except StopRequested as stopped:
+        raise WorkerExit(Ending.STOPPED, str(stopped), True) from None
+    except BaseException as error:
+        kind = kind_of(error)
+        text = str(error) if kind else f"{type(error).__name__}: {error}"
+        failed = Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error))
+        send(worker.channel, failed, worker.number)
+        raise WorkerExit(_ending_of(error), text, has_progressed()) from None
+
+
+def _ending_of(error: BaseException) -> Ending:
+    if isinstance(error, WorkerError):
+        return Ending.LOST_PEER
+    passes = isinstance(error, Exception) and not isinstance(error, JobError | QuarantineFull | NotFinite)
+    return Ending.RAISED if passes else Ending.MISTAKEN
+
+
+STORE_TIMEOUT = timedelta(seconds=60)  # until the group is formed
 
 _stores: list[TCPStore] = []  # rank 0 holds the last group's store until the next: others may still read from it
 
 
 @contextmanager
 def process_group(channel: Any, attempt: str, world: World, backend: str, local_world_size: int) -> Iterator[None]:
-    """The default process group of the job's workers while the block runs.
+    """Form the default process group of the job's workers while the block runs.
 
     Rank 0 holds the store. If the block raises, but for StopRequested, the group stays: peers may wait in it, and the
     process is about to end. Raises WorkerError if the group cannot be formed, and JobError if a mistake in
     the job is why.
     """
-    store = _checked(lambda: _open_store(channel, attempt, world))
+    with _group_errors():
+        if world.rank == 0:
+            store = TCPStore(world.node, 0, world.world_size, True, STORE_TIMEOUT, wait_for_workers=False)
+            ray.get(channel.set_store.remote(attempt, world.node, store.port))
+            _stores[:] = [store]
+        else:
+            host, port = ray.get(channel.store.remote(attempt))
+            store = TCPStore(host, port, world.world_size, False, STORE_TIMEOUT, wait_for_workers=False)
     places = {
         "RANK": world.rank,
         "WORLD_SIZE": world.world_size,
@@ -92,7 +254,8 @@ def process_group(channel: Any, attempt: str, world: World, backend: str, local_
         "ACCELERATE_TORCH_DEVICE": world.device,
     }
     with environment({name: str(value) for name, value in places.items()}):
-        _checked(lambda: form_group(backend, store, world))
+        with _group_errors():
+            form_group(backend, store, world)
         try:
             yield
         except StopRequested:
@@ -110,9 +273,11 @@ def _leave(channel: Any, attempt: str, world: World) -> None:
     dist.destroy_process_group()
 
 
-def _checked(form: Callable[[], T]) -> T:
+@contextmanager
+def _group_errors() -> Iterator[None]:
+    """Say of an error of the block that the process group could not be formed, or name the key that is wrong."""
     try:
-        return form()
+        yield
     except ValueError as error:  # of `device_id`
         raise JobError(f"devices: {error}") from error
     except RuntimeError as error:
@@ -120,18 +285,8 @@ def _checked(form: Callable[[], T]) -> T:
         if failed is None:  # of CUDA, as where the GPU is in use
             raise
         may_be_lost = failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
-        told = WorkerError(failed.line) if may_be_lost else error_of(failed)
-        raise type(told)(f"the process group could not be formed: {told}") from error
-
-
-def _open_store(channel: Any, attempt: str, world: World) -> TCPStore:
-    if world.rank == 0:
-        store = TCPStore(world.node, 0, world.world_size, True, STORE_TIMEOUT, wait_for_workers=False)
-        ray.get(channel.set_store.remote(attempt, world.node, store.port))
-        _stores[:] = [store]
-        return store
-    host, port = ray.get(channel.store.remote(attempt))
-    return TCPStore(host, port, world.world_size, False, STORE_TIMEOUT, wait_for_workers=False)
+        cause = WorkerError(failed.line) if may_be_lost else error_of(failed)
+        raise type(cause)(f"the process group could not be formed: {cause}") from error
 
 
 def bring_about(fault: Fault, driver_node: str) -> None:
@@ -139,36 +294,24 @@ def bring_about(fault: Fault, driver_node: str) -> None:
 
     Raises JobError if the driver runs on the node, and ClusterError if Ray refuses to drain it.
     """
+    pid = os.getpid()
     if fault.what == "worker" and fault.action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     elif fault.what == "worker":
-        _pause(fault.seconds)
+        if fault.seconds is not None:  # another process wakes this one, which stops itself
+            line = ["sh", "-c", f"sleep {fault.seconds}; kill -CONT {pid}"]
+            subprocess.Popen(line, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        os.kill(pid, signal.SIGSTOP)
     elif fault.what == "node":
         if ray.get_runtime_context().get_node_id() == driver_node:
             raise JobError(f"--inject '{fault}': the driver runs on that node; name another node")
-        _kill_node() if fault.action == "kill" else _drain_node(fault.seconds)
-
-
-def _pause(seconds: float | None) -> None:
-    pid = os.getpid()
-    if seconds is not None:
-        line = ["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"]
-        subprocess.Popen(line, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    os.kill(pid, signal.SIGSTOP)
-
-
-def _kill_node() -> None:
-    """Kill every process of the node's Ray at once, this one last."""
-    raylet, here = raylet_of_this_worker(), psutil.Process()
-    family = [*raylet.children(recursive=True), raylet]
-    for process in sorted(family, key=lambda one: one == here):
-        process.kill()
-
-
-def _drain_node(seconds: float | None) -> None:
-    """Tell Ray that the node will be taken away, as a cloud's notice does."""
-    if refusal := drain_this_node(seconds):
-        raise ClusterError(f"--inject: Ray does not drain the node: {refusal}")
+        if fault.action == "kill":
+            raylet, this_process = raylet_of_this_worker(), psutil.Process()
+            family = [*raylet.children(recursive=True), raylet]
+            for process in sorted(family, key=lambda one: one == this_process):  # this one last
+                process.kill()
+        elif refusal := drain_this_node(fault.seconds):
+            raise ClusterError(f"--inject: Ray does not drain the node: {refusal}")
 
 
 SHOWN_FRAMES = 12
@@ -215,28 +358,26 @@ class Heartbeat(StepControl):
 
     def before(self, step: int) -> None:
         """Note the step that begins, report the first one, and inject the faults that are due."""
-        self._step, self._since = step, time.monotonic()
+        self._step = step
+        self._since = time.monotonic()
         if self._first is None:
             self._first = step
             send(self._channel, Started(self._attempt, self._world.rank, step), self._number)
         for fault in [one for one in self._faults if one.is_due(self._world, step)]:
             self._faults.remove(fault)
-            self._inject(fault)
+            # An earlier attempt may have injected it; a worker is slow in each attempt.
+            if fault.action != "slow" and not ray.get(self._channel.fire.remote(fault.number)):
+                continue
+            injected = FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver")
+            send(self._channel, injected, self._number)
+            if fault.action == "slow":
+                self._delay += fault.seconds or 0.0
+            else:
+                bring_about(fault, self._driver_node)
         self._due_delay = self._delay
 
-    def _inject(self, fault: Fault) -> None:
-        """Inject a fault, unless an earlier attempt did; a worker is slow in each attempt."""
-        if fault.action != "slow" and not ray.get(self._channel.fire.remote(fault.number)):
-            return
-        injected = FaultInjected(self._attempt, self._world, str(fault), fault.what == "driver")
-        send(self._channel, injected, self._number)
-        if fault.action == "slow":
-            self._delay += fault.seconds or 0.0
-        else:
-            bring_about(fault, self._driver_node)
-
     def take_delay(self, rank: int) -> float:
-        """The seconds by which faults make the current step slower, once a step."""
+        """Return the seconds by which faults make the current step slower, once a step."""
         delay, self._due_delay = self._due_delay, 0.0
         return delay
 
@@ -249,7 +390,7 @@ class Heartbeat(StepControl):
         self._step = None
 
     def take_save(self) -> bool:
-        """Whether the driver has asked to keep the work so far; true once."""
+        """Return whether the driver has asked to keep the work so far; true once."""
         taken, self._save = self._save, False
         return taken
 
@@ -278,8 +419,13 @@ class Heartbeat(StepControl):
         interval = beat_interval(self._world.world_size)
         while not self._stopped.wait(interval):
             seconds = time.monotonic() - self._since
-            is_late = self._limit is not None and seconds > self._limit
-            stack, waits = self._stack() if is_late else ("", "")
+            frame = None
+            if self._limit is not None and seconds > self._limit:
+                frame = sys._current_frames().get(self._loop)
+            stack = waits = ""
+            if frame is not None:
+                waits = waits_for() or ("a collective of the user's code" if is_in_collective(frame) else "")
+                stack = "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:])  # innermost frame last
             beat = Beat(self._attempt, self._world.rank, self._step, seconds, stack, waits)
             try:
                 request: Ask = ray.get(self._channel.put.remote(encoded(beat), self._number))
@@ -289,17 +435,9 @@ class Heartbeat(StepControl):
             if request is Ask.SAVE and not self._has_saved:
                 self._save = self._has_saved = True
 
-    def _stack(self) -> tuple[str, str]:
-        """The stack of the worker's loop, innermost frame last; and the collective in which it waits, if any."""
-        frame = sys._current_frames().get(self._loop)
-        if frame is None:
-            return "", ""
-        waits = waits_for() or "a collective of the user's code" * is_in_collective(frame)
-        return "".join(traceback.format_stack(frame)[-SHOWN_FRAMES:]), waits
-
 
 def is_in_collective(frame: FrameType | None) -> bool:
-    """Whether a function of torch.distributed is on the stack, for instance called by user code."""
+    """Return whether a function of torch.distributed is on the stack, for instance called by user code."""
     while frame is not None and frame.f_globals is not vars(distributed_c10d):
         frame = frame.f_back
     return frame is not None
@@ -372,7 +510,7 @@ class Lines(io.TextIOBase):
         """Send the rest and end the thread; an end mark is sent because a forked process may hold the pipe open."""
         if self.closed:
             return
-        self.write("\n" * bool(self._rest) + f"{self._END}\n")
+        self.write(f"\n{self._END}\n" if self._rest else f"{self._END}\n")
         self._thread.join()
         os.close(self._pipe)
         super().close()
@@ -403,171 +541,3 @@ class Bytes(io.RawIOBase):
     def write(self, data: Any) -> int:
         self._lines.write(bytes(data).decode(errors="replace"))
         return len(data)
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What the driver hands to every worker of a job; `backend` is that of the process group."""
-
-    job: Job
-    run_dir: str = field(repr=False)  # a URL may hold a secret
-    token: str
-    backend: str
-    faults: tuple[Fault, ...] = ()
-    rows: Mapping[str, int] = field(default_factory=dict)
-
-
-def train_loop_per_worker(config: dict[str, WorkerConfig]) -> None:
-    """Run the session's jobs, one after another, until the session ends."""
-    given = config["worker"]
-    end_imports()
-    keep_freed_memory()
-    first = assigned_devices()[0]
-    if first.type == "cuda" and torch.cuda.is_available():  # a job may be told to run on the CPU nevertheless
-        torch.cuda.set_device(first)
-    run_jobs(given)
-
-
-def run_jobs(given: WorkerConfig) -> None:
-    """Run the jobs that the channel holds, until it says that the session ends."""
-    rank, number = place_of_this_worker().get_world_rank(), 0
-    while (found := ray.get(given.channel.next_job.remote(number, os.environ[GROUP]))) is not Ask.STOP:
-        if found is Ask.RESTART:
-            raise WorkerExit(Ending.STOPPED, "asked to leave while no job runs", False)
-        terms, (packed, env) = found
-        number = terms.number
-        if rank < terms.workers:
-            run_job(given, terms, packed, env)
-
-
-def run_job(given: WorkerConfig, terms: Terms, packed: Any, env: dict[str, str]) -> None:
-    """Run the job's task on this worker, with `env` set, and report to the driver what happens.
-
-    `packed` refers to the bytes of the job's Assignment.
-    """
-    given, here = replace(given, number=terms.number), place(terms.workers)
-    attempt = f"{os.environ[GROUP]}-{terms.number}"
-    prints = forwarded_prints(given.channel, given.number, given.keep_prints, here)
-    with isolated() as remains, environment(env), prints:
-        is_stopped = run_packed(given, packed, attempt, here)
-    imported = imported_files() if here.rank == 0 and not terms.is_last else ()
-    send(given.channel, Finished(attempt, here.rank, is_stopped, tuple(remains), imported), given.number)
-
-
-def run_packed(given: WorkerConfig, packed: Any, attempt: str, here: World) -> bool:
-    """Run the job; return whether it stopped as the user asked. When this returns, nobody holds the job's objects."""
-    with reported_errors(given, attempt, here, lambda: False):
-        assigned: Assignment = pickle.loads(ray.get(packed))
-        world = with_devices(here, assigned.job)
-    limit, faults = assigned.job.timeouts.step, assigned.faults
-    heartbeat = Heartbeat(given.channel, given.number, attempt, world, limit, faults, given.driver_node)
-    with reported_errors(given, attempt, world, lambda: heartbeat.has_progressed):
-        try:
-            run_assigned(given, assigned, attempt, world, heartbeat)
-        except StopRequested:
-            if ray.get(given.channel.state.remote())[0].ask is not Ask.STOP:
-                raise  # so that the workers are started anew, more or fewer of them
-            return True
-    return False
-
-
-def run_assigned(given: WorkerConfig, assigned: Assignment, attempt: str, world: World, heartbeat: Heartbeat) -> None:
-    """Run the task within the process group of the job's workers.
-
-    Raises StopRequested if it stopped as it was asked.
-    """
-    job = assigned.job
-    with process_group(given.channel, attempt, world, assigned.backend, workers_on_node(world)):
-        run = Storage(assigned.run_dir)
-        check_shared(run, assigned.token, str(world))
-        context = ray.get_runtime_context()
-        gpus = tuple(context.get_accelerator_ids().get("GPU", []))
-        send(given.channel, WorkerReady(attempt, world, os.getpid(), gpus, context.get_node_id()), given.number)
-        with heartbeat:
-            run_task(
-                job,
-                world,
-                run,
-                lambda what: send(given.channel, message_of(attempt, what), given.number),
-                heartbeat,
-                assigned.rows,
-            )
-
-
-def place(workers: int) -> World:
-    """This worker's rank and node among the first `workers` of those that were started."""
-    context = place_of_this_worker()
-    return World(
-        rank=context.get_world_rank(),
-        world_size=min(workers, context.get_world_size()),
-        local_rank=context.get_local_rank(),
-        node_rank=context.get_node_rank(),
-        node=ray.util.get_node_ip_address(),
-    )
-
-
-def with_devices(world: World, job: Job) -> World:
-    """The world with the devices that the job names, else with as many GPUs as it takes, else with the CPU.
-
-    Raises JobError if the machine has no such device, or the worker too few GPUs of its own.
-    """
-    if job.devices:
-        check_machine("devices", () if job.own_gpus else job.devices)
-        given = named_devices(job.devices, assigned_devices() if job.own_gpus else None)
-    elif job.gpus_per_worker == 0:
-        given = [CPU]
-    else:
-        given = assigned_devices()[: job.num_devices]
-    return replace(world, device=given[0], all_devices=tuple(given))
-
-
-def named_devices(names: Sequence[str], own: Sequence[torch.device] | None) -> list[torch.device]:
-    """The devices with these names; with a worker's `own` GPUs, `cuda:i` is the i-th of them.
-
-    All workers of a node see the GPUs of all, and `cuda:0` is the same one to each. Raises JobError if the worker has
-    fewer.
-    """
-    if own is None:
-        return [torch.device(name) for name in names]
-    gpus = [one for one in own if one.type == "cuda"]
-    found = []
-    for name in names:
-        number = gpu_number(name)
-        if number is not None and number >= len(gpus):
-            raise JobError(f"devices: {name} is of the worker's own GPUs, of which it has {len(gpus)}")
-        found.append(torch.device(name) if number is None else gpus[number])
-    return found
-
-
-def workers_on_node(world: World) -> int:
-    """How many workers of the job this worker's node has; Ray Train numbers the workers node by node."""
-    first = world.rank - world.local_rank
-    started: int = place_of_this_worker().get_local_world_size()
-    return min(world.world_size - first, started)
-
-
-@contextmanager
-def reported_errors(
-    given: WorkerConfig, attempt: str, world: World, has_progressed: Callable[[], bool]
-) -> Iterator[None]:
-    """Report an error to the driver at once, before the errors that it causes on other ranks.
-
-    For Ray Train's controller it becomes a WorkerExit, which says how the loop ended.
-    """
-    try:
-        yield
-    except StopRequested as stopped:
-        raise WorkerExit(Ending.STOPPED, str(stopped), True) from None
-    except BaseException as error:
-        kind = kind_of(error)
-        text = str(error) if kind else f"{type(error).__name__}: {error}"
-        failed = Failed(attempt, world, kind, text, traceback.format_exc(), frames_of(error))
-        send(given.channel, failed, given.number)
-        raise WorkerExit(_ending_of(error), text, has_progressed()) from None
-
-
-def _ending_of(error: BaseException) -> Ending:
-    if isinstance(error, WorkerError):
-        return Ending.LOST_PEER
-    passes = isinstance(error, Exception) and not isinstance(error, JobError | QuarantineFull | NotFinite)
-    return Ending.RAISED if passes else Ending.MISTAKEN

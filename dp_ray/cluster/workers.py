@@ -1,45 +1,40 @@
 """A group of workers on Ray, which runs one job after another.
 
-Launches the workers of a session: a TorchTrainer with dp_ray's policies.
-
-What the driver does to workers and nodes elsewhere, by way of Ray.
-
-A run's progress as gauges of `ray.util.metrics`, which a Ray with dashboard agents exports to Prometheus.
+`Workers` belong to a session or, by `OwnWorkers`, to a single run. `launch` starts them: a TorchTrainer with dp_ray's
+policies. While a job runs, its progress is in gauges of `ray.util.metrics`, which a Ray with dashboard agents exports
+to Prometheus.
 """
 
 import contextlib
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import ray
-from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, open_channel, receive
 from dp_ray.cluster.connect import (
     AWAIT_SECONDS,
-    WorkerBackendConfig,
     check_fits,
     connected,
     is_connected,
     is_this_machine_alone,
-    train_environment,
     what_begins,
     what_is_awaited,
     without_gpus,
     worker_resources,
 )
-from dp_ray.cluster.decisions import Resources, Wanted, text_of
+from dp_ray.cluster.decisions import Resources, WorkerDemand, text_of
 from dp_ray.cluster.fast_start import EarlyConnection
-from dp_ray.cluster.internals.trainer import ControlledTrainer
-from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartCallback, answers_at
-from dp_ray.cluster.worker import train_loop_per_worker
+from dp_ray.cluster.internals.variables import TRAIN_ENVIRONMENT
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.model import check_machine
 from dp_ray.engine.votes import StopRequested
@@ -47,163 +42,32 @@ from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.attempts import NodeControl
-from dp_ray.monitor.console import Progressed
+from dp_ray.monitor.console import Progress
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.messages import WorkerReady, error_of
 from dp_ray.monitor.monitor import NO_METRIC, Monitor, listening
 from dp_ray.rundir.claim import RunDir
 from dp_ray.system.imports import postponed
-from dp_ray.system.process import own_folder
+from dp_ray.system.process import environment, own_folder
 from dp_ray.system.threads import if_longer, repeated
 
-
-def launch(
-    keys: WorkerKeys, each: Resources, config: WorkerConfig, folder: str, is_own: bool, verbose: bool
-) -> ControlledTrainer:
-    """Start the workers with the resources `each`, and return the trainer that keeps them; it does not wait.
-
-    Ray Train's own files go to `folder`, a temporary one of the driver.
-    """
-    channel = config.channel
-    trainer = ControlledTrainer(
-        train_loop_per_worker,
-        train_loop_config={"worker": config},
-        torch_config=WorkerBackendConfig(),
-        scaling_config=_scaling(keys, each),
-        run_config=RunConfig(
-            name="dp_ray",
-            storage_path=folder,
-            logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
-        ),
-        scaling=lambda given: ElasticScalingPolicy(given, _wanted_workers(keys, each), channel),
-        restarts=lambda given: RestartPolicy(given, channel),
-        start=StartCallback(dict(keys.env), channel),
-        is_own=is_own,
-    )
-    with train_environment():
-        trainer.start()
-    return trainer
-
-
-def _scaling(keys: WorkerKeys, each: Resources) -> ScalingConfig:
-    elastic = keys.min_workers != keys.max_workers
-    return ScalingConfig(
-        num_workers=(keys.min_workers, keys.max_workers) if elastic else keys.max_workers,
-        use_gpu=each.get("GPU", 0) > 0,
-        resources_per_worker=dict(each),
-        placement_strategy=keys.placement,
-        accelerator_type=keys.accelerator_type,
-    )
-
-
-def _wanted_workers(keys: WorkerKeys, each: Resources) -> Wanted:
-    return Wanted(
-        min_workers=keys.min_workers,
-        max_workers=keys.max_workers,
-        each=each,
-        placement=keys.placement,
-        accelerator_type=keys.accelerator_type,
-        capacity_seconds=keys.timeouts.capacity,
-    )
-
-
-class RayNodeControl(NodeControl):
-    """Node control by way of Ray."""
-
-    def __init__(self, channel: Any, number: int) -> None:
-        self._channel = channel
-        self._number = number  # of the job
-
-    def stop(self) -> None:
-        """Ask all workers to stop for good, by way of the channel."""
-        with contextlib.suppress(ray.exceptions.RayError):  # the run has ended already
-            ray.get(self._channel.request.remote(STOP, self._number))
-
-    def kill(self, worker: WorkerReady) -> None:
-        """Kill a worker's process, by a Ray task on its node; this does not wait for it."""
-        there = NodeAffinitySchedulingStrategy(worker.node_id, soft=False)
-        ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(worker.pid)
-
-    def is_gone(self, node_id: str) -> bool:
-        """Whether a node is not alive by Ray's list, or does not take a connection."""
-        return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
-
-
-def end_process(pid: int) -> None:
-    """Kill a worker's process on this node."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-SECONDS = 2.0  # Ray itself reports every 10 s
-# Ray puts `ray_` before each name. Every gauge has the tag `run`, and those that stand here.
-GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "dp_ray_running": ("1 while the run goes on, then 0", ()),
-    "dp_ray_step": ("steps that all workers have finished", ()),
-    "dp_ray_steps": ("steps of the whole run", ()),
-    "dp_ray_progress": ("share of the steps that are finished", ()),
-    "dp_ray_rows_per_second": ("rows that all workers finish in a second", ()),
-    "dp_ray_workers": ("workers of the current attempt", ()),
-    "dp_ray_interruptions": ("interruptions so far", ()),
-    "dp_ray_metric": ("last value of the loss, a metric or an evaluation", ("metric",)),
-    "dp_ray_step_part_seconds": ("seconds of a part of the newest steps, mean of the workers", ("part",)),
-}
-
-
-@contextmanager
-def gauged(run: str, progress: Progressed, interruptions: Callable[[], int]) -> Iterator[None]:
-    """Keep the gauges of a run up to date while the block runs; without an agent that exports them, do nothing."""
-    if not exports_metrics():
-        yield
-        return
-    gauges = {name: Gauge(name, text, tag_keys=("run", *tags)) for name, (text, tags) in GAUGES.items()}
-
-    def update(is_running: bool) -> None:
-        for name, tags, value in values_of(progress, interruptions(), is_running):
-            gauges[name].set(value, {"run": run, **tags})
-
-    try:
-        with repeated("gauges", SECONDS, lambda: update(True)):
-            yield
-    finally:
-        update(False)
-
-
-def exports_metrics() -> bool:
-    """Whether any node has an agent that exports metrics; the nodes of an embedded Ray have none."""
-    return any(node["Alive"] and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
-
-
-def values_of(
-    progress: Progressed, interruptions: int, is_running: bool
-) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """The name, the tags besides `run`, and the value of each gauge that has one."""
-    yield "dp_ray_running", {}, float(is_running)
-    yield "dp_ray_step", {}, progress.step
-    yield "dp_ray_steps", {}, progress.steps
-    yield "dp_ray_progress", {}, progress.step / max(1, progress.steps)
-    yield "dp_ray_rows_per_second", {}, progress.rows_per_second if is_running else 0.0
-    yield "dp_ray_workers", {}, len(progress.workers) if is_running else 0
-    yield "dp_ray_interruptions", {}, interruptions
-    for name, value in progress.last.items():
-        if name not in NO_METRIC and value is not None and math.isfinite(value):
-            yield "dp_ray_metric", {"metric": name}, value
-    each = list(progress.seconds.values())
-    for part, seconds in zip(PARTS, zip(*each, strict=True), strict=False):
-        yield "dp_ray_step_part_seconds", {"part": part}, math.fsum(seconds) / len(each)
-
-
 with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
+    from ray.train import LoggingConfig, RunConfig, ScalingConfig
+
     from dp_ray.cluster.internals.core import put_apart
     from dp_ray.cluster.internals.train import why_failed
+    from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
     from dp_ray.cluster.internals.trainer import ControlledTrainer
-    from dp_ray.cluster.worker import Assignment
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports, answers_at
+    from dp_ray.cluster.worker import Assignment, train_loop_per_worker
+
 
 CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 1.0  # between two looks at whether workers are waited for
 LEAVE_SECONDS = 60.0  # more than Ray Train takes to start workers, and to end them
 
 Say = Callable[[str], None]
+_ENVIRONMENT = threading.Lock()  # several sessions may start workers at the same time
 
 
 class Workers:
@@ -239,16 +103,16 @@ class Workers:
         terms = Terms(
             self._number, job.max_workers, job.retries, job.task != "evaluate" and not job.finds_shards, is_last
         )
-        self._trainer.when_ended(monitor.end.come)
+        self._trainer.when_ended(monitor.end.has_come.set)
         packed = self._packed(job, claimed, rows, faults)
         waits = repeated("waits", LOOK_SECONDS, lambda: monitor.waits.look(lambda: free_text(self.each)))
         try:
             with waits:
                 ray.get(self._channel.begin.remote(terms, packed))
                 import_module("ray.dag")  # while there is time: ray.shutdown would import it
-                gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.interruptions))
+                gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.log.interruptions))
                 with gauges, listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
-                    monitor.end.wait()
+                    monitor.end.has_come.wait()
             if not self._trainer.has_ended:
                 ray.get(self._channel.finish.remote(self._number))
         except BaseException as error:
@@ -258,7 +122,7 @@ class Workers:
         self._check_end(monitor)
 
     def _packed(self, job: Job, claimed: RunDir, rows: Mapping[str, int], faults: tuple[Fault, ...]) -> list[Any]:
-        """A reference to the bytes of the job's Assignment, and its `env`, which Ray might write to a disk there."""
+        """Return a reference to the job's Assignment, and its `env`, which Ray might write to a disk with it."""
         assigned = Assignment(
             job.model_copy(update={"env": {}}),
             claimed.storage.location,
@@ -281,7 +145,7 @@ class Workers:
         raise self._cause(monitor) from None
 
     def _cause(self, monitor: Monitor) -> Error:
-        """The error that ended the job: the controller's, else lost workers, else the first that a worker raised."""
+        """Return the error that ended the job: the controller's, else lost workers, else a worker's first one."""
         failure = self._trainer.failure() if self._trainer.has_ended else None
         cause = getattr(failure, "controller_failure", None)
         if isinstance(cause, Error):
@@ -377,7 +241,7 @@ class OwnWorkers:
         check_can_run(job, worker_resources(job))
 
     def _connect(self, job: Job) -> bool:
-        """Connect, if that is not done; whether the connection ends with these workers."""
+        """Connect, if that is not done; return whether the connection ends with these workers."""
         if self._is_own is None:
             self._is_own = not is_connected()
             with if_longer(AWAIT_SECONDS, lambda: self._say(what_is_awaited(self._address))):
@@ -398,8 +262,7 @@ class OwnWorkers:
 def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, say: Say) -> Workers:
     """Start workers on the Ray that is connected; does not wait for them.
 
-    `say` is told what they must wait for, and whether they take no GPU where an autoscaler might add some.
-
+    `say` gets lines on what they must wait for, and if they take no GPU where an autoscaler might add some.
     `folder` is for Ray Train's own files; `is_own` says that its Ray, or the connection to it, ends with the workers.
     Raises ClusterError if they can never fit.
     """
@@ -414,7 +277,7 @@ def start_workers(keys: WorkerKeys, folder: str, is_own: bool, verbose: bool, sa
 
 
 def check_can_run(keys: WorkerKeys, each: Resources) -> str | None:
-    """What workers must wait for, None if nothing; raises an Error if they can never run on this Ray.
+    """Return what workers must wait for, None if nothing; raise an Error if they can never run on this Ray.
 
     GPUs that are named as the machine's can be looked for here if all workers will run on this machine.
     """
@@ -424,18 +287,63 @@ def check_can_run(keys: WorkerKeys, each: Resources) -> str | None:
 
 
 def free_text(each: Resources) -> str:
-    """What a worker needs, and how much of it the cluster has free; as far as Ray answers."""
-    needs = f" (each needs {text_of(each)})" if each else ""
+    """Say what a worker needs, and how much of it the cluster has free; as far as Ray answers."""
+    if not each:
+        return ""
+    needs = f" (each needs {text_of(each)})"
     try:
         free, there = ray.available_resources(), ray.cluster_resources()
     except Exception as error:  # Ray's own of many types: the connection may end meanwhile
         return f"{needs}; the cluster does not say what is free: {type(error).__name__}"
     shares = ", ".join(f"{free.get(name, 0):g} of {there.get(name, 0):g} {name}" for name in each)
-    return needs + f"; free in the cluster are {shares}" * bool(each)
+    return f"{needs}; free in the cluster are {shares}"
+
+
+def launch(
+    keys: WorkerKeys, each: Resources, config: WorkerConfig, folder: str, is_own: bool, verbose: bool
+) -> ControlledTrainer:
+    """Start the workers with the resources `each`, and return the trainer that keeps them; it does not wait.
+
+    Ray Train's own files go to `folder`, a temporary one of the driver.
+    """
+    channel, most = config.channel, keys.max_workers
+    wanted = WorkerDemand(
+        min_workers=keys.min_workers,
+        max_workers=most,
+        each=each,
+        placement=keys.placement,
+        accelerator_type=keys.accelerator_type,
+        capacity_seconds=keys.timeouts.capacity,
+    )
+    trainer = ControlledTrainer(
+        train_loop_per_worker,
+        train_loop_config={"worker": config},
+        torch_config=WorkerBackendConfig(),
+        scaling_config=ScalingConfig(
+            num_workers=(keys.min_workers, most) if keys.min_workers != most else most,
+            use_gpu=each.get("GPU", 0) > 0,
+            resources_per_worker=dict(each),
+            placement_strategy=keys.placement,
+            accelerator_type=keys.accelerator_type,
+        ),
+        run_config=RunConfig(
+            name="dp_ray",
+            storage_path=folder,
+            logging_config=LoggingConfig("INFO" if verbose else "CRITICAL"),
+        ),
+        scaling=ElasticScalingPolicy(wanted, channel),
+        restarts=RestartPolicy(channel),
+        start=StartReports(dict(keys.env), channel),
+        is_own=is_own,
+    )
+    variables = {key: value for key, value in TRAIN_ENVIRONMENT.items() if key not in os.environ}  # the user's stay
+    with _ENVIRONMENT, environment(variables):
+        trainer.start()
+    return trainer
 
 
 def backend_of(job: Job, gpus_per_worker: float) -> str:
-    """The backend of the job's process group, on workers that hold so many GPUs each.
+    """Return the backend of the job's process group, on workers that hold so many GPUs each.
 
     Workers with a fraction of a GPU may share one, which NCCL refuses ("Duplicate GPU"). gloo takes CUDA tensors in
     all collectives used here (broadcast, all_reduce, all_gather, all_to_all), by way of the host's memory.
@@ -458,3 +366,89 @@ def check_can_be_shipped(job: Job) -> None:
             why = f"{type(error).__name__}: {error}"
             advice = "give a target instead, which each worker calls for itself"
             raise JobError(f"{key}: cannot be pickled for the workers: {why}; {advice}") from error
+
+
+@dataclass
+class RayNodeControl(NodeControl):
+    """Control of workers and nodes by way of Ray, while job `number` runs."""
+
+    channel: Any
+    number: int
+
+    def stop(self) -> None:
+        """Ask all workers to stop for good, by way of the channel."""
+        with contextlib.suppress(ray.exceptions.RayError):  # the run has ended already
+            ray.get(self.channel.request.remote(STOP, self.number))
+
+    def kill(self, worker: WorkerReady) -> None:
+        """Kill a worker's process, by a Ray task on its node; this does not wait for it."""
+        there = NodeAffinitySchedulingStrategy(worker.node_id, soft=False)
+        ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(worker.pid)
+
+    def is_gone(self, node_id: str) -> bool:
+        """Return whether a node is not alive by Ray's list, or does not take a connection."""
+        return not any(node["NodeID"] == node_id and node["Alive"] and answers_at(node) for node in ray.nodes())
+
+
+def end_process(pid: int) -> None:
+    """Kill a worker's process on this node."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+GAUGE_SECONDS = 2.0  # Ray itself reports every 10 s
+# Ray puts `ray_` before each name. Every gauge has the tag `run`, and those that stand here.
+GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "dp_ray_running": ("1 while the run goes on, then 0", ()),
+    "dp_ray_step": ("steps that all workers have finished", ()),
+    "dp_ray_steps": ("steps of the whole run", ()),
+    "dp_ray_progress": ("share of the steps that are finished", ()),
+    "dp_ray_rows_per_second": ("rows that all workers finish in a second", ()),
+    "dp_ray_workers": ("workers of the current attempt", ()),
+    "dp_ray_interruptions": ("interruptions so far", ()),
+    "dp_ray_metric": ("last value of the loss, a metric or an evaluation", ("metric",)),
+    "dp_ray_step_part_seconds": ("seconds of a part of the newest steps, mean of the workers", ("part",)),
+}
+
+
+@contextmanager
+def gauged(run: str, progress: Progress, interruptions: Callable[[], int]) -> Iterator[None]:
+    """Keep the gauges of a run up to date while the block runs; without an agent that exports them, do nothing."""
+    if not exports_metrics():
+        yield
+        return
+    gauges = {name: Gauge(name, text, tag_keys=("run", *tags)) for name, (text, tags) in GAUGES.items()}
+
+    def update(is_running: bool) -> None:
+        for name, tags, value in values_of(progress, interruptions(), is_running):
+            gauges[name].set(value, {"run": run, **tags})
+
+    try:
+        with repeated("gauges", GAUGE_SECONDS, lambda: update(True)):
+            yield
+    finally:
+        update(False)
+
+
+def exports_metrics() -> bool:
+    """Return whether any node has an agent that exports metrics; the nodes of an embedded Ray have none."""
+    return any(node["Alive"] and node.get("MetricsExportPort", 0) > 0 for node in ray.nodes())
+
+
+def values_of(
+    progress: Progress, interruptions: int, is_running: bool
+) -> Iterator[tuple[str, dict[str, Any], float]]:
+    """Yield the name, the tags besides `run`, and the value of each gauge that has one."""
+    yield "dp_ray_running", {}, float(is_running)
+    yield "dp_ray_step", {}, progress.step
+    yield "dp_ray_steps", {}, progress.steps
+    yield "dp_ray_progress", {}, progress.step / max(1, progress.steps)
+    yield "dp_ray_rows_per_second", {}, progress.rows_per_second if is_running else 0.0
+    yield "dp_ray_workers", {}, len(progress.workers) if is_running else 0
+    yield "dp_ray_interruptions", {}, interruptions
+    for name, value in progress.last.items():
+        if name not in NO_METRIC and value is not None and math.isfinite(value):
+            yield "dp_ray_metric", {"metric": name}, value
+    each = list(progress.seconds.values())
+    for part, seconds in zip(PARTS, zip(*each, strict=True), strict=False):
+        yield "dp_ray_step_part_seconds", {"part": part}, math.fsum(seconds) / len(each)

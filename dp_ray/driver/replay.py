@@ -1,4 +1,4 @@
-"""Replays a step of a training in this process: its loss, its rows, and the first module that is not finite."""
+"""Replay a step of a training in this process: its loss, its rows, and the first module that is not finite."""
 
 import bdb
 import contextlib
@@ -24,7 +24,7 @@ from dp_ray.storage import Storage
 from dp_ray.tasks.replay import Again, Given, Replayed, Wanted, run_again
 from dp_ray.tasks.task import settings_of
 
-# What a replay is without: it looks on, and runs nothing beside the steps.
+# Keys that a replay sets: it runs the steps alone, in this process.
 WITHOUT: dict[str, Any] = {"workers": 0, "env": {}, "stop_on_nan": False, "flops": False, "profile": None}
 
 
@@ -42,7 +42,12 @@ def replay(
     with contextlib.redirect_stdout(sys.stderr):
         job, devices = _placed(job)
         world = World(device=devices[0], all_devices=devices)
-        _note_devices(run, world, say)
+        workers = read_json(run, RESULT).get("workers", []) if run.exists(RESULT) else []
+        types = {str(one["device"]).partition(":")[0] for one in workers}
+        if types and types != {world.device.type}:
+            say(
+                f"the run was on {', '.join(sorted(types))}, and this is on {world.device.type}: the last bits differ"
+            )
         try:
             given = Given(job, world, run, StepRows(history_so_far(run)), say)
             with settings_of(job, world), run_again(given, wanted) as again:
@@ -61,7 +66,7 @@ def _refuse() -> None:
 
 
 def _job_kept(run: Storage, say: Callable[[str], None]) -> Job:
-    """The job of a training's run.json, to be run in this process."""
+    """Return the job of a training's run.json, to be run in this process."""
     if not run.exists(RUN):
         raise JobError(f"{run} holds no {RUN}: name the run directory of a training")
     kept = renamed(read_claim(run)["job"])
@@ -106,7 +111,7 @@ def _check_can_run(kept: dict[str, Any]) -> None:
 
 
 def _placed(job: Job) -> tuple[Job, tuple[torch.device, ...]]:
-    """The job with its devices; one on a single GPU that this machine lacks runs on what is here instead."""
+    """Return the job and its devices; if this machine lacks its single GPU, it runs on what is here instead."""
     try:
         return job, devices_here(job)
     except JobError:
@@ -114,14 +119,6 @@ def _placed(job: Job) -> tuple[Job, tuple[torch.device, ...]]:
             raise
     job = job.model_copy(update={"devices": None, "gpus_per_worker": "auto", "input_device": None})
     return job, devices_here(job)
-
-
-def _note_devices(run: Storage, world: World, say: Callable[[str], None]) -> None:
-    """Say so if the run's workers had other devices, as far as its result tells."""
-    workers = read_json(run, RESULT).get("workers", []) if run.exists(RESULT) else []
-    there = {str(one["device"]).partition(":")[0] for one in workers}
-    if there and there != {world.device.type}:
-        say(f"the run was on {', '.join(sorted(there))}, and this is on {world.device.type}: the last bits differ")
 
 
 def _debug(again: Again, say: Callable[[str], None]) -> None:

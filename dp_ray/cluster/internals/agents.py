@@ -1,4 +1,4 @@
-"""Runs as a process of its own in place of one of a node's two agents, each of which takes a second to start.
+"""A process of its own in place of one of a node's two agents, each of which takes a second to start.
 
 The raylet waits for the ports of both before it registers its node, and ends with them. It imports nothing of Ray or
 dp_ray. The dashboard's agent never comes: -1 is the port that Ray's own writes where the dashboard's packages are not

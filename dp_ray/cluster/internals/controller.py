@@ -29,7 +29,7 @@ class WorkerController:
         await self._controller.run()
 
     def error(self) -> BaseException | None:
-        """The error with which they have ended; None if they ended without."""
+        """Return the error with which they have ended; None if they ended without."""
         found: BaseException | None = self._controller.get_result().error
         return found
 

@@ -1,7 +1,4 @@
-"""Ray Core: starts and enters a cluster, looks at its nodes, and drains one on purpose.
-
-What Ray packs of a folder that it sends to a cluster.
-"""
+"""Ray Core: start and enter a cluster, look at its nodes, drain one on purpose, and send files to it."""
 
 import json
 import os
@@ -11,7 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +38,6 @@ from dp_ray.cluster.internals import forked_worker
 from dp_ray.cluster.internals.variables import UV_RUN, VARIABLES
 from dp_ray.system.process import environment
 
-# Finding, starting and authenticating
-
 CONNECT_SECONDS = 10.0
 NODE_SECONDS = 30.0  # as long as Ray waits
 LOOK_SECONDS = 0.02
@@ -67,7 +62,14 @@ def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None
     folder, nor for the processes. Each costs a second of a core: the dashboard's server and its agent, for which the
     node would wait, the autoscaler's monitor, which has no nodes to add here, and the reader of the logs.
     """
-    with _without_servers(logs), _with_agents_replaced(), _node_awaited(), workers_forked_by(fork_server):
+    starts = ["start_api_server", "start_monitor", *([] if logs else ["start_log_monitor"])]
+    nothing = dict.fromkeys(starts, lambda *_, **__: None)
+    with (
+        _patched(ray._private.node.Node, **nothing),
+        _with_agents_replaced(),
+        _node_awaited(),
+        workers_forked_by(fork_server),
+    ):
         ray.init(
             "local",
             num_cpus=num_cpus,
@@ -84,18 +86,16 @@ def start_local(num_cpus: int, folder: str, logs: bool, fork_server: Path | None
 
 
 @contextmanager
-def _without_servers(logs: bool) -> Iterator[None]:
-    """Within the block, a Ray that is started has no dashboard's server, no monitor, and no reader of logs."""
-    node = ray._private.node.Node
-    names = ["start_api_server", "start_monitor", *([] if logs else ["start_log_monitor"])]
-    before = {name: getattr(node, name) for name in names}
-    for name in names:
-        setattr(node, name, _start_nothing)
+def _patched(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of a module or class of Ray while the block runs."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for name, start in before.items():
-            setattr(node, name, start)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -112,12 +112,8 @@ def workers_forked_by(server: Path | None) -> Iterator[None]:
         self._ray_params.worker_path = forked_worker.__file__
         return before(self, *args, **keys)
 
-    node.start_raylet = start_raylet
-    try:
-        with environment(given):
-            yield
-    finally:
-        node.start_raylet = before
+    with _patched(node, start_raylet=start_raylet), environment(given):
+        yield
 
 
 @contextmanager
@@ -138,15 +134,8 @@ def _node_awaited() -> Iterator[None]:
             time.sleep(LOOK_SECONDS)
         return before(gcs_address, node_id)
 
-    services.get_node = get_node
-    try:
+    with _patched(services, get_node=get_node):
         yield
-    finally:
-        services.get_node = before
-
-
-def _start_nothing(*_: Any, **__: Any) -> None:
-    """Start no process."""
 
 
 @contextmanager
@@ -156,21 +145,18 @@ def _with_agents_replaced() -> Iterator[None]:
     Nor does Ray then look whether the packages of the dashboard's agent are there, which would import all of them.
     """
     services, utils = ray._private.services, ray._private.utils
-    before, look = services._build_python_executable_command_memory_profileable, utils.get_dashboard_dependency_error
-
+    before = services._build_python_executable_command_memory_profileable
     roles = {PROCESS_TYPE_DASHBOARD_AGENT: "never", PROCESS_TYPE_RUNTIME_ENV_AGENT: "late"}
 
     def command(component: str, *args: Any, **keys: Any) -> list[str]:
         own = list(before(component, *args, **keys))
         return [*AGENTS, roles[component], *own] if component in roles else own
 
-    services._build_python_executable_command_memory_profileable = command
-    utils.get_dashboard_dependency_error = lambda: None
-    try:
+    with (
+        _patched(services, _build_python_executable_command_memory_profileable=command),
+        _patched(utils, get_dashboard_dependency_error=lambda: None),
+    ):
         yield
-    finally:
-        services._build_python_executable_command_memory_profileable = before
-        utils.get_dashboard_dependency_error = look
 
 
 def find_users_token() -> bool:
@@ -183,7 +169,7 @@ def find_users_token() -> bool:
 
 
 def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
-    """Whether the Ray at HOST:PORT demands its token. Public: none; ray.init fails minutes later.
+    """Return whether the Ray at HOST:PORT demands its token. Public: none; ray.init fails minutes later.
 
     Raises ConnectionError if no Ray answers within `seconds`; Ray itself retries a dead address for minutes.
     """
@@ -202,12 +188,12 @@ def wants_token(address: str, seconds: float = CONNECT_SECONDS) -> bool:
 
 
 def shows_token() -> bool:
-    """Whether this process shows a token to its Ray, and demands it from all that calls it. Public: none."""
+    """Return whether this process shows a token to its Ray, and demands it from all that calls it. Public: none."""
     return bool(ray._raylet.AuthenticationTokenLoader.instance().has_token())
 
 
 def put_apart(value: Any) -> Any:
-    """`ray.put` with a reference that no other Ray of this process has given out. Public: none.
+    """Do `ray.put` with a reference that no other Ray of this process has given out. Public: none.
 
     Ray numbers the objects of the thread that has connected, from 1 in each Ray. A reference that is left of an
     earlier Ray would free the object of the same number when it is collected. Another thread's have random names.
@@ -217,7 +203,7 @@ def put_apart(value: Any) -> Any:
 
 
 def address_of_own_raylet() -> str | None:
-    """The address of the cluster whose raylet started this process, or one of its parents; None if none did.
+    """Return the address of the cluster whose raylet started this process, or one of its parents; None if none did.
 
     Ray sets RAY_ADDRESS in a job to the cluster that was started last on the job's host, which may be another one.
     Public: none; RAY_ADDRESS, where a host has a single Ray.
@@ -228,45 +214,28 @@ def address_of_own_raylet() -> str | None:
     return None
 
 
-@contextmanager
-def raylets_hushed(verbose: bool) -> Iterator[None]:
+def raylets_hushed(verbose: bool) -> AbstractContextManager[None]:
     """Keep Ray from printing a page to stdout for each dead worker. Public: none; log_to_driver does not help."""
-    before = ray._private.worker._worker_logs_enabled
-    ray._private.worker._worker_logs_enabled = verbose
-    try:
-        yield
-    finally:
-        ray._private.worker._worker_logs_enabled = before
+    return _patched(ray._private.worker, _worker_logs_enabled=verbose)
 
 
-@contextmanager
-def shown_as(arguments: Sequence[str] | None) -> Iterator[None]:
+def shown_as(arguments: Sequence[str] | None) -> AbstractContextManager[None]:
     """Have Ray's dashboard and logs show `arguments` as this driver's command line. Public: none."""
-    before = ray._private.utils.get_entrypoint_name
-    if arguments is not None:
-        ray._private.utils.get_entrypoint_name = lambda: shlex.join(arguments)
-    try:
-        yield
-    finally:
-        ray._private.utils.get_entrypoint_name = before
+    if arguments is None:
+        return nullcontext()
+    return _patched(ray._private.utils, get_entrypoint_name=lambda: shlex.join(arguments))
 
 
-@contextmanager
-def workers_without_uv() -> Iterator[None]:
+def workers_without_uv() -> AbstractContextManager[None]:
     """Within the block, a driver under `uv run` connects as any other does, unless the user has set Ray's variable.
 
     Ray would start each worker by the driver's `uv run` line, in a copy of the working directory: another
     environment, or none where uv is not found or its lock file was left out. Such workers never come, and Ray tells
     nobody. Public: Ray's variable, which Ray reads when it is imported, and by then it may be.
     """
-    constants = ray._private.ray_constants
-    before = constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
-    if UV_RUN not in os.environ:
-        constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
-    try:
-        yield
-    finally:
-        constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = before
+    if UV_RUN in os.environ:
+        return nullcontext()
+    return _patched(ray._private.ray_constants, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False)
 
 
 def forget_variables(environment: MutableMapping[str, str], keep: Sequence[str] = ()) -> None:
@@ -286,30 +255,27 @@ def read_variables_anew() -> None:
     ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-# What the cluster is like
-
-
 STATUS_SECONDS = 10.0
 
 
 def autoscales() -> bool:
-    """Whether the cluster has an autoscaler that may add nodes. Public: `ray status`, as text.
+    """Return whether the cluster has an autoscaler that may add nodes. Public: `ray status`, as text.
 
     Each Ray has a monitor, which reports as an autoscaler does. One that adds no nodes knows no types of nodes, or
     makes a type of each node that there is.
     """
     if ray._private.state.state.get_max_resources_from_cluster_config():  # nothing in open-source Ray reports it
         return True
-    told = _cluster_status()
-    if told.HasField("autoscaling_state"):  # by the second version of the autoscaler
-        return any(node.ray_node_type_name for node in told.cluster_resource_state.node_states)
+    reply = _cluster_status()
+    if reply.HasField("autoscaling_state"):  # by the second version of the autoscaler
+        return any(node.ray_node_type_name for node in reply.cluster_resource_state.node_states)
     status = ray._private.worker.global_worker.gcs_client.internal_kv_get(DEBUG_AUTOSCALING_STATUS.encode(), None)
     report = json.loads(status or "{}").get("autoscaler_report") or {}
     return any(kind != f"node_{node}" for node, kind in (report.get("node_type_mapping") or {}).items())
 
 
 def node_types() -> tuple[NodeType, ...] | None:
-    """The types of nodes that the cluster's autoscaler may have up; None if this process cannot learn them.
+    """Return the types of nodes that the cluster's autoscaler may have up; None if this process cannot learn them.
 
     They stand in the cluster's file, which the monitor reads: on the head node, which runs the drivers as a rule.
     KubeRay's monitor is in another container. Public: none.
@@ -328,7 +294,7 @@ def node_types() -> tuple[NodeType, ...] | None:
 
 
 def types_in(cluster_file: Mapping[str, Any]) -> tuple[NodeType, ...]:
-    """The types of nodes in a cluster's file, but for the head's own. Public: the file's format is documented."""
+    """Return the types of nodes in a cluster's file, but for the head's. Public: the file's format is documented."""
     most = cluster_file.get("max_workers", 2)  # as many as Ray takes
     return tuple(
         NodeType(name, one.get("resources") or {}, min(most, one.get("max_workers", most)))
@@ -338,28 +304,28 @@ def types_in(cluster_file: Mapping[str, Any]) -> tuple[NodeType, ...]:
 
 
 def type_of(node: Mapping[str, Any]) -> str:
-    """The type of a node of ray.nodes(); "" if Ray does not tell. Public: the label "ray.io/node-group"."""
+    """Return the type of a node of ray.nodes(); "" if Ray does not tell. Public: the label "ray.io/node-group"."""
     return str((node.get("Labels") or {}).get(ray._raylet.RAY_NODE_GROUP_KEY, ""))
 
 
 def _cluster_status() -> Any:
-    """What the head knows of the nodes and of the autoscaler."""
-    given = ray._private.worker.global_worker.gcs_client.get_cluster_status(timeout_s=STATUS_SECONDS)
-    return autoscaler_pb2.GetClusterStatusReply.FromString(given)
+    """Return what the head knows of the nodes and of the autoscaler."""
+    reply = ray._private.worker.global_worker.gcs_client.get_cluster_status(timeout_s=STATUS_SECONDS)
+    return autoscaler_pb2.GetClusterStatusReply.FromString(reply)
 
 
 def draining_nodes() -> frozenset[str]:
-    """The ids of the nodes that are about to be taken away. Public: none; ray.util.state does not report them."""
+    """Return the ids of the nodes that will be taken away. Public: none; ray.util.state does not report them."""
     return frozenset(ray._private.state.state.get_draining_nodes())
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """The free resources of each node, by its id. Public: ray.available_resources, only for all nodes together."""
+    """Return the free resources of each node, by its id. Public: ray.available_resources, only for all together."""
     return dict(ray._private.state.available_resources_per_node())
 
 
 def label_of(*node_ids: str) -> dict[str, str]:
-    """The label selector of these nodes. Public: the label "ray.io/node-id", which is documented."""
+    """Return the label selector of these nodes. Public: the label "ray.io/node-id", which is documented."""
     return {ray._raylet.RAY_NODE_ID_KEY: node_ids[0] if len(node_ids) == 1 else f"in({','.join(node_ids)})"}
 
 
@@ -368,9 +334,6 @@ def check_cluster_file(config: dict[str, Any]) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     validate_config(prepare_config(config))
-
-
-# Faults on purpose
 
 
 def drain_this_node(seconds: float | None) -> str | None:
@@ -384,13 +347,10 @@ def drain_this_node(seconds: float | None) -> str | None:
 
 
 def raylet_of_this_worker() -> psutil.Process:
-    """The raylet of this worker's node; the node's workers are its child processes. Public: none."""
+    """Return the raylet of this worker's node; the node's workers are its child processes. Public: none."""
     raylet = psutil.Process().parent()
     assert raylet is not None and "raylet" in raylet.name(), "a worker's parent is its node's raylet"
     return raylet
-
-
-# Bytes on the head node for a submitted job
 
 
 def leave_on_head(client: Any, data: bytes) -> str:
@@ -415,18 +375,13 @@ def take_from_head(address: str, place: str) -> bytes | None:
 
 
 def packed_files(folder: str, excludes: Sequence[str]) -> list[Path]:
-    """The files of a folder that Ray packs: without the excluded ones, and those that its ignore files name.
+    """Return the files of a folder that Ray packs: without the excluded ones, and those that its ignore files name.
 
     Public: none; Ray says only how large a package is, once it is made.
     """
-    found: list[Path] = []
-
-    def take(path: Path) -> None:
-        if path.is_file():
-            found.append(path)
-
+    paths: list[Path] = []
     root = Path(folder).absolute()
     excluded = [packaging._get_excludes(root, list(excludes))]
     heeds_git = os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"
-    packaging._dir_travel(root, excluded, take, include_gitignore=heeds_git)
-    return found
+    packaging._dir_travel(root, excluded, paths.append, include_gitignore=heeds_git)
+    return [path for path in paths if path.is_file()]

@@ -1,16 +1,12 @@
-"""Our policies for Ray Train's controller, and the controller: all that its process imports, without torch.
+"""The ways of `policies.py` into Ray Train's controller, and the controller: all of it without torch.
 
 Public: ray.train.UserCallback gets only reports and failures; ScalingConfig and FailureConfig choose only among Ray's
 own policies.
-
-Translates Ray Train's errors into one line, or into the types of `restart_decision`.
 """
 
 import re
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -28,7 +24,6 @@ with postponed("ray.data", "pandas"):
         WorkerGroupStartupFailedError,
         WorkerGroupStartupTimeoutError,
         WorkerHealthCheckFailedError,
-        WorkerHealthCheckTimeoutError,
     )
 
 _DEATHS = {
@@ -44,7 +39,7 @@ _EXIT_DETAIL = "Worker exit detail: "
 
 
 def why_failed(error: Any) -> str:
-    """Why a worker failed, in one line; Ray's own text is a page. Public: none; Ray's errors have no such field."""
+    """Say why a worker failed, in a line; Ray's own text is a page. Public: none; Ray's errors have no such field."""
     if isinstance(error, WorkerHealthCheckFailedError):
         error = error.health_check_failure
     text = str(error).strip()
@@ -56,14 +51,8 @@ def why_failed(error: Any) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def is_death(error: BaseException) -> bool:
-    """Whether a worker's process died, rather than raised. Public: ray.exceptions, except for the health checks."""
-    deaths = ray.exceptions.RayActorError | ray.exceptions.NodeDiedError
-    return isinstance(error, deaths | WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError)
-
-
 def failure_of(error: Exception) -> WorkersFailed | StartFailed:
-    """Translate a failure that Ray Train's controller reports into the types of `restart_decision`."""
+    """Translate a failure that Ray Train's controller reports into the types of `decide_restart`."""
     if isinstance(error, ray.train.WorkerGroupError):
         failures = error.worker_failures
         ended = {rank: one for rank, one in failures.items() if isinstance(one, WorkerExit)}
@@ -87,6 +76,9 @@ with postponed("ray.data", "pandas"):
     from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
 
+if TYPE_CHECKING:
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports
+
 # A part of the command line of its process. Public: `ray list actors`.
 WORKER_PROCESS = RayTrainWorker.__name__
 
@@ -94,9 +86,12 @@ WORKER_PROCESS = RayTrainWorker.__name__
 class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
     """Called while workers start, before torch or user code is imported in their processes."""
 
+    def __init__(self, reports: "StartReports") -> None:
+        self._reports = reports
+
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Called by Ray Train before it places workers."""
-        self.on_placing(worker_group_context.num_workers)
+        self._reports.on_placing(worker_group_context.num_workers)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Called by Ray Train when the workers' processes run; no context is added."""
@@ -105,77 +100,47 @@ class WorkersStart(WorkerGroupCallback):  # type: ignore[misc]
             return list(ray.get([worker.execute_async(do, *args) for worker in workers]))
 
         call(set_environment, get_env_vars_to_propagate())
-        self.on_processes(len(workers), call)
+        self._reports.on_processes(len(workers), call)
         return {}
-
-    @abstractmethod
-    def on_placing(self, count: int) -> None:
-        """Called when `count` workers are about to be placed on nodes."""
-
-    @abstractmethod
-    def on_processes(self, count: int, call: Callable[..., list[Any]]) -> None:
-        """Called when the processes run; `call(do, *args)` calls `do` in each and returns all results."""
-
-
-@dataclass(frozen=True)
-class RunningWorkers:
-    """The running workers: the id of each one's node, and when they started, on time.monotonic's clock."""
-
-    node_ids: tuple[str, ...]
-    started: float
 
 
 class WorkerScaling(ScalingPolicy):  # type: ignore[misc]
     """Decides how many workers Ray Train's controller starts; it lives in the controller's process."""
 
-    max_workers: int
-
-    @abstractmethod
-    def workers_to_start(self) -> int | None:
-        """How many workers to start now; None: none yet. The controller polls it while no workers run."""
-
-    @abstractmethod
-    def while_running(self, workers: RunningWorkers) -> None:
-        """The controller polls this while workers run."""
-
-    @abstractmethod
-    def usable_nodes(self) -> Sequence[str] | None:
-        """The ids of the nodes on which workers may start; None: all."""
-
-    @abstractmethod
-    def start_failed(self) -> None:
-        """Called when workers could not be started."""
+    def __init__(self, scaling_config: Any, policy: "ElasticScalingPolicy") -> None:
+        super().__init__(scaling_config)
+        self._policy = policy
 
     def make_decision_for_non_running_worker_group(self) -> Any:
-        """Called by Ray Train's controller while no workers run."""
+        """Called by Ray Train's controller, again and again, while no workers run."""
         self._request_nodes()
-        workers = self.workers_to_start()
+        workers = self._policy.workers_to_start()
         if workers is None:
             return NoopDecision()
         each = self.scaling_config._resources_per_worker_not_none  # includes the accelerator's type
         return ResizeDecision(num_workers=workers, resources_per_worker=each)
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
-        """Called by Ray Train's controller while workers run; it never resizes them itself."""
+        """Called by Ray Train's controller, again and again, while workers run; it never resizes them itself."""
         self._request_nodes()
-        node_ids = tuple(worker.metadata.node_id for worker in worker_group_state.workers)
-        self.while_running(RunningWorkers(node_ids, worker_group_state.start_time))
+        node_ids = [worker.metadata.node_id for worker in worker_group_state.workers]
+        self._policy.while_running(node_ids, worker_group_state.start_time)
         return NoopDecision()
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Called by Ray Train's controller; rescheduling means that a start has failed."""
         if isinstance(current_state, ReschedulingState):
-            self.start_failed()
+            self._policy.start_failed()
 
     def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
         """Called by Ray Train's controller before a start; returns the label selector of the usable nodes."""
-        usable = self.usable_nodes()
+        usable = self._policy.usable_nodes
         return None if usable is None else label_of(*usable)
 
     # Ray Train's own coordinator asks the autoscaler for nodes, if there is one
 
     def _get_num_workers_for_resource_request(self) -> int:
-        return self.max_workers
+        return self._policy.max_workers
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray Train's controller when it starts; asks an autoscaler for nodes only if there is one."""
@@ -243,10 +208,10 @@ _DECISIONS = {
 class WorkerRestarts(FailurePolicy):  # type: ignore[misc]
     """Decides whether Ray Train's controller restarts failed workers; it lives in the controller's process."""
 
-    @abstractmethod
-    def on_failure(self, failure: WorkersFailed | StartFailed) -> Restart:
-        """What to do after a failure; after WAIT the controller calls again soon, with the failures known then."""
+    def __init__(self, failure_config: Any, policy: "RestartPolicy") -> None:
+        super().__init__(failure_config)
+        self._policy = policy
 
     def make_decision(self, training_failed_error: Exception) -> Any:
-        """Called by Ray Train's controller after a failure."""
-        return _DECISIONS[self.on_failure(failure_of(training_failed_error))]
+        """Called by Ray Train's controller after a failure; after NOOP again soon, with the failures known then."""
+        return _DECISIONS[self._policy.on_failure(failure_of(training_failed_error))]

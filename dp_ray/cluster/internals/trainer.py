@@ -1,28 +1,34 @@
-"""Starts Ray Train's controller with our policies, from the driver."""
+"""Start Ray Train's controller with our policies, from the driver."""
 
 import functools
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2.api import data_parallel_trainer
 
 from dp_ray.cluster.internals.controller import WorkerController
 from dp_ray.cluster.internals.core import label_of, put_apart
 from dp_ray.cluster.internals.train import OwnController, WorkerRestarts, WorkerScaling, WorkersStart
 from dp_ray.cluster.internals.variables import WARN_BLOCKING
+from dp_ray.system.imports import postponed
+
+with postponed("ray.data", "pandas"):
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+    from ray.train.v2.api import data_parallel_trainer
+
+if TYPE_CHECKING:
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartReports
 
 _started_by: set[tuple[str, str]] = set()  # the connections of this process: the session of the Ray, and its own id
 
 
 def _is_first_start() -> bool:
-    """Whether this connection to Ray starts workers for the first time: no user code has run in its processes."""
+    """Return whether this connection starts workers for the first time: no user code has run in its processes."""
     context = ray.get_runtime_context()
     this = context.get_session_name(), context.get_worker_id()  # each Ray gives its first driver the same id
     is_first = this not in _started_by
@@ -40,23 +46,23 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
     def __init__(
         self,
         *args: Any,
-        scaling: Callable[[Any], WorkerScaling],
-        restarts: Callable[[Any], WorkerRestarts],
-        start: WorkersStart,
+        scaling: "ElasticScalingPolicy",
+        restarts: "RestartPolicy",
+        start: "StartReports",
         is_own: bool,
         **keys: Any,
     ) -> None:
         super().__init__(*args, **keys)
-        self._on_start = start
+        self._on_start = WorkersStart(start)
         self._is_own = is_own
         self._unneeded: tuple[type[Any], ...] = (_NoDatasets,)
         if is_own:
             self._unneeded += (PlacementGroupCleanerCallback,)  # the end of the job cleans up instead
-        self._controller: Any = None
+        self._controller: Any = None  # the actor, once it is started
         self._ended: Future[Any] = Future()
         self._policies = {
-            "scaling_policy": scaling(self.scaling_config),
-            "failure_policy": restarts(self.run_config.failure_config),
+            "scaling_policy": WorkerScaling(self.scaling_config, scaling),
+            "failure_policy": WorkerRestarts(self.run_config.failure_config, restarts),
         }
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -103,7 +109,7 @@ class ControlledTrainer(TorchTrainer):  # type: ignore[misc]
         futures.wait([self._ended], seconds)
 
     def failure(self) -> BaseException | None:
-        """The error with which the controller has ended; None if it ended without."""
+        """Return the error with which the controller has ended; None if it ended without."""
         error: BaseException | None
         try:
             self._ended.result()
@@ -127,6 +133,6 @@ class _NoDatasets:
 
 @dataclass(frozen=True)
 class _Begun:
-    """What `fit` gets from a controller that has begun: it looks for an error there."""
+    """The result that `fit` gets from a controller that has begun: it looks for an error there."""
 
     error: None = None
