@@ -18,17 +18,91 @@ from dp_ray.plan.split import chunk_bounds
 from dp_ray.tensors.tree import Leaf, difference, flatten, leaf_keys, quoted, unflatten
 
 
-def rows_dim(leaf: Leaf, dim: int) -> int:
-    """Which dimension of a leaf holds its rows: `dim`, or a vector's only one; raises DataError if there is none."""
-    if leaf.ndim == 1:
-        return 0  # an RNN's inputs are [time, batch, feature], dim=1, but its labels are [batch]
-    if not -leaf.ndim <= dim < leaf.ndim:
-        raise DataError(f"size {list(leaf.shape)} has no dimension {dim} that could hold rows")
-    return dim % leaf.ndim
+def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
+    """Cut a tree into shards: each leaf as torch.chunk(leaf, shards, rows_dim(leaf, dim)) cuts it, into views.
+
+    Returns at most `shards` trees, each with rows; a batch without rows gives one tree. All trees share the same
+    constants, and a tree without leaves is returned `shards` times. Raises DataError if leaves differ in rows.
+    """
+    if shards < 1:
+        raise ValueError(f"shards must be at least 1, got {shards}")
+    rows = num_rows(tree, dim)
+    leaves, spec = flatten(tree)
+    if rows is None:
+        return [unflatten(spec, []) for _ in range(shards)]
+    cuts = [slice(*chunk_bounds(rows, shards, shard)) for shard in range(shards)]
+    cuts = [cut for cut in cuts if cut.start < cut.stop] or cuts[:1]
+    # Indexing works for tensors and arrays. Autograd allows in-place writes to its views, but not to torch.chunk's.
+    at = [(slice(None),) * rows_dim(leaf, dim) for leaf in leaves]
+    return [unflatten(spec, [leaf[(*to, cut)] for leaf, to in zip(leaves, at, strict=True)]) for cut in cuts]
+
+
+def cut(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
+    """Return rows `start .. stop - 1` of a tree, as views; dimension `dim` holds the rows."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, [leaf[(*(slice(None),) * rows_dim(leaf, dim), slice(start, stop))] for leaf in leaves])
+
+
+def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0) -> Any:
+    """Concatenate the shards' trees along their rows, in order: the inverse of `scatter`.
+
+    If `rows` is given, each shard must have that many. Scalars become a vector only if `rows` is 1 for every shard.
+    A single tree keeps its own tensors. Raises ModelError if the shards differ in anything but rows.
+    """
+    if not trees:
+        raise ModelError("no shard gave an output, so there is nothing to gather")
+    flat = [flatten(tree) for tree in trees]
+    spec = flat[0][1]
+    for shard, (_, other) in enumerate(flat):
+        if (problem := difference(spec, other)) is not None:
+            advice = "all shards must give the same structure, keys and constants"
+            raise ModelError(f"shard {shard}: {problem}: {advice}")
+    # Leaves are matched by their keys: the mappings of two shards may have them in another order.
+    leaves_of = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
+    columns = {keys: [leaves[keys] for leaves in leaves_of] for keys in leaf_keys(spec)}
+    counts = [None] * len(trees) if rows is None else rows
+    return unflatten(spec, [_concatenate(quoted(keys), column, counts, dim) for keys, column in columns.items()])
+
+
+def _concatenate(name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int) -> Any:
+    """Concatenate one leaf of all shards; raises ModelError, naming the shard whose piece does not fit."""
+    if all(piece.ndim == 0 for piece in pieces):
+        if any(count != 1 for count in rows):
+            advice = "return one value per row (of a loss: reduction='none')"
+            raise ModelError(f"output{name} is a scalar per shard, not per row: {advice}")
+        pieces = [piece.reshape(1) for piece in pieces]
+    for shard, (piece, count) in enumerate(zip(pieces, rows, strict=True)):
+        if (problem := _misfit(piece, pieces[0], count, dim)) is not None:
+            raise ModelError(f"shard {shard}: output{name} {problem}")
+    concatenate: Any = torch.cat if isinstance(pieces[0], torch.Tensor) else np.concatenate
+    return pieces[0] if len(pieces) == 1 else concatenate(pieces, rows_dim(pieces[0], dim))
+
+
+def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
+    """Return why a shard's piece cannot be concatenated with shard 0's; None if it can."""
+    try:
+        here, there = _form(piece, dim), _form(first, dim)
+    except DataError as error:
+        return f"of {error}"
+    if here != there:
+        return f"is {here}, that of shard 0 {there}"
+    got = piece.shape[rows_dim(piece, dim)]
+    advice = "return one row of output per row of input"
+    return None if rows in (None, got) else f"has {got} rows (size {list(piece.shape)}), not {rows}: {advice}"
+
+
+def _form(leaf: Leaf, dim: int) -> str:
+    """Describe what all shards' pieces must have in common: type, dtype and all lengths but the rows."""
+    size = [str(length) for length in leaf.shape]
+    size[rows_dim(leaf, dim)] = "rows"
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {leaf.dtype}, size [{', '.join(size)}]"
+    # A string array is as wide as its longest string, so the width differs from shard to shard.
+    return f"an array of {leaf.dtype.type if leaf.dtype.kind in 'SU' else leaf.dtype}, size [{', '.join(size)}]"
 
 
 def num_rows(tree: Any, dim: int = 0) -> int | None:
-    """The number of rows, the same for all leaves; None without leaves.
+    """Return the number of rows, the same for all leaves; None without leaves.
 
     Raises DataError, naming two leaves, if they differ.
     """
@@ -50,83 +124,13 @@ def num_rows(tree: Any, dim: int = 0) -> int | None:
     return rows[0] if rows else None
 
 
-def scatter(tree: Any, shards: int, dim: int = 0) -> list[Any]:
-    """Cut a tree into shards: each leaf as torch.chunk(leaf, shards, rows_dim(leaf, dim)) cuts it, into views.
+def rows_dim(leaf: Leaf, dim: int) -> int:
+    """Return the dimension of a leaf that holds its rows: `dim`, or a vector's only one.
 
-    Returns at most `shards` trees, each with rows; a batch without rows gives one tree. All trees share the same
-    constants, and a tree without leaves is returned `shards` times. Raises DataError if leaves differ in rows.
+    Raises DataError if the leaf has no such dimension.
     """
-    if shards < 1:
-        raise ValueError(f"shards must be at least 1, got {shards}")
-    rows = num_rows(tree, dim)
-    leaves, spec = flatten(tree)
-    if rows is None:
-        return [unflatten(spec, []) for _ in range(shards)]
-    cuts = [slice(*chunk_bounds(rows, shards, shard)) for shard in range(shards)]
-    cuts = [cut for cut in cuts if cut.start < cut.stop] or cuts[:1]
-    # Indexing works for tensors and arrays. Autograd allows in-place writes to its views, but not to torch.chunk's.
-    at = [(slice(None),) * rows_dim(leaf, dim) for leaf in leaves]
-    return [unflatten(spec, [leaf[(*to, cut)] for leaf, to in zip(leaves, at, strict=True)]) for cut in cuts]
-
-
-def cut(tree: Any, start: int, stop: int, dim: int = 0) -> Any:
-    """Rows `start .. stop - 1` of a tree, as views; dimension `dim` holds the rows."""
-    leaves, spec = flatten(tree)
-    return unflatten(spec, [leaf[(*(slice(None),) * rows_dim(leaf, dim), slice(start, stop))] for leaf in leaves])
-
-
-def gather(trees: Sequence[Any], rows: Sequence[int] | None = None, dim: int = 0) -> Any:
-    """Concatenate the shards' trees along their rows, in order: the inverse of `scatter`.
-
-    If `rows` is given, each shard must have that many. Scalars become a vector only if `rows` is 1 for every shard.
-    A single tree keeps its own tensors. Raises ModelError if the shards differ in anything but rows.
-    """
-    if not trees:
-        raise ModelError("no shard gave an output, so there is nothing to gather")
-    flat = [flatten(tree) for tree in trees]
-    spec = flat[0][1]
-    for shard, (_, other) in enumerate(flat):
-        if found := difference(spec, other):
-            advice = "all shards must give the same structure, keys and constants"
-            raise ModelError(f"shard {shard}: {found}: {advice}")
-    held = [dict(zip(leaf_keys(other), leaves, strict=True)) for leaves, other in flat]
-    columns = {keys: [leaves[keys] for leaves in held] for keys in leaf_keys(spec)}
-    counts = [None] * len(trees) if rows is None else rows
-    return unflatten(spec, [_concatenate(quoted(keys), column, counts, dim) for keys, column in columns.items()])
-
-
-def _concatenate(name: str, pieces: Sequence[Any], rows: Sequence[int | None], dim: int) -> Any:
-    """Concatenate one leaf of all shards; raises ModelError, naming the shard whose piece does not fit."""
-    if all(piece.ndim == 0 for piece in pieces):
-        if any(count != 1 for count in rows):
-            advice = "return one value per row (of a loss: reduction='none')"
-            raise ModelError(f"output{name} is a scalar per shard, not per row: {advice}")
-        pieces = [piece.reshape(1) for piece in pieces]
-    for shard, (piece, count) in enumerate(zip(pieces, rows, strict=True)):
-        if found := _misfit(piece, pieces[0], count, dim):
-            raise ModelError(f"shard {shard}: output{name} {found}")
-    concatenate: Any = torch.cat if isinstance(pieces[0], torch.Tensor) else np.concatenate
-    return pieces[0] if len(pieces) == 1 else concatenate(pieces, rows_dim(pieces[0], dim))
-
-
-def _misfit(piece: Leaf, first: Leaf, rows: int | None, dim: int) -> str | None:
-    """Why a shard's piece cannot be concatenated with shard 0's; None if it can."""
-    try:
-        here, there = _form(piece, dim), _form(first, dim)
-    except DataError as error:
-        return f"of {error}"
-    if here != there:
-        return f"is {here}, that of shard 0 {there}"
-    got = piece.shape[rows_dim(piece, dim)]
-    advice = "return one row of output per row of input"
-    return None if rows in (None, got) else f"has {got} rows (size {list(piece.shape)}), not {rows}: {advice}"
-
-
-def _form(leaf: Leaf, dim: int) -> str:
-    """What the pieces of all shards must have in common: type, dtype and all lengths but the rows."""
-    size = [str(length) for length in leaf.shape]
-    size[rows_dim(leaf, dim)] = "rows"
-    if isinstance(leaf, torch.Tensor):
-        return f"a tensor of {leaf.dtype}, size [{', '.join(size)}]"
-    # A string array is as wide as its longest string, so the width differs from shard to shard.
-    return f"an array of {leaf.dtype.type if leaf.dtype.kind in 'SU' else leaf.dtype}, size [{', '.join(size)}]"
+    if leaf.ndim == 1:
+        return 0  # an RNN's inputs are [time, batch, feature], dim=1, but its labels are [batch]
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise DataError(f"size {list(leaf.shape)} has no dimension {dim} that could hold rows")
+    return dim % leaf.ndim
