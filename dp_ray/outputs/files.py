@@ -31,7 +31,7 @@ from dp_ray.errors import DataError, ModelError, StorageError
 from dp_ray.outputs.columns import METADATA, SAMPLE_INDEX, Column, Layout, from_arrow, raw_bytes
 from dp_ray.outputs.parts import AGAIN, POSITION, PartReader, RowsInOrder
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import FileCut, Frontier, Range, Shard, Split
+from dp_ray.plan.split import FilePlan, Frontier, Range, Shard, Split
 from dp_ray.rundir import ledger
 from dp_ray.rundir.files import read_json, write_json
 from dp_ray.rundir.ledger import FILES, PART_NAME, PARTS, Ledger, check_newest, fenced, range_of, record_name
@@ -343,7 +343,7 @@ class FileMerge:
         self,
         run: Storage,
         ledger: Ledger,
-        cut: FileCut,
+        cut: FilePlan,
         number: int,
         split: Split,
         order: Order,

@@ -1,4 +1,4 @@
-"""Merges a worker's files of the outputs in a thread, while its loop runs; `AgreedCut` says which files there are."""
+"""Merges a worker's files of the outputs in a thread, while its loop runs; `AgreedFilePlan` says which files there are."""
 
 import math
 import threading
@@ -10,7 +10,7 @@ from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World, has_peers
 from dp_ray.outputs.files import FileMerge
 from dp_ray.plan.order import Order
-from dp_ray.plan.split import FileCut, Split, num_files
+from dp_ray.plan.split import FilePlan, Split, num_files
 from dp_ray.rundir.ledger import (
     FILES,
     Ledger,
@@ -31,7 +31,7 @@ END_SECONDS = 0.02  # the same, once it has ended; at least as long as a look ta
 CHECK_SECONDS = 5.0  # between two checks whether this attempt is superseded
 
 
-class AgreedCut:
+class AgreedFilePlan:
     """How the outputs are cut into files: rank 0 finds out by its first rows, for all workers and later attempts."""
 
     def __init__(
@@ -50,12 +50,12 @@ class AgreedCut:
         self._decides = world.rank == 0 or not has_peers()
         self._is_stopped = is_stopped
 
-    def known(self) -> FileCut | None:
+    def known(self) -> FilePlan | None:
         """The cut, None if no worker has found out yet."""
         files = files_in(self._ledger.found(self._run.child(FILES)))
-        return FileCut(files, self._split.total_steps) if files else None
+        return FilePlan(files, self._split.total_steps) if files else None
 
-    def find(self, row_bytes: float) -> FileCut | None:
+    def find(self, row_bytes: float) -> FilePlan | None:
         """The cut for rows of so many bytes, or that of rank 0; None if the worker is to stop before it is known."""
         if (known := self.known()) is not None:
             return known
@@ -101,7 +101,7 @@ class Merger:
         ledger: Ledger,
         split: Split,
         order: Order,
-        cut: AgreedCut,
+        cut: AgreedFilePlan,
         world: World,
         missing: Callable[[], Collection[int]] = tuple,
     ) -> None:
@@ -211,7 +211,7 @@ class Merger:
         finally:
             self._reach(math.inf)  # nobody waits for what no thread merges
 
-    def _limit_loop(self, cut: FileCut) -> None:
+    def _limit_loop(self, cut: FilePlan) -> None:
         """Have the loop wait if it is too far ahead, unless the other workers run later."""
         if self._has_peers or self._world.world_size == 1:
             num_mergers = min(cut.files, self._world.world_size)

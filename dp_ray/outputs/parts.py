@@ -29,7 +29,7 @@ from dp_ray.outputs.columns import (
     to_arrow,
     without_objects,
 )
-from dp_ray.plan.split import FileCut, Range, Shard
+from dp_ray.plan.split import FilePlan, Range, Shard
 from dp_ray.rundir.ledger import part_name
 from dp_ray.storage import Storage
 from dp_ray.tables import array_of, numbers
@@ -191,7 +191,7 @@ PART_SECONDS = 60.0
 MERGE_BYTES = 256 << 20  # of the blocks of all workers together: a merging worker holds one of each
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Piece = tuple[Shard, Indices, Rows]
-FindCut = Callable[[float], FileCut | None]
+FindCut = Callable[[float], FilePlan | None]
 
 
 class PartWriter:
@@ -215,7 +215,7 @@ class PartWriter:
     ) -> None:
         self._storage = storage
         self._find_cut = find_cut
-        self._cut: FileCut | None = None
+        self._cut: FilePlan | None = None
         self._num_workers = num_workers
         self._attempt = attempt
         self._note = note

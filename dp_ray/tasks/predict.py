@@ -20,7 +20,7 @@ from dp_ray.job.job import Job
 from dp_ray.job.plan import split_of
 from dp_ray.job.samples import Indices
 from dp_ray.outputs.files import OUTPUTS, forget_lost
-from dp_ray.outputs.merging import AgreedCut, Merger
+from dp_ray.outputs.merging import AgreedFilePlan, Merger
 from dp_ray.outputs.parts import PartWriter
 from dp_ray.outputs.read import Previews
 from dp_ray.plan.order import Order
@@ -51,7 +51,7 @@ def predict_outputs(
     quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, begun.attempt))
     real = as_planned if quarantine is None else quarantine.real
     missing = Missing(run, grows=quarantine is not None)
-    cut = AgreedCut(run, begun, split, job.outputs.file_bytes, world, lambda: control.wants_stop)
+    cut = AgreedFilePlan(run, begun, split, job.outputs.file_bytes, world, lambda: control.wants_stop)
     order = Order(split.rows, job.seed, 0, job.is_shuffled)
 
     tell, note = _tellers(world, send)
