@@ -60,9 +60,9 @@ class Worker(threading.Thread):
     def _predict(self) -> None:
         run, world = self._run, self._world
         work = Work(SPLIT, world.world_size, world.rank, Done(ledger.done_ranges(self._begun.parts)))
-        cut = AgreedFilePlan(run, self._begun, SPLIT, 1, world, lambda: self.control.wants_stop)
-        with Merger(run, self._begun, SPLIT, ORDER, cut, world) as merger:
-            on = run.child(PARTS), work.shards, cut.find
+        plan = AgreedFilePlan(run, self._begun, SPLIT, 1, world, lambda: self.control.wants_stop)
+        with Merger(run, self._begun, SPLIT, ORDER, plan, world) as merger:
+            on = run.child(PARTS), work.shards, plan.agree
             with PartWriter(*on, attempt=self._begun.attempt, num_workers=world.world_size) as writer:
                 for step, shards in work:
                     if shards:

@@ -62,7 +62,7 @@ def predict_outputs(
             slowed(model, control, world),
             StepProfiler(job, world, run, split.total_steps, send) as profiler,
             PartWriter(
-                *(run.child(PARTS), work.shards, cut.find, job.batch_dim, recorder.keep, begun.attempt, note),
+                *(run.child(PARTS), work.shards, cut.agree, job.batch_dim, recorder.keep, begun.attempt, note),
                 num_workers=world.world_size,
             ) as writer,
         ):
@@ -77,7 +77,7 @@ def predict_outputs(
             keeper.close()
             control.through()
             if quarantine is not None and not keeper.stops:
-                cut.find(0.0)  # by rank 0, if all its rows were set aside
+                cut.agree(0.0)  # by rank 0, if all its rows were set aside
         is_whole = not keeper.stops and merger.finish(control)
     send(WorkerTimes(world.rank, times.to_json()))
     if not is_whole:
