@@ -30,8 +30,6 @@ TAKE_MORE = {
     "dp_ray/monitor/monitor.py:__init__",
     "dp_ray/outputs/files.py:__init__",
     "dp_ray/outputs/parts.py:__init__",
-    "dp_ray/tasks/checkpoints.py:__init__",
-    "dp_ray/tasks/train.py:__init__",
 }
 
 

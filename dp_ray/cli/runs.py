@@ -140,14 +140,14 @@ def track(run_dir: str) -> None:
 def replay(run_dir: str, step: int, shard: int | None, debugs: bool, as_json: bool) -> None:
     """Run a step of a training again in this process: its loss, its rows, what is not finite; writes nothing."""
     from dp_ray.driver.replay import replay as run_replay
-    from dp_ray.tasks.replay import Replayed, Wanted
+    from dp_ray.tasks.replay import Replayed, StepChoice
 
     stdout = sys.stdout
 
     def show(found: Replayed) -> None:
         click.echo(json_text(found.to_json()) if as_json else harmless("\n".join(found.lines())), file=stdout)
 
-    run_replay(run_dir, Wanted(step, shard), show, lambda line: say(line), debugs)
+    run_replay(run_dir, StepChoice(step, shard), show, lambda line: say(line), debugs)
 
 
 @click.command("list")

@@ -19,7 +19,7 @@ from dp_ray.rundir.claim import located, read_claim
 from dp_ray.rundir.files import RESULT, RUN, read_json
 from dp_ray.rundir.history import StepRows, history_so_far
 from dp_ray.storage import Storage
-from dp_ray.tasks.replay import Again, Given, Replayed, Wanted, run_again
+from dp_ray.tasks.replay import ReplayContext, Replayed, Rerun, StepChoice, run_again
 from dp_ray.tasks.task import settings_of
 
 # What a replay is without: it looks on, and runs nothing beside the steps.
@@ -27,7 +27,11 @@ WITHOUT: dict[str, Any] = {"workers": 0, "env": {}, "stop_on_nan": False, "flops
 
 
 def replay(
-    run_dir: str, wanted: Wanted, show: Callable[[Replayed], None], say: Callable[[str], None], debugs: bool = False
+    run_dir: str,
+    wanted: StepChoice,
+    show: Callable[[Replayed], None],
+    say: Callable[[str], None],
+    debugs: bool = False,
 ) -> None:
     """Run a step of the training in `run_dir` again and `show` what it gave; the run directory stays as it is.
 
@@ -42,7 +46,7 @@ def replay(
         world = World(device=devices[0], all_devices=devices)
         _note_devices(run, world, say)
         try:
-            given = Given(job, world, run, StepRows(history_so_far(run)), say)
+            given = ReplayContext(job, world, run, StepRows(history_so_far(run)), say)
             with settings_of(job, world), run_again(given, wanted) as again:
                 show(again.replayed)
                 if debugs:
@@ -111,7 +115,7 @@ def _note_devices(run: Storage, world: World, say: Callable[[str], None]) -> Non
         say(f"the run was on {', '.join(sorted(there))}, and this is on {world.device.type}: the last bits differ")
 
 
-def _debug(again: Again, say: Callable[[str], None]) -> None:
+def _debug(again: Rerun, say: Callable[[str], None]) -> None:
     """Run a shard once more, with a debugger that stops in the forward of the module to look at."""
     look, found = again.look, again.findings.output or again.findings.gradient
     shards = [one for one, _ in again.findings.rows if found is None or one.shard.shard == found.shard]
