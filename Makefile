@@ -1,5 +1,5 @@
 # `make demo` runs the main job on a fresh machine, `make test` passes the tests; each makes .venv itself.
-# Any target with another Ray, in an environment of its own: `make ray RAY=2.61.0` (CONTRIBUTING.md).
+# Any target with another Ray, in an environment of its own: `make ray RAY=2.61.0` (docs/contributing/ray.md).
 PYTHON ?= python3
 VENV := .venv$(if $(RAY),-ray-$(RAY))
 BIN := $(VENV)/bin

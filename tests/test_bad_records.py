@@ -157,7 +157,7 @@ def test_a_sample_that_is_good_again_is_not_set_aside(tmp_path: Path) -> None:
 
 
 def test_what_was_bad_in_one_evaluation_may_be_good_in_the_next() -> None:
-    quarantine = Quarantine(job(), Reference(0, "number"), lambda *_: None)
+    quarantine = Quarantine(Reference(0, "number"), lambda *_: None)
     shard = Shard(2, 1, 10, 14)
     assert quarantine.take(shard, {11: BadSample(11, "OSError", "busy")}).rows == 3
     assert quarantine.real(shard).missing == (11,)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dp_ray.engine.optimizer import runs_users_code
-from dp_ray.engine.reduce import SumReducer
+from dp_ray.engine.reduce import Reducer
 from dp_ray.engine.step import Weighted, as_tensor, row_of
 from dp_ray.engine.update import OptimizerStep
 from dp_ray.engine.votes import MISSING, VOTES, Stats, StepControl
@@ -51,11 +51,11 @@ class Spying(StepControl):
     def before(self, step: int) -> None:
         if step:
             return
-        self.patch = mock.patch.object(SumReducer, "summed", self._counting(SumReducer.summed))
+        self.patch = mock.patch.object(Reducer, "summed", self._counting(Reducer.summed))
         self.patch.start()
 
     def _counting(self, summed: Any) -> Any:
-        def counted(reducer: SumReducer) -> Any:
+        def counted(reducer: Reducer) -> Any:
             for parameters in summed(reducer):
                 self.counts.append(len(parameters))
                 yield parameters
@@ -110,7 +110,9 @@ def test_norms_known_early_are_torchs_to_the_bit(tmp_path: Path, loss: str) -> N
         noted = (tmp_path / f"norms-{rank}.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in noted] == norms
         counts = json.loads((tmp_path / f"early-{rank}.json").read_text())
-        assert counts == [7] + [5, 2] * (len(norms) - 1), "DDP's buckets, and the carrier; the first step has one"
+        assert counts == [7] + [5, 2] * (len(norms) - 1), (
+            "DDP's buckets, and the stats' bucket; the first step has one"
+        )
 
 
 def test_a_norm_known_early_counts_unless_the_gradients_are_weighed() -> None:

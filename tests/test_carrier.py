@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_ray.engine.reduce import Carrier
+from dp_ray.engine.reduce import StatsBucket
 from dp_ray.job.job import Job
 from tests.support.group import Stopped, StopsBefore, history_of, run_group
 
@@ -36,15 +36,15 @@ def test_numbers_of_one_worker_each_arrive_with_their_bits(cells: list[tuple[int
         bits[worker, place] = number
     gradients = []
     for own in bits:
-        carrier, parameter = Carrier(len(cells), CPU), torch.ones(3, requires_grad=True)
-        carrier.load(torch.from_numpy(own.view(np.float64)))
-        carrier.through((2 * parameter).sum()).backward()  # type: ignore[no-untyped-call]
+        bucket, parameter = StatsBucket(len(cells), CPU), torch.ones(3, requires_grad=True)
+        bucket.load(torch.from_numpy(own.view(np.float64)))
+        bucket.attach((2 * parameter).sum()).backward()  # type: ignore[no-untyped-call]
         assert parameter.grad is not None
-        assert carrier.parameter.grad is not None
+        assert bucket.parameter.grad is not None
         assert parameter.grad.tolist() == [2, 2, 2]
-        gradients.append(carrier.parameter.grad)
+        gradients.append(bucket.parameter.grad)
     told = torch.zeros(len(cells), dtype=torch.float64)
-    last = Carrier(len(cells), CPU)
+    last = StatsBucket(len(cells), CPU)
     last.load(told)
     last.parameter.grad = sum((gradients[at] for at in order), torch.zeros_like(gradients[0]))
     last.unload()
@@ -53,16 +53,16 @@ def test_numbers_of_one_worker_each_arrive_with_their_bits(cells: list[tuple[int
 
 
 def test_a_carrier_without_a_load_gives_zeros_and_loads_anew_in_each_step() -> None:
-    carrier = Carrier(2, CPU)
+    bucket = StatsBucket(2, CPU)
     for number in (None, 1.5, None, 2.5):
         numbers = torch.tensor([0.0, number or 0.0], dtype=torch.float64)
         if number is not None:
-            carrier.load(numbers)
-        carrier.through(torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-        assert carrier.parameter.grad is not None
-        assert carrier.parameter.grad.any() == (number is not None)
+            bucket.load(numbers)
+        bucket.attach(torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+        assert bucket.parameter.grad is not None
+        assert bucket.parameter.grad.any() == (number is not None)
         numbers[1] = 0.0
-        carrier.unload()
+        bucket.unload()
         assert numbers.tolist() == [0.0, number or 0.0]
 
 

@@ -58,12 +58,9 @@ def replayed(build: Callable[[], nn.Module]) -> tuple[dict[str, torch.Tensor], l
         if one.is_meta:
             names.setdefault(recording.memory_of(one), []).append((name, recording.ref(one)))
     sizes = []
-
-    def ready(memory: int, storage: torch.UntypedStorage) -> None:
+    for memory, storage in replay(recording, list(names)):
         sizes.append(storage.nbytes())
         made.update({name: ref.of(storage).clone() for name, ref in names[memory]})
-
-    replay(recording, list(names), ready)
     return made, sizes
 
 

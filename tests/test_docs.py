@@ -25,6 +25,7 @@ from dp_ray.cli.options import load
 from dp_ray.job.job import Job
 from tests.support.cluster import ROOT
 from tests.support.pages import PAGES, Block, anchors_of, blocks_of, inline_of, links_of, name_of, prose_of
+from tests.support.sources import ORDER
 
 PACKAGE = ROOT / "dp_ray"
 VERIFIED = "needs Ray: tests/test_training_runs.py verifies a job on Ray"
@@ -147,22 +148,14 @@ def test_the_pages_have_what_the_tests_above_look_for() -> None:
     assert sum(map(len, named)) > 20 and any(test for found in named for _, test in found)
 
 
-def test_the_house_names_every_module_in_a_line() -> None:
+def test_the_house_names_every_package_in_the_order_of_imports() -> None:
     (house,) = [one.text for one in blocks_of(ROOT / "CONTRIBUTING.md") if one.text.startswith("dp_ray/\n")]
-    modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
-    modules = {path for path in modules if path.count("/") == 1 or not path.endswith("/__init__.py")}
-    assert set(_modules_in(house)) == modules
-
-
-def _modules_in(house: str) -> Iterator[str]:
-    folders = ["dp_ray/"]
-    for line in house.splitlines()[1:]:
-        indented, name = re.findall(r"^((?:  )+)(\S+) +\S", line)[0]
-        del folders[len(indented) // 2 :]
-        if name.endswith("/"):
-            folders.append(name)
-        else:
-            yield "".join([*folders, name])
+    loose, *lines = house.splitlines()[1:]
+    assert set(re.findall(r"\w+\.py", loose)) == {path.name for path in PACKAGE.glob("[!_]*.py")}
+    drawn = [path for line in lines for path in re.findall(r"^  (?:  )?(\w+)/ +\S", line)]
+    assert sorted(drawn) == sorted(path.parent.name for path in PACKAGE.glob("*/**/__init__.py"))
+    top = [re.findall(r"^  (\w+)/", line) for line in lines]
+    assert [name for found in top for name in found] == [name for name in ORDER if name in drawn]
 
 
 def test_the_reference_has_every_key_of_a_job_once() -> None:

@@ -21,8 +21,6 @@ TAKE_MORE = {
     "dp_ray/cli/main.py:_follow_up",
     "dp_ray/cli/sweep.py:_defined",
     "dp_ray/driver/finish.py:result_of",
-    "dp_ray/engine/loading.py:__init__",
-    "dp_ray/engine/prediction.py:_run",
     "dp_ray/engine/prediction.py:predict",
     "dp_ray/engine/quarantine.py:load_good",
     "dp_ray/engine/reduce.py:__init__",

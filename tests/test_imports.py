@@ -9,25 +9,9 @@ import ray  # noqa: F401  (its first import sets an environment variable)
 
 import dp_ray
 from tests.support.fresh import loaded_by
-from tests.support.sources import nodes_of
+from tests.support.sources import ORDER, nodes_of
 
 PACKAGE = Path(dp_ray.__file__).parent
-# A module imports from its own package and from those before it. CONTRIBUTING.md draws it.
-ORDER = ["text", "tables", "errors", "plan", "storage", "system", "job", "tensors", "data", "engine", "rundir"]
-ORDER += [
-    "outputs",
-    "trackers",
-    "steps",
-    "results",
-    "tasks",
-    "report",
-    "monitor",
-    "cluster",
-    "driver",
-    "sweeps",
-    "cli",
-]
-ORDER += ["__main__"]
 INNER = {"plan", "job", "tensors", "engine", "rundir", "outputs", "steps"}
 SATELLITES = {"data", "report", "trackers", "sweeps"}  # each could be removed as a folder
 

@@ -1,7 +1,7 @@
 """Checks, before Ray is imported, that the installed Ray is a version that dp_ray works with.
 
 dp_ray uses interfaces of Ray that change between versions (`ray_internals/`), so it supports one series at a time.
-CONTRIBUTING.md says how to try another one.
+docs/contributing/ray.md says how to try another one.
 """
 
 import os

@@ -1,0 +1,7 @@
+"""Run a job with torch on one worker: load shards, run the model, sum gradients, update, evaluate, predict.
+
+Nothing here knows of Ray: the same code runs in one process and in processes of torch.distributed.
+
+Begin reading at `trainer.py`: `Trainer.step` trains on one global batch. A prediction begins at `prediction.predict`.
+docs/how-it-works.md tells the story of a step.
+"""

@@ -1,18 +1,18 @@
-"""What a forward writes of a model: buffers (BatchNorm's statistics), and parameters (a momentum encoder's).
+"""The state of a model that a forward writes: buffers (BatchNorm's statistics), parameters (a momentum encoder's).
 
-It is treated as nn.DataParallel treats buffers. Every shard of a step starts from the same values. After the step,
-every worker has those of shard 0. An evaluation or a prediction leaves none of it.
+Every shard of a step starts from the same values; after the step every worker has those of shard 0, as with
+nn.DataParallel (`Buffers`). An evaluation or a prediction leaves no change (`UnchangedBuffers`).
 
 Buffers are copied in each step, and so are frozen parameters if they are SMALL together. Of other parameters those
 are copied that a forward was seen to write. In the EARLY steps of an attempt the content of all is compared with a
 copy, so a write through `.data` shows too. Later, version counters and addresses show a write. Then it is too late
-for a copy, so it is an error, unless nobody needs the value of before. What shows in neither is found at checkpoints,
-where the content of frozen parameters is compared.
+for a copy, so it is an error, unless nobody needs the earlier value. A write that shows in neither is found at
+checkpoints, where the content of frozen parameters is compared.
 """
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ from dp_ray.text import listed
 TOGETHER = (torch.float32, torch.int64)  # the dtypes of BatchNorm's buffers
 ALIGNED = 16  # bytes: each tensor starts at a multiple of it, so its bytes can be viewed as any dtype
 EARLY = 3  # steps: a momentum encoder that is a copy of another begins to change in the second one
-KEPT = 1 << 31  # bytes: the largest model of which a copy is made in early steps, in memory of the CPU
+LARGEST_COPY = 1 << 31  # bytes: the largest model of which a copy is made in early steps, in memory of the CPU
 SMALL = 1 << 18  # bytes: to copy and to send them takes about as long as the smallest collective
 
 VERSION = operator.attrgetter("_version")
@@ -55,17 +55,17 @@ class _Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     @property
     def padded(self) -> int:
-        """Its bytes in a broadcast."""
+        """The bytes of the tensor in a broadcast."""
         return -(-self.nbytes // ALIGNED) * ALIGNED
 
 
 class _SeesReplaced(TorchFunctionMode):
-    """Raises ModelError where the data of a sharded parameter is replaced, which nothing else shows."""
+    """Raises ModelError if a forward replaces the data of a sharded parameter, which nothing else shows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == SET_DATA and is_sharded(args[0]):
@@ -95,7 +95,8 @@ class _Writable:
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
                 weight = f"{name}.weight".lstrip(".")
-                yield from [weight] if weight in self._plain else []
+                if weight in self._plain:
+                    yield weight
         # Of a sharded model, each worker holds few parameters whole.
         frozen = {name: one for name, one in self._plain.items() if self._is_sharded or not one.requires_grad}
         if sum(one.nbytes for one in frozen.values()) <= SMALL:
@@ -105,13 +106,16 @@ class _Writable:
         buffers = {name: held[key] for name, (held, key) in self._places.items() if key in held}
         return {**buffers, **self._followed}
 
+    @torch.no_grad()
     def _take(self) -> Values:
-        """Copies of all values as they are now."""
+        """Copy all values as they are now."""
         now = self._now()
-        if not now:
-            return {}
-        copies = iter(_copies([one for one in now.values() if one is not None]))
-        return {name: None if one is None else next(copies) for name, one in now.items()}
+        copies: Values = {name: None if one is None else torch.empty_like(one) for name, one in now.items()}
+        if now:
+            copy_all(
+                [one for one in copies.values() if one is not None], [one for one in now.values() if one is not None]
+            )
+        return copies
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, torch.Tensor | None]) -> None:
@@ -126,7 +130,8 @@ class _Writable:
             elif key in held:
                 del held[key]
         for name, parameter in self._followed.items():
-            if (value := values.get(name)) is not None:
+            value = values.get(name)
+            if value is not None:
                 if _layout(value) != _layout(parameter):
                     raise ModelError(f"the forward gave the parameter {name} another size or dtype")
                 pairs.append((parameter, value))
@@ -147,15 +152,16 @@ class _Writable:
         if len(self._watched) + len(self._followed) != len(self._plain):
             self._watched = {name: one for name, one in self._plain.items() if name not in self._followed}
             self._versioned = [one for one in self._watched.values() if not one.is_inference()]
-            self._placed = [one for one in self._watched.values() if _has_address(one)]
+            self._placed = [one for one in self._watched.values() if _stamp_of(one)[1] != 0]
         self._stamps = self._stamps_now()
 
     def _stamps_now(self) -> tuple[list[int], list[int]]:
         return list(map(VERSION, self._versioned)), list(map(torch.Tensor.data_ptr, self._placed))
 
     def _written(self) -> list[str]:
-        """The parameters that were written since `_stamp` and are not copied."""
-        if (now := self._stamps_now()) == self._stamps:
+        """Return the names of the parameters that were written since `_stamp` and are not copied."""
+        now = self._stamps_now()
+        if now == self._stamps:
             return []
         pairs = [*zip(self._versioned, now[0], self._stamps[0], strict=True)]
         pairs += zip(self._placed, now[1], self._stamps[1], strict=True)
@@ -163,26 +169,12 @@ class _Writable:
         return [name for name, one in self._watched.items() if id(one) in changed and name not in self._followed]
 
 
-class _Checking:
-    """The context of a forward after the early steps: what follows it is checked."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:
-            self._check()
-
-
 # How many forwards of a model in eval mode were compared, and the parameters that they have written.
 _seen_in_eval: "WeakKeyDictionary[nn.Module, tuple[int, frozenset[str]]]" = WeakKeyDictionary()
 
 
 class Buffers(_Writable):
-    """What the forwards of a training write, during a step.
+    """The state that the forwards of a training write, during a step.
 
     A step calls `begin`, `restore` before each later shard, `keep` after shard 0, `share` and `finish`. Each forward
     runs in `forward`. `blocks` are those of a sharded model, with torch's records of their parameters, which no
@@ -231,8 +223,13 @@ class Buffers(_Writable):
         ]
 
     def forward(self) -> AbstractContextManager[None]:
-        """The context of a shard's forward; raises ModelError for a write that cannot be undone."""
-        return self._early_forward() if self._is_early else _Checking(self._check)
+        """Return the context of a shard's forward; it raises ModelError for a write that cannot be undone."""
+        return self._early_forward() if self._is_early else self._late_forward()
+
+    @contextmanager
+    def _late_forward(self) -> Iterator[None]:
+        yield
+        self._check()
 
     @contextmanager
     def _early_forward(self) -> Iterator[None]:
@@ -249,7 +246,16 @@ class Buffers(_Writable):
         """Follow the parameters that a forward has written; raises ModelError if no value of before is known."""
         for name in self._written():
             if not self._is_alone and name not in self._before:
-                raise ModelError(self._cannot_follow(name))
+                text = f"the forward wrote the parameter {name}"
+                unknown = "so its value of before is not known, from which each shard must start"
+                if self._is_early:
+                    raise ModelError(
+                        f"{text} of a model that has more than {LARGEST_COPY} bytes, of which no copy is made, "
+                        f"{unknown}; make it a buffer (register_buffer)"
+                    )
+                raise ModelError(
+                    f"{text}, and not in the first {EARLY} steps since the workers started, {unknown}; {ADVICE}"
+                )
             self._follow(name, self._before.get(name))
         if self._is_sharded:
             self._check_sharded()
@@ -262,16 +268,6 @@ class Buffers(_Writable):
             self._start[name] = before
             if self._kept is not None:
                 self._kept[name] = before
-
-    def _cannot_follow(self, name: str) -> str:
-        says = f"the forward wrote the parameter {name}"
-        unknown = "so its value of before is not known, from which each shard must start"
-        if self._is_early:
-            return (
-                f"{says} of a model that has more than {KEPT} bytes, of which no copy is made, {unknown}; make it a "
-                "buffer (register_buffer)"
-            )
-        return f"{says}, and not in the first {EARLY} steps since the workers started, {unknown}; {ADVICE}"
 
     def _check_sharded(self) -> None:
         now = self._versions_of_sharded()
@@ -287,19 +283,20 @@ class Buffers(_Writable):
 
     @contextmanager
     def _comparing(self) -> Iterator[None]:
-        """Raise ModelError in the forward of a block that has changed what was gathered for it, in whatever way."""
+        """Raise ModelError in the forward of a block that has changed the parameters gathered for it, in any way."""
         before: dict[int, dict[str, int]] = {}
 
         def digests(units: list[Any]) -> dict[str, int]:
-            there = {self._name_of(unit): getattr(unit, "_unsharded_param", None) for unit in units}
-            return _digests({name: one.detach() for name, one in there.items() if one is not None})
+            whole = {self._name_of(unit): getattr(unit, "_unsharded_param", None) for unit in units}
+            return _digests({name: one.detach() for name, one in whole.items() if one is not None})
 
         def begin(units: list[Any], block: nn.Module, *_: Any) -> None:
             before[id(block)] = digests(units)
 
         def end(units: list[Any], block: nn.Module, *_: Any) -> None:
-            was, now = before.pop(id(block)), digests(units)
-            if written := [name for name, one in now.items() if was.get(name) != one]:
+            earlier, now = before.pop(id(block)), digests(units)
+            written = [name for name, one in now.items() if earlier.get(name) != one]
+            if written:
                 raise ModelError(_of_sharded(written))
 
         hooks = []
@@ -321,33 +318,15 @@ class Buffers(_Writable):
         """Set all to the values before the step, for the next shard."""
         self._put(self._start)
 
+    @torch.no_grad()
     def share(self) -> None:
         """Start the broadcast of rank 0's values; every rank calls this once a step."""
         if not has_peers():
             return
         if self._is_early:
             self._agree()
-        if any(self._layouts.values()):
-            self._share()
-
-    def _agree(self) -> None:
-        """Follow each parameter that any worker's forward wrote, and have the buffers that rank 0 has."""
-        values = self._kept or self._now()
-        layouts = {name: _layout(values[name]) for name in self._places if name in values}
-        everybodys = gathered((list(self._followed), layouts, sorted(_non_persistent(self._model))))
-        for names, *_ in everybodys:
-            for name in names:
-                if name not in self._followed:
-                    self._follow(name, None)
-        _, of_buffers, lasting = everybodys[0]
-        for name in of_buffers.keys() - self._places.keys():
-            _register(self._model, name, name not in lasting)
-        self._places = _places(self._model)
-        of_parameters = {name: _layout(one) for name, one in self._plain.items() if name in self._followed}
-        self._layouts = {**of_buffers, **of_parameters}
-
-    @torch.no_grad()
-    def _share(self) -> None:
+        if not any(self._layouts.values()):
+            return
         device = next(iter(self._parameters.values())).device
         if dist.get_rank() == 0:
             values = {**self._now(), **(self._kept or {})}
@@ -365,6 +344,22 @@ class Buffers(_Writable):
             self._flat = torch.empty(size, dtype=torch.uint8, device=device)
         self._work = dist.broadcast(self._flat, src=0, async_op=True)
 
+    def _agree(self) -> None:
+        """Follow each parameter that any worker's forward wrote, and have the buffers that rank 0 has."""
+        values = self._kept or self._now()
+        layouts = {name: _layout(values[name]) for name in self._places if name in values}
+        everybodys = gathered((list(self._followed), layouts, sorted(_non_persistent(self._model))))
+        for names, *_ in everybodys:
+            for name in names:
+                if name not in self._followed:
+                    self._follow(name, None)
+        _, of_buffers, lasting = everybodys[0]
+        for name in of_buffers.keys() - self._places.keys():
+            _register(self._model, name, name not in lasting)
+        self._places = _places(self._model)
+        of_parameters = {name: _layout(one) for name, one in self._plain.items() if name in self._followed}
+        self._layouts = {**of_buffers, **of_parameters}
+
     def finish(self) -> None:
         """End the step: wait for the broadcast and set all to shard 0's values."""
         if self._work is not None:
@@ -375,10 +370,12 @@ class Buffers(_Writable):
             self._work = self._flat = None
         elif self._kept is not None:
             self._put(self._kept)
-        self._num_steps, self._before, self._kept = self._num_steps + 1, {}, None
+        self._num_steps += 1
+        self._before = {}
+        self._kept = None
 
     def state(self) -> dict[str, Any]:
-        """What a state_dict of the model lacks; empty if a forward writes nothing but persistent buffers.
+        """Return what a state_dict of the model lacks; empty if a forward writes nothing but persistent buffers.
 
         `parameters` names those that forwards write. `buffers` are the non-persistent ones that have changed. `made`
         names the buffers that forwards made, and whether they are persistent. Raises ModelError if frozen parameters
@@ -397,15 +394,15 @@ class Buffers(_Writable):
             )
         self._changed |= {name for name in now if before.get(name) != digests[name]}
         self._digests = digests
-        found = {
+        state = {
             "parameters": sorted(self._followed.keys() - self._static),
             "made": [[name, name not in lasting] for name in self._places if name not in self._built],
             "buffers": {name: one for name, one in now.items() if name in self._changed},
         }
-        return {key: value for key, value in found.items() if value}
+        return {key: value for key, value in state.items() if value}
 
     def _unseen(self) -> dict[str, nn.Parameter]:
-        """The frozen parameters that no forward was seen to write."""
+        """Return the frozen parameters that no forward was seen to write, by name."""
         frozen = {name: one for name, one in self._parameters.items() if not one.requires_grad}
         return {
             name: one
@@ -436,7 +433,7 @@ class Buffers(_Writable):
 
 
 class UnchangedBuffers(_Writable):
-    """What a forward may write of a model in eval mode: every shard must start from the same values.
+    """The state that a forward may write in eval mode: every shard must start from the same values.
 
     Some modules change buffers in eval mode too, as the observers of quantization do, and `nn.Embedding` with
     `max_norm` its weight. Forwards run in `forward`, which compares all parameters after the EARLY ones of a model.
@@ -457,7 +454,7 @@ class UnchangedBuffers(_Writable):
         self._stamp()
 
     def forward(self) -> AbstractContextManager[None]:
-        """The context of a forward."""
+        """Return the context of a forward."""
         return self._early_forward() if self._num_runs < EARLY else nullcontext()
 
     @contextmanager
@@ -473,11 +470,12 @@ class UnchangedBuffers(_Writable):
         _seen_in_eval[self._model] = self._num_runs, frozenset(self._followed)
 
     def restore(self) -> None:
-        """Put back what a forward has changed; raises ModelError for what cannot be put back."""
+        """Undo the changes of a forward; raises ModelError for a change that cannot be undone."""
         if not self._has_checked:
             self._check_parameters()
         self._has_checked = True
-        if written := self._written():
+        written = self._written()
+        if written:
             raise ModelError(
                 f"the forward wrote {listed(written)}, and not in its first {EARLY} runs, so it cannot be put back; "
                 f"{ADVICE}"
@@ -486,7 +484,7 @@ class UnchangedBuffers(_Writable):
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Put back what a forward has changed and of which there is a copy."""
+        """Undo the changes of a forward to the state of which there is a copy."""
         for held, keys in self._held:
             if len(held) != len(keys):
                 for key in set(held) - set(keys):
@@ -494,12 +492,13 @@ class UnchangedBuffers(_Writable):
         for name, (held, key) in self._places.items():
             if _get(held, key) is not self._tensors[name]:
                 held[key] = self._tensors[name]
-        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
-            name: (one, value)
-            for name, one in self._tensors.items()
-            if one is not None and (value := self._values[name]) is not None
-            if name not in self._large or _stamp_of(one) != self._large[name]
-        }
+        pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, one in self._tensors.items():
+            value = self._values[name]
+            # To copy a large one takes time, so its stamp must show a write first.
+            is_unchanged = one is not None and name in self._large and _stamp_of(one) == self._large[name]
+            if one is not None and value is not None and not is_unchanged:
+                pairs[name] = one, value
         copy_all([one for one, _ in pairs.values()], [value for _, value in pairs.values()])
         self._large.update((name, _stamp_of(one)) for name, (one, _) in pairs.items() if name in self._large)
 
@@ -512,27 +511,29 @@ def _of_sharded(names: list[str]) -> str:
 
 
 def _all_copies(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the CPU, or none if they are too large."""
-    if sum(one.nbytes for one in parameters.values()) > KEPT:
+    """Copy parameters to the CPU, or none if they are too large."""
+    if sum(one.nbytes for one in parameters.values()) > LARGEST_COPY:
         return {}
     return {name: one.detach().to("cpu", copy=True) for name, one in parameters.items()}
 
 
 def _different(copies: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of the parameters whose content, size or dtype is not that of their copies."""
-    return [
-        name
-        for name, copy in copies.items()
-        if _layout(now := parameters[name].detach()) != _layout(copy) or not torch.equal(now, copy.to(now.device))
-    ]
+    """Return the names of the parameters whose content, size or dtype is not that of their copies."""
+    names = []
+    for name, copy in copies.items():
+        now = parameters[name].detach()
+        if _layout(now) != _layout(copy) or not torch.equal(now, copy.to(now.device)):
+            names.append(name)
+    return names
 
 
 def make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Give memory to the buffers that are None, and of which there are weights: a first forward had made them."""
     device = next((one.device for one in model.parameters()), None)
     for name, (held, key) in _places(model).items():
-        if _get(held, key) is None and (given := weights.get(name)) is not None:
-            whole = given.whole() if isinstance(given, Stored) else given
+        weight = weights.get(name)
+        if _get(held, key) is None and weight is not None:
+            whole = weight.whole() if isinstance(weight, Stored) else weight
             held[key] = torch.empty_like(whole, device=device)
 
 
@@ -543,13 +544,14 @@ def same_buffers(model: nn.Module, copy: nn.Module) -> None:
         if name not in theirs:
             _register(copy, name, name not in lasting)
         held, key = _places(copy)[name] if name not in theirs else theirs[name]
-        if _layout(_get(held, key)) != _layout(one := _get(*place)):
+        one = _get(*place)
+        if _layout(_get(held, key)) != _layout(one):
             held[key] = None if one is None else one.detach().clone()
 
 
 def _places(model: nn.Module) -> dict[str, Place]:
-    """Where each dense buffer is, by its name, each tensor once; a buffer that is None too."""
-    found: dict[str, Place] = {}
+    """Return the place of each dense buffer, by its name, each tensor once; a buffer that is None too."""
+    places: dict[str, Place] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for key, one in module._buffers.items():
@@ -557,13 +559,13 @@ def _places(model: nn.Module) -> dict[str, Place]:
                 if id(one) in seen or one.layout is not torch.strided or one.is_quantized:
                     continue
                 seen.add(id(one))
-            found[f"{prefix}.{key}".lstrip(".")] = (module._buffers, key)
-    return found
+            places[f"{prefix}.{key}".lstrip(".")] = (module._buffers, key)
+    return places
 
 
 def _get(held: Any, key: str) -> torch.Tensor | None:
-    found: torch.Tensor | None = held[key] if key in held else None  # noqa: SIM401  TorchScript's has no `get`
-    return found
+    buffer: torch.Tensor | None = held[key] if key in held else None  # noqa: SIM401  TorchScript's has no `get`
+    return buffer
 
 
 def _register(model: nn.Module, name: str, is_persistent: bool) -> None:
@@ -580,7 +582,7 @@ def _non_persistent(model: nn.Module) -> set[str]:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether a parameter can be copied and sent as it is."""
+    """Return whether a parameter can be copied and sent as it is."""
     return not (
         is_lazy(parameter)
         or parameter.is_meta
@@ -591,35 +593,24 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     )
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    """The tensor's version counter, which a write increments; None for an inference tensor, which has none."""
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return the tensor's version counter, which a write increments; None for an inference tensor, without one."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _stamp_of(tensor: torch.Tensor) -> Stamp:
-    """What a write changes: the version, or the address if `.data` is replaced; neither, if `.data` is written."""
-    try:
-        return _version(tensor), tensor.data_ptr()
-    except RuntimeError:  # a fake tensor
-        return _version(tensor), 0
+    """Return the tensor's version and address; address 0 of a fake tensor.
 
-
-def _has_address(tensor: torch.Tensor) -> bool:
+    A write changes the version, or the address if `.data` is replaced; neither, if `.data` is written.
+    """
     try:
-        return tensor.data_ptr() != 0
+        return version_of(tensor), tensor.data_ptr()
     except RuntimeError:  # a fake tensor
-        return False
+        return version_of(tensor), 0
 
 
 def _layout(tensor: torch.Tensor | None) -> _Layout | None:
     return None if tensor is None else _Layout(tensor.shape, tensor.dtype)
-
-
-@torch.no_grad()
-def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    made = [torch.empty_like(tensor) for tensor in tensors]
-    copy_all(made, tensors)
-    return made
 
 
 @torch.no_grad()
@@ -636,12 +627,13 @@ def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's bytes, padded, as `_unpacked` cuts them off."""
     raw = as_bytes(tensor)
     return nn.functional.pad(raw, (0, _Layout(tensor.shape, tensor.dtype).padded - raw.numel()))
 
 
 def _unpacked(flat: torch.Tensor, layouts: Mapping[str, _Layout | None]) -> Values:
-    """The values that `flat` holds one after another."""
+    """Cut `flat` into the tensors whose bytes it holds one after another."""
     pieces = iter(torch.split(flat, [one.padded for one in layouts.values() if one is not None]))
     return {
         name: None if one is None else next(pieces)[: one.nbytes].view(one.dtype).view(one.shape)
@@ -651,13 +643,17 @@ def _unpacked(flat: torch.Tensor, layouts: Mapping[str, _Layout | None]) -> Valu
 
 @torch.no_grad()
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """A number of 64 bits for the content of each tensor; devices are waited for once each."""
-    made = {name: _digest(one) for name, one in tensors.items()}
-    return {name: int(one) for name, one in zip(made, _read(list(made.values())), strict=True)}
+    """Return a number of 64 bits for the content of each tensor; waits for each device once."""
+    digests = {name: _digest(one) for name, one in tensors.items()}
+    read = {
+        device: iter(torch.stack([one for one in digests.values() if one.device == device]).tolist())
+        for device in dict.fromkeys(one.device for one in digests.values())
+    }
+    return {name: int(next(read[one.device])) for name, one in digests.items()}
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's words, each times an odd number of its place: other orders have other sums."""
+    """Return the sum of a tensor's words, each times an odd number of its place: other orders have other sums."""
     raw = as_bytes(tensor)
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for piece in torch.split(raw, PIECE):
@@ -665,11 +661,3 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
         odd = torch.arange(len(words), device=raw.device) * 2 + 1
         total = total * 31 + (words * odd).sum()
     return total
-
-
-def _read(numbers: list[torch.Tensor]) -> list[int]:
-    devices = dict.fromkeys(one.device for one in numbers)
-    read = {
-        device: iter(torch.stack([one for one in numbers if one.device == device]).tolist()) for device in devices
-    }
-    return [next(read[one.device]) for one in numbers]

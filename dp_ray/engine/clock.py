@@ -1,11 +1,11 @@
 """Split the time of a worker's steps into parts: each moment belongs to the part that was entered last.
 
-The floating-point operations of a row, and what share of the devices' peak a run makes of them.
+The second half counts the floating-point operations of a row, and their share of the devices' peak (MFU).
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -60,32 +60,31 @@ class StepClock:
         now = time.perf_counter()
         self._seconds[self._part] += now - self._at
         self._at = now
-        before, self._part = self._part, part
-        return before
+        ended = self._part
+        self._part = part
+        return ended
 
     def end_step(self, step: int, rows: int) -> list[TimedStep]:
-        """End a step; return the steps that are measured by now and were not returned before."""
+        """End a step; return the steps that are measured by now and have not been returned."""
         self.enter(Part.OTHER)
-        seconds, self._seconds = self._seconds, [0.0] * len(Part)
+        seconds = self._seconds
+        self._seconds = [0.0] * len(Part)
         return [TimedStep(step, rows, seconds)]
 
     def rest(self) -> list[TimedStep]:
-        """The steps that `end_step` has not returned; called after the last one."""
+        """Return the steps that `end_step` has not returned; called after the last one."""
         return []
 
 
 class SilentClock(StepClock):
-    """Measures nothing."""
-
-    def restart(self) -> None:
-        pass
+    """A clock that measures nothing."""
 
     def enter(self, part: Part) -> Part:
-        """Nothing."""
+        """Return the part itself."""
         return part
 
     def end_step(self, step: int, rows: int) -> list[TimedStep]:
-        """No steps."""
+        """Return no steps."""
         return []
 
 
@@ -93,7 +92,7 @@ class DeviceClock(StepClock):
     """Splits the steps on the time line of a device's stream, which no mark makes wait.
 
     A mark is an event in the stream. Its time is read some steps later, when the device has passed it. While the
-    device has work queued, what the host does counts nothing; once it runs dry, the host's part does.
+    device has work queued, the host's time counts nothing; once it runs dry, the host's part counts.
     `record` puts an event into the stream.
     """
 
@@ -106,41 +105,39 @@ class DeviceClock(StepClock):
 
     def restart(self) -> None:
         """Begin the first step now."""
-        self._parts, self._events = [], [self._record()]
+        self._parts = []
+        self._events = [self._record()]
 
     def enter(self, part: Part) -> Part:
         """Begin a part, and return the one that ends."""
         self._parts.append(self._part)
         self._events.append(self._record())
-        before, self._part = self._part, part
-        return before
+        ended = self._part
+        self._part = part
+        return ended
 
     def end_step(self, step: int, rows: int) -> list[TimedStep]:
         """End a step; return the earlier steps that the device has passed since."""
         self.enter(Part.OTHER)
         self._unread.append((step, rows, self._parts, self._events))
-        self._parts, self._events = [], self._events[-1:]
+        self._parts = []
+        self._events = self._events[-1:]
         return self.rest()
 
     def rest(self) -> list[TimedStep]:
-        """The steps that the device has passed and that were not returned; it waits for none."""
+        """Return the steps that the device has passed and that were not returned; wait for none."""
         passed = []
         while self._unread and self._unread[0][-1][-1].query():
             step, rows, parts, events = self._unread.popleft()
-            passed.append(TimedStep(step, rows, seconds_between(parts, events)))
+            seconds = [0.0] * len(Part)
+            for part, begin, end in zip(parts, events, events[1:], strict=False):  # there is an event more than parts
+                seconds[part] += begin.elapsed_time(end) / 1000
+            passed.append(TimedStep(step, rows, seconds))
         return passed
 
 
-def seconds_between(parts: Sequence[Part], events: Sequence[Any]) -> list[float]:
-    """The seconds of each Part, if part i lasted from event i to event i + 1."""
-    seconds = [0.0] * len(Part)
-    for part, begin, end in zip(parts, events, events[1:], strict=False):
-        seconds[part] += begin.elapsed_time(end) / 1000
-    return seconds
-
-
 def clock_on(device: torch.device) -> StepClock:
-    """A clock for the steps of a worker whose model is on `device`."""
+    """Return a clock for the steps of a worker whose model is on `device`."""
     if device.type != "cuda":
         return StepClock()
 
@@ -185,17 +182,17 @@ class Flops(NamedTuple):
     arithmetic: str
 
 
-class _OwnWork(FlopCounterMode):
-    """Counts operations; what `uncounted` has left out is in `repeated`."""
+class _OperationCounter(FlopCounterMode):
+    """Counts operations; `repeated` are those in blocks of `uncounted`."""
 
-    running: "_OwnWork | None" = None
+    running: "_OperationCounter | None" = None
     repeated = 0
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
     """Count no operations of the block: they run a second time, to save memory."""
-    counter = _OwnWork.running
+    counter = _OperationCounter.running
     before = counter.get_total_flops() if counter is not None else 0
     try:
         yield
@@ -208,25 +205,27 @@ def counted_flops(run: Callable[[], object], rows: int, job: Job, device: torch.
     """Count the operations of the matrix products and convolutions of `run`, which runs over `rows` rows."""
     # A compiled model's kernels cannot be counted; setting the stance imports the compiler, which takes seconds.
     eager = torch.compiler.set_stance("force_eager") if job.compile else nullcontext()
-    counter = _OwnWork.running = _OwnWork(display=False)
+    counter = _OperationCounter(display=False)
+    _OperationCounter.running = counter
     try:
         with eager, counter:
             run()
     finally:
-        _OwnWork.running = None
-    is_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_gpu else device.type
-    takes_tf32 = is_gpu and job.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    return Flops((counter.get_total_flops() - counter.repeated) / rows, name, "tf32" if takes_tf32 else job.precision)
+        _OperationCounter.running = None
+    per_row = (counter.get_total_flops() - counter.repeated) / rows
+    if device.type != "cuda":
+        return Flops(per_row, device.type, job.precision)
+    takes_tf32 = job.precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    return Flops(per_row, torch.cuda.get_device_name(device), "tf32" if takes_tf32 else job.precision)
 
 
 def peak_of(device_name: str, arithmetic: str) -> float | None:
-    """The dense peak of a device in FLOP/s; None if it is not known."""
+    """Return the dense peak of a device in FLOP/s; None if it is not known."""
     peaks = next((peaks for name, peaks in PEAKS if device_name.startswith(name)), {})
     return peaks[arithmetic] * 1e12 if arithmetic in peaks else None
 
 
 def utilization(flops: Flops, rows_per_second: float, devices: int) -> float | None:
-    """The share of the devices' peak that the rows' operations make up (MFU); None if the peak is not known."""
+    """Return the rows' operations as a share of the devices' peak (MFU); None if the peak is not known."""
     peak = peak_of(flops.device_name, flops.arithmetic)
     return None if peak is None else round(flops.per_row * rows_per_second / (peak * devices), 4)

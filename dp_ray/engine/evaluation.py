@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
 from dp_ray.engine.quarantine import Real, as_planned
 from dp_ray.engine.random import ForwardSeeds
 from dp_ray.engine.sharded.rounds import Passes
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, as_tensor, row_of, run_step
-from dp_ray.engine.user_code import at, got, loaded, raising
+from dp_ray.engine.user_code import describe_compared, locating, next_batch, reraise_as
 from dp_ray.engine.world import gathered
 from dp_ray.errors import DataError, JobError
 from dp_ray.job.job import Job
@@ -25,33 +24,26 @@ from dp_ray.job.targets import bound, build, keeps_state, resolve
 from dp_ray.plan.split import Shard, Work
 from dp_ray.system.threads import waiting
 
-# Metrics whose compute takes the states of several shards stacked, and gives what the whole gives.
-# NormalizedRootMeanSquaredError's takes them too, and gives another value for more than two.
-STACKED = {
-    f"torchmetrics.regression.{name}" for name in ("pearson.PearsonCorrCoef", "concordance.ConcordanceCorrCoef")
-}
-
 
 def build_metrics(job: Job) -> tuple[Metrics, dict[str, Any]]:
-    """The job's metrics: the functions of (outputs, target), and by name the torchmetrics objects, with a state.
+    """Build the job's metrics: the functions of (outputs, target), and by name the torchmetrics objects.
 
     Raises JobError if a metric cannot be imported, built or called, or put together from the states of shards.
     """
     functions: dict[str, Any] = {}
     states: dict[str, Any] = {}
-    for name, given in job.metrics.items():
-        made = _make(f"metrics.{name}", given)
+    for name, metric in job.metrics.items():
+        made = _make(f"metrics.{name}", metric)
         (states if keeps_state(made) else functions)[name] = made
         if keeps_state(made) and job.num_shards > 1:
             check_merges(name, made)
     return Metrics(functions, job.batch_dim), states
 
 
-def _make(where: str, given: Any) -> Any:
-    if not isinstance(given, Target):
-        return given
-    found = resolve(where, given)
-    made = build(where, given) if isinstance(found, type) else bound(where, given)
+def _make(where: str, metric: Any) -> Any:
+    if not isinstance(metric, Target):
+        return metric
+    made = build(where, metric) if isinstance(resolve(where, metric), type) else bound(where, metric)
     if not callable(made):
         raise JobError(f"{where}: must be a function of (outputs, target), got a {type(made).__qualname__}")
     return made
@@ -113,68 +105,63 @@ class Evaluation:
         on_step: Callable[[int], None] = lambda _: None,
         real: Real = as_planned,
     ) -> dict[str, float]:
-        """The mean of the loss and of each metric over all samples, on every rank; every rank calls this.
+        """Return the mean of the loss and of each metric over all samples, on every rank; every rank calls this.
 
         `on_shard` is called with each shard, its batch and its output; `on_step` with each finished step. `real`
         gives a shard without the samples set aside. Raises DataError if all were.
         """
-        with evaluating(model) as buffers:
-            found = self._run(model, work, batches, on_shard, on_step, real, buffers)
-        self._passes.end()
-        return found
-
-    def _run(
-        self,
-        model: nn.Module,
-        work: Work,
-        batches: Iterator[tuple[Indices, Any]],
-        on_shard: OnShard,
-        on_step: Callable[[int], None],
-        real: Real,
-        buffers: UnchangedBuffers,
-    ) -> dict[str, float]:
-        seeds = ForwardSeeds(self.job.seed, model, self._device)
+        # A row for each shard, so that the order of additions does not depend on the workers. The last column
+        # counts rows.
         sums = torch.zeros(work.split.shards, 2 * len(self._names) + 1, dtype=torch.float64, device=self._device)
-        kept: dict[int, dict[str, Any]] = {}
+        states: dict[int, dict[str, Any]] = {}
         rows, cut = 0, (work.split.largest_batch, work.split.shards)
-        for step, shards in work:
-            ran, batches = 0, self._passes.before(shards, batches, real)
-            for shard in shards:
-                where = f"evaluation step {shard.step}, shard {shard.shard}"
-                with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
-                    _, batch = loaded(batches, where)
-                    if not (shard := real(shard)).rows:
-                        continue
-                    rows += shard.rows
-                    ran += 1
-                    seeds.begin(shard)
-                    with at(where):
-                        with buffers.forward():
-                            step_output, row = self._passes.run(self._shard, model, shard, batch)
-                        buffers.restore()
-                        if row is not None:
-                            sums[shard.shard, :-1] += row
-                        self._update_states(step_output, kept.setdefault(shard.shard, {}))
-                on_shard(shard, batch, step_output)
-            for batch in self._passes.missing(work, step, ran):
-                self._passes.run(self._shard, model, None, batch)
-                buffers.restore()
-            on_step(step)
-        sums[0, -1] = rows
+        with evaluating(model) as buffers:
+            seeds = ForwardSeeds(self.job.seed, model, self._device)
+            for step, shards in work:
+                ran, batches = 0, self._passes.before(shards, batches, real)
+                for shard in shards:
+                    where = f"evaluation step {shard.step}, shard {shard.shard}"
+                    with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
+                        _, batch = next_batch(batches, where)
+                        if not (shard := real(shard)).rows:
+                            continue
+                        rows += shard.rows
+                        ran += 1
+                        seeds.begin(shard)
+                        with locating(where):
+                            with buffers.forward():
+                                step_output, row = self._passes.run(self._shard, model, shard, batch)
+                            buffers.restore()
+                            if row is not None:
+                                sums[shard.shard, :-1] += row
+                            self._update_states(step_output, states.setdefault(shard.shard, {}))
+                    on_shard(shard, batch, step_output)
+                for batch in self._passes.missing(work, step, ran):
+                    self._passes.run(self._shard, model, None, batch)
+                    buffers.restore()
+                on_step(step)
+            sums[0, -1] = rows
+            measured = self._measured(sums, states)
+        self._passes.end()
+        return measured
+
+    def _measured(self, sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> dict[str, float]:
+        """Return the means and the metrics with a state, over all workers; every rank calls this."""
         with waiting("the other workers' sums"):
             if dist.is_initialized():
                 dist.all_reduce(sums)
             *totals, self.rows = sums.sum(0).tolist()
         if not self.rows:
             raise DataError("evaluation: all samples were set aside, so there is nothing to measure")
-        means = {name: _mean(*totals[2 * at : 2 * at + 2]) for at, name in enumerate(self._names)}
-        computed = self._computed(kept)
+        pairs = zip(self._names, totals[::2], totals[1::2], strict=True)
+        means = {name: total / weight if weight else float("nan") for name, total, weight in pairs}
+        computed = self._computed(states)
         if twice := means.keys() & computed.keys():
             raise JobError(f"metrics: two give {', '.join(sorted(twice))}; rename one")
         return {**means, **computed}
 
     def _shard(self, model: nn.Module, shard: Shard | None, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
-        """A shard's output and its row of sums; only its output if it stands in for a shard."""
+        """Return a shard's output and its row of sums; only its output if it stands in for a shard."""
         self._clock.enter(Part.FORWARD)
         with autocast(self.job.precision, self._device):
             step_output = run_step(self._step, model, batch)
@@ -186,64 +173,37 @@ class Evaluation:
         self._clock.enter(Part.OTHER)
         return step_output, row
 
-    def _update_states(self, step_output: StepOutput, kept: dict[str, Any]) -> None:
+    def _update_states(self, step_output: StepOutput, own: dict[str, Any]) -> None:
         """Update the shard's own copies of the metrics with a state."""
-        for name, metric in self._states.items():
-            self._update(name, kept.setdefault(name, copy.deepcopy(metric)), step_output)
+        outputs, target = step_output.outputs, step_output.target
+        for name, fresh in self._states.items():
+            metric = own.setdefault(name, copy.deepcopy(fresh))
+            with reraise_as(f"metrics.{name}", lambda _: describe_compared(outputs, target)):
+                if isinstance(outputs, torch.Tensor):
+                    metric.to(outputs.device)
+                metric.update(outputs, target)
 
-    def _update(self, name: str, metric: Any, step_output: StepOutput) -> None:
-        with raising(f"metrics.{name}", lambda _: got(step_output.outputs, step_output.target)):
-            if isinstance(step_output.outputs, torch.Tensor):
-                metric.to(step_output.outputs.device)
-            metric.update(step_output.outputs, step_output.target)
-
-    def _computed(self, kept: dict[int, dict[str, Any]]) -> dict[str, float]:
-        """The values of the metrics with a state, from the shards' states merged in shard order."""
+    def _computed(self, states: dict[int, dict[str, Any]]) -> dict[str, float]:
+        """Compute the metrics with a state, from the shards' states merged in shard order."""
         if not self._states:
             return {}
-        if dist.is_initialized():
-            kept = {shard: _on_cpu(own) for shard, own in kept.items()}
-        everybodys = gathered(kept)
-        by_shard = {shard: own for theirs in everybodys for shard, own in theirs.items()}
+        if dist.is_initialized():  # to be sent to workers that have other GPUs
+            states = {shard: {name: metric.cpu() for name, metric in own.items()} for shard, own in states.items()}
+        by_shard = {shard: own for theirs in gathered(states) for shard, own in theirs.items()}
         measured: dict[str, float] = {}
         for name in self._states:
-            with raising(f"metrics.{name}.merge_state"):
+            with reraise_as(f"metrics.{name}.merge_state"):
                 whole = merged(name, [by_shard[shard][name] for shard in sorted(by_shard)])
-            found = self._numbers_of(name, whole)
-            if twice := measured.keys() & found.keys():
+            with reraise_as(f"metrics.{name}.compute"):
+                numbers = _named_numbers(name, whole.compute())
+            if twice := measured.keys() & numbers.keys():
                 raise JobError(f"metrics: two give {', '.join(sorted(twice))}, one of them {name}; rename one")
-            measured.update(found)
+            measured.update(numbers)
         return measured
-
-    def _numbers_of(self, name: str, metric: Any) -> dict[str, float]:
-        with raising(f"metrics.{name}.compute"):
-            return _named_numbers(name, metric.compute())
-
-
-def check_merges(name: str, metric: Any) -> None:
-    """Raise JobError if a metric of torchmetrics cannot be put together from the states of several shards."""
-    if not _is_torchmetrics(metric):
-        return
-    kinds = {f"{one.__module__}.{one.__qualname__}" for one in type(metric).__mro__}
-    inner = [type(one).__qualname__ for one in metric.modules() if one is not metric and keeps_state(one)]
-    stacked = [
-        state for state, how in _states(metric) if how is None and not isinstance(getattr(metric, state), list)
-    ]
-    if stacked and not kinds & STACKED:
-        says = f"has a state, {stacked[0]!r}, that those of several shards do not tell; give another metric"
-    elif inner:
-        says = f"wraps a metric ({inner[0]}), whose state it does not merge; give the {inner[0]} itself"
-    elif metric.dist_sync_on_step:
-        says = "has dist_sync_on_step, which no evaluation needs; leave it out"
-    else:
-        return
-    kind = type(metric).__qualname__
-    own = f"a subclass of {kind} with a merge_state of its own"
-    raise JobError(f"metrics.{name}: {kind} {says}, or {own}, or set shards to 1")
 
 
 def merged(name: str, metrics: Sequence[Any]) -> Any:
-    """The metric of all shards, from those of each, in shard order; the first of them is changed.
+    """Merge the metrics of all shards into one, in shard order; the first of them is changed.
 
     Raises JobError if a state is a mean, which the means of the shards do not tell.
     """
@@ -266,13 +226,13 @@ def _never() -> bool:
 
 
 def _is_torchmetrics(metric: Any) -> bool:
-    """Whether torchmetrics' own `merge_state` merges the metric, and none of a subclass."""
-    has_it = next((one for one in type(metric).__mro__ if "merge_state" in vars(one)), None)
-    return has_it is not None and (has_it.__module__, has_it.__qualname__) == ("torchmetrics.metric", "Metric")
+    """Return whether torchmetrics' own `merge_state` merges the metric, and none of a subclass."""
+    owner = next((one for one in type(metric).__mro__ if "merge_state" in vars(one)), None)
+    return owner is not None and (owner.__module__, owner.__qualname__) == ("torchmetrics.metric", "Metric")
 
 
 def _states(metric: Any) -> list[tuple[str, Any]]:
-    """The names of a metric's states, each with what torchmetrics reduces it by."""
+    """Return the names of a metric's states, each with what torchmetrics reduces it by."""
     return list(metric._reductions.items())
 
 
@@ -300,16 +260,37 @@ def _check_means(name: str, metrics: Sequence[Any]) -> None:
                 )
 
 
-def _on_cpu(own: dict[str, Any]) -> dict[str, Any]:
-    return {name: metric.cpu() for name, metric in own.items()}
+# Metrics whose compute takes the states of several shards stacked, and returns the same as for one.
+# NormalizedRootMeanSquaredError's takes them too, and gives another value for more than two.
+STACKED = {
+    f"torchmetrics.regression.{name}" for name in ("pearson.PearsonCorrCoef", "concordance.ConcordanceCorrCoef")
+}
 
 
-def _mean(total: float, weight: float) -> float:
-    return total / weight if weight else float("nan")
+def check_merges(name: str, metric: Any) -> None:
+    """Raise JobError if a metric of torchmetrics cannot be put together from the states of several shards."""
+    if not _is_torchmetrics(metric):
+        return
+    kinds = {f"{one.__module__}.{one.__qualname__}" for one in type(metric).__mro__}
+    inner = [type(one).__qualname__ for one in metric.modules() if one is not metric and keeps_state(one)]
+    stacked = [
+        state for state, how in _states(metric) if how is None and not isinstance(getattr(metric, state), list)
+    ]
+    if stacked and not kinds & STACKED:
+        says = f"has a state, {stacked[0]!r}, that those of several shards do not tell; give another metric"
+    elif inner:
+        says = f"wraps a metric ({inner[0]}), whose state it does not merge; give the {inner[0]} itself"
+    elif metric.dist_sync_on_step:
+        says = "has dist_sync_on_step, which no evaluation needs; leave it out"
+    else:
+        return
+    kind = type(metric).__qualname__
+    own = f"a subclass of {kind} with a merge_state of its own"
+    raise JobError(f"metrics.{name}: {kind} {says}, or {own}, or set shards to 1")
 
 
 def _named_numbers(name: str, value: Any) -> dict[str, float]:
-    """A metric's value as named numbers: a mapping's by key, a vector's and a tuple's by index."""
+    """Return a metric's value as named numbers: a mapping's by key, a vector's and a tuple's by index."""
     if isinstance(value, tuple | list):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):

@@ -1,10 +1,6 @@
 """Load one worker's shards: read the samples, collate them, check the rows, copy them to the device.
 
-Collates the samples that a loader has read.
-
-Reads a worker's next batch where the worker would otherwise wait for the others.
-
-The samples that a training skips: its shards without them, on any worker, by arithmetic alone.
+Begin at `load_shards`. Samples of the job's `skip` are left out by arithmetic alone, the same on any worker.
 """
 
 import dataclasses
@@ -37,10 +33,10 @@ from dp_ray.engine.items import (
 from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, seed_own
 from dp_ray.engine.step import model_inputs
 from dp_ray.engine.timed_loader import StepTimes, TimedCollate, TimedLoader, TimedReads, begin_process
-from dp_ray.engine.user_code import loader_has_ended, raising, read_many, said
+from dp_ray.engine.user_code import error_text, loader_ended_error, read_many, reraise_as
 from dp_ray.errors import DataError, Error, frames_of
 from dp_ray.job.job import Job
-from dp_ray.job.keys import Loader, Target
+from dp_ray.job.keys import Target
 from dp_ray.job.samples import IndexLists, Indices, ReadRequest, hold_blocks, look_ahead, order_of
 from dp_ray.job.targets import bound, build_dataset, dataset_seed, resolve
 from dp_ray.plan.order import derive_seed
@@ -51,190 +47,14 @@ from dp_ray.tensors.tree import flatten, map_leaves, sizes
 from dp_ray.text import listed
 
 Batch: TypeAlias = tuple[Indices, Any]
-
-
-class LoaderError(NamedTuple):
-    """An error of a loader process, as sent to the worker, with the user's frames.
-
-    If the error were raised, torch would put the whole traceback into its message.
-    """
-
-    error: Error
-    frames: str
-
-
-def loader_error(error: Error) -> LoaderError:
-    """In a loader process, the error to send; in the worker itself, raise it."""
-    if get_worker_info() is None:
-        raise error
-    return LoaderError(error, frames_of(error))
-
-
-def collated(
-    read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed: int | None, screen: Screen | None
-) -> Batch:
-    """Collate the samples that were read; with a `screen`, its Screened ones."""
-    wanted, items = read
-    indices = np.asarray(wanted.indices, np.int64)
-    if isinstance(items, LoaderError | Cut):
-        return indices, items if isinstance(items, LoaderError) else items.batch
-    seeded = functools.partial(_collate_seeded, wanted, collate, seed)
-    try:
-        return indices, seeded(items) if screen is None else screen.collate(items, wanted.indices, seeded)
-    except Error as error:
-        return indices, loader_error(error)
-
-
-def _collate_seeded(wanted: ReadRequest, collate: Callable[[Any], Any], seed: int | None, items: Any) -> Any:
-    """Collate samples; random numbers that the user's collate draws are keyed by the shard."""
-    if seed is not None:
-        seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
-    with raising("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
-        return collate(items)
-
-
-def collate_of(job: Job) -> Callable[[list[Any]], Any]:
-    """The user's collate, or torch's with the rows along `batch_dim`."""
-    if job.collate is None:
-        return functools.partial(_default_collate, batch_dim=job.batch_dim)
-    collate: Callable[[list[Any]], Any] = bound("collate", job.collate)
-    return collate
-
-
-def _default_collate(items: list[Any], batch_dim: int) -> Any:
-    """torch's collate, with the rows moved from dimension 0 to `batch_dim`; labels of one dimension stay the same."""
-    batch = default_collate(items)
-    if batch_dim == 0:
-        return batch
-
-    def along(leaf: Any) -> Any:
-        return leaf.movedim(0, batch_dim) if leaf.ndim > batch_dim else leaf
-
-    return map_leaves(along, batch)
-
-
 Batches = Generator[Batch, None, None]
-
-
-class OneAhead:
-    """Keeps one batch ahead of those that `passing` gives, each time that `read` asks for it.
-
-    An error of reading it is raised where that batch is due: a training that ends before it never meets the error.
-    """
-
-    def __init__(self) -> None:
-        self._batches: Batches | None = None
-        self._ahead: Future[Batch] | None = None  # the batch, or the error of its reading
-
-    def passing(self, batches: Batches) -> Batches:
-        """The same batches; one that was read ahead is there at once. Closing it closes `batches`."""
-        self._batches = batches
-        try:
-            while True:
-                ahead, self._ahead = self._ahead, None
-                try:
-                    batch = next(batches) if ahead is None else ahead.result()
-                except StopIteration:
-                    return
-                del ahead  # it holds the batch, which may be large
-                yield batch
-        finally:
-            self._batches = self._ahead = None
-            batches.close()
-
-    def read(self) -> None:
-        """Read the next batch now; nothing happens before the first one is asked for."""
-        if self._batches is None or self._ahead is not None:
-            return
-        ahead: Future[Batch] = Future()
-        try:
-            ahead.set_result(next(self._batches))
-        except Exception as error:
-            ahead.set_exception(error)
-        self._ahead = ahead
-
-
-NOTHING: tuple[Indices, None] = (np.empty(0, np.int64), None)  # a batch without rows
-AT_ONCE = 4096  # positions whose samples are computed at once: for one small shard numpy's overhead would dominate
-REMEMBERED = 256  # times so many positions: a loader asks for a shard long before its step does
-
-
-class Skipping:
-    """Gives a shard without the samples of the job's `skip`: their positions are missing from it."""
-
-    def __init__(self, job: Job, dataset: Any) -> None:
-        self._samples = np.array(job.skipped, np.int64)
-        self._order = order_of(job, dataset) if job.skipped else None
-        self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._skipped)
-
-    def __call__(self, shard: Shard) -> Shard:
-        """The shard without what is skipped."""
-        if self._order is None or shard.start == shard.stop:
-            return shard
-        blocks = range(shard.start // AT_ONCE, (shard.stop - 1) // AT_ONCE + 1)
-        found = (at for block in blocks for at in self._remembered(shard.epoch, block))
-        missing = tuple(at for at in found if shard.start <= at < shard.stop)
-        return dataclasses.replace(shard, missing=missing) if missing else shard
-
-    def _skipped(self, epoch: int, block: int) -> list[int]:
-        """The positions of what is skipped, among those of a block of an epoch's order."""
-        assert self._order is not None
-        start, order = block * AT_ONCE, dataclasses.replace(self._order, epoch=epoch)
-        samples = order.indices(start, min(len(order), start + AT_ONCE))
-        found: list[int] = (np.flatnonzero(np.isin(samples, self._samples)) + start).tolist()
-        return found
-
-
-def filled_shards(work: Work, real: Callable[[Shard], Shard]) -> Iterator[Shard]:
-    """A worker's shards that have rows, in order; `real` gives a shard without what is skipped."""
-    return (one for _, shards in work for one in map(real, shards) if one.rows)
-
-
-def filled_batches(work: Work, real: Callable[[Shard], Shard]) -> Iterator[Shard]:
-    """The whole global batches that have rows, of which the worker has shards."""
-    return (one for step, shards in work if shards and (one := real(work.split.whole(step))).rows)
-
-
-def pieces_of(
-    whole: Shard, shards: Iterable[Shard], indices: Indices, picked: Any, batch_dim: int
-) -> Iterator[tuple[Indices, Any]]:
-    """Each shard's sample indices and rows, of those of the whole global batch; None for a shard without rows.
-
-    The shards keep the borders that they have in a batch of which nothing is missing.
-    """
-    positions = whole.positions
-    for shard in shards:
-        first = bisect_left(positions, shard.start)
-        end = first + shard.rows
-        yield indices[first:end], cut(picked, first, end, batch_dim) if shard.rows else None
-
-
+Pick: TypeAlias = Callable[[Any], Any]
 CPU = torch.device("cpu")
 
-Pick: TypeAlias = Callable[[Any], Any]
 
-
-def next_batch(loaded: Iterator[Batch]) -> Batch:
-    """The next batch; raises the error that a loader process sent in its place, or DataError if one has ended."""
-    try:
-        batch = next(loaded)
-    except RuntimeError as error:
-        if "cannot pin" not in str(error):
-            raise
-        what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
-        raise DataError(f"{what}; set loader.pin_memory: false") from error
-    except (EOFError, ConnectionError, FileNotFoundError) as error:  # its tensor was to be fetched from a process
-        raise loader_has_ended() from error
-    if not isinstance(batch[1], LoaderError):
-        return batch
-    told = batch[1]
-    if told.frames:
-        told.error.add_note(told.frames)
-    raise told.error
-
-
+@dataclasses.dataclass(eq=False)
 class Samples(Dataset[Any]):
-    """The user's dataset: errors name the sample, and each sample has random numbers of its own.
+    """The user's dataset, whose errors name the sample, and whose samples have random numbers of their own.
 
     Samples are read a shard at a time until one draws a random number. That shard is then read again, and from
     there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
@@ -243,93 +63,85 @@ class Samples(Dataset[Any]):
     the place of each sample that cannot be read. With keys to `carry`, each sample becomes a Carrying.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        seed: int,
-        name: str = "the dataset",
-        keys: ItemKeys | None = None,
-        columns: WholeColumns | None = None,
-        times: StepTimes | None = None,
-        screen: Screen | None = None,
-        carry: tuple[str, ...] = (),
-    ) -> None:
-        self.dataset = dataset
-        self.times = times or StepTimes()
-        self._columns = columns
-        self.screen = screen
-        if screen is not None:
-            screen.source, screen.carry, screen.carried_alone = self._unscreened, carry, self._carried_alone
-        self._keys = keys
-        self.carry = carry
-        self.name = name
-        self.seed = seed
-        self._own = own_generators(dataset)
+    dataset: Any
+    seed: int
+    name: str = "the dataset"
+    keys: ItemKeys | None = None
+    columns: WholeColumns | None = None
+    times: StepTimes = dataclasses.field(default_factory=StepTimes)
+    screen: Screen | None = None
+    carry: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.screen is not None:
+            self.screen.source, self.screen.carried_alone = self._unscreened, self._carried_alone
+            self.screen.carry = self.carry
+        self._own = own_generators(self.dataset)
         self._quiet = RngProbe()
         self._draws = bool(self._own)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without `times`: a loader's process has no use for them, and on a GPU they hold events, which stay here."""
+        """Leave out `times`: no use in a loader's process, and on a GPU they hold events, which stay here."""
         return {**self.__dict__, "times": None}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
-        """The request and its samples; in a loader process, an error is returned in place of the samples."""
-        if self.screen is not None:
-            self.screen.begin(wanted)
+        """Return the request and its samples; in a loader process, an error in place of the samples."""
         try:
-            read = self._read_request(wanted)
+            items = self._read_request(wanted)
         except Error as error:
             return wanted, loader_error(error)
         if wanted.ahead:  # after what is needed now
             self.dataset.read_ahead(wanted.ahead)
-        return read
+        return wanted, items
 
-    def _read_request(self, wanted: ReadRequest) -> tuple[ReadRequest, Any]:
-        if self._columns is not None and (cut := self._columns.cut(wanted.indices)) is not None:
-            return wanted, cut
+    def _read_request(self, wanted: ReadRequest) -> Any:
+        batch = None if self.columns is None else self.columns.cut(wanted.indices)
+        if batch is not None:
+            return batch
         if not self._draws:
             self._quiet.begin()
-            items = self._read(wanted.indices)
+            items = self._read(wanted, wanted.indices)
             self._draws = self._quiet.is_broken()
             if not self._draws:
-                return wanted, items
-        return wanted, [item for index in wanted.indices for item in self._read_seeded(wanted.epoch, index)]
+                return items
+        items = []
+        for index in wanted.indices:
+            number = derive_seed(self.seed, "sample", wanted.epoch, index)
+            seed_all(number)
+            seed_own(self._own, number)
+            items += self._read(wanted, [index])
+        return items
 
-    def _read_seeded(self, epoch: int, index: int) -> Any:
-        number = derive_seed(self.seed, "sample", epoch, index)
-        seed_all(number)
-        seed_own(self._own, number)
-        return self._read([index])
-
-    def _read(self, indices: list[int]) -> Any:
+    def _read(self, wanted: ReadRequest, indices: list[int]) -> Any:
         if self.screen is None:
             return self._unscreened(indices)
-        return self.screen.read(indices, at_once=hasattr(self.dataset, "__getitems__"))
+        return self.screen.read(wanted, indices, at_once=hasattr(self.dataset, "__getitems__"))
 
     def _unscreened(self, indices: list[int]) -> Any:
         items = self._whole(indices)
-        if self._keys is None and not self.carry:
+        if self.keys is None and not self.carry:
             return items
-        return [self._picked(*one) for one in zip(indices, items, strict=True)]
+        made = []
+        for index, item in zip(indices, items, strict=True):
+            try:
+                picked = item if self.keys is None else self.keys.pick(item)
+                made.append(Carrying(picked, index, carried_of(item, self.carry)) if self.carry else picked)
+            except DataError as error:
+                raise DataError(f"sample {index} of {self.name}: {error}") from None
+        return made
 
     def _carried_alone(self, index: int) -> dict[str, Plain]:
-        """The carried values of a sample that cannot be read, as far as the dataset reads columns alone."""
-        read, found = getattr(self.dataset, "read_values", None), dict[str, Plain]()
+        """Return the carried values of an unreadable sample, as far as the dataset reads columns alone."""
+        read = getattr(self.dataset, "read_values", None)
         item = {} if read is None else read(index, self.carry)
+        values: dict[str, Plain] = {}
         for key in item:
             with suppress(DataError):  # a value that cannot be carried
-                (found[key],) = carried_of(item, [key])
-        return found
-
-    def _picked(self, index: int, item: Any) -> Any:
-        try:
-            picked = item if self._keys is None else self._keys.pick(item)
-            return Carrying(picked, index, carried_of(item, self.carry)) if self.carry else picked
-        except DataError as error:
-            raise DataError(f"sample {index} of {self.name}: {error}") from None
+                (values[key],) = carried_of(item, [key])
+        return values
 
     def _whole(self, indices: list[int]) -> Any:
         many = getattr(self.dataset, "__getitems__", None)
@@ -342,20 +154,39 @@ class Samples(Dataset[Any]):
         except Error:
             raise
         except (Exception, SystemExit) as error:
-            raise DataError(said(f"sample {index} of {self.name}", error)) from error
+            raise DataError(error_text(f"sample {index} of {self.name}", error)) from error
         return items
 
 
-def seeded_dataset(job: Job, name: str = "dataset") -> Any:
-    """The job's dataset, built after seeding: random data is the same on every worker and in every run.
+NOTHING: tuple[Indices, None] = (np.empty(0, np.int64), None)  # a batch without rows
+AT_ONCE = 4096  # positions whose samples are computed at once: for one small shard numpy's overhead would dominate
+REMEMBERED = 256  # times so many positions: a loader asks for a shard long before its step does
 
-    Raises what `build_dataset` raises.
-    """
-    if isinstance(job.dataset, Target):
-        resolve(name, job.dataset)  # before seeding: a module may draw random numbers, but on its first import only
-    with preserved(CPU):
-        seed_all(dataset_seed(job, name))
-        return build_dataset(job, name)
+
+class Skipping:
+    """A function of a shard that leaves out the samples of the job's `skip`: their positions are missing from it."""
+
+    def __init__(self, job: Job, dataset: Any) -> None:
+        self._samples = np.array(job.skipped, np.int64)
+        self._order = order_of(job, dataset) if job.skipped else None
+        self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._skipped)
+
+    def __call__(self, shard: Shard) -> Shard:
+        """Return the shard without what is skipped."""
+        if self._order is None or shard.start == shard.stop:
+            return shard
+        blocks = range(shard.start // AT_ONCE, (shard.stop - 1) // AT_ONCE + 1)
+        skipped = (at for block in blocks for at in self._remembered(shard.epoch, block))
+        missing = tuple(at for at in skipped if shard.start <= at < shard.stop)
+        return dataclasses.replace(shard, missing=missing) if missing else shard
+
+    def _skipped(self, epoch: int, block: int) -> list[int]:
+        """Return the positions of what is skipped, among those of a block of an epoch's order."""
+        assert self._order is not None
+        start, order = block * AT_ONCE, dataclasses.replace(self._order, epoch=epoch)
+        samples = order.indices(start, min(len(order), start + AT_ONCE))
+        positions: list[int] = (np.flatnonzero(np.isin(samples, self._samples)) + start).tolist()
+        return positions
 
 
 def load_shards(
@@ -413,6 +244,30 @@ def _whole_batches(
                 yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
 
 
+def filled_shards(work: Work, real: Callable[[Shard], Shard]) -> Iterator[Shard]:
+    """Yield a worker's shards that have rows, in order; `real` gives a shard without what is skipped."""
+    return (one for _, shards in work for one in map(real, shards) if one.rows)
+
+
+def filled_batches(work: Work, real: Callable[[Shard], Shard]) -> Iterator[Shard]:
+    """Yield the whole global batches that have rows, of which the worker has shards."""
+    return (one for step, shards in work if shards and (one := real(work.split.whole(step))).rows)
+
+
+def pieces_of(
+    whole: Shard, shards: Iterable[Shard], indices: Indices, picked: Any, batch_dim: int
+) -> Iterator[tuple[Indices, Any]]:
+    """Yield each shard's indices and rows, cut from the whole global batch's; None for a shard without rows.
+
+    The shards keep the borders that they have in a batch of which nothing is missing.
+    """
+    positions = whole.positions
+    for shard in shards:
+        first = bisect_left(positions, shard.start)
+        end = first + shard.rows
+        yield indices[first:end], cut(picked, first, end, batch_dim) if shard.rows else None
+
+
 def make_loader(
     job: Job,
     samples: Samples,
@@ -420,9 +275,11 @@ def make_loader(
     device: torch.device,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> TimedLoader:
-    """The batches of the torch DataLoader of these pieces, by default with the job's collate."""
+    """Start torch's DataLoader of these pieces, by default with the job's collate."""
     loader, processes, screen = job.loader, num_processes(job), samples.screen
     order = order_of(job, samples.dataset)
+    # The client of an object store does not survive a fork: a dataset that reads from one asks for "spawn".
+    context = loader.context or getattr(samples.dataset, "loader_context", None)
     seed = None if job.collate is None else job.seed
     collate = collate or collate_of(job)
     if samples.carry:
@@ -437,29 +294,99 @@ def make_loader(
         prefetch_factor=loader.prefetch if processes else None,
         pin_memory=device.type == "cuda" if loader.pin_memory == "auto" else loader.pin_memory,
         persistent_workers=loader.persistent and processes > 0,
-        multiprocessing_context=_context(loader, samples.dataset) if processes else None,
+        multiprocessing_context=context if processes else None,
         worker_init_fn=begin_process,
     )
-    return TimedLoader(made, samples.times, getattr(samples.dataset, "stop_reading_ahead", _nothing))
-
-
-def _nothing() -> None:
-    """What ends a loader of other datasets than those of dp_ray.data."""
+    return TimedLoader(made, samples.times, getattr(samples.dataset, "stop_reading_ahead", None))
 
 
 def num_processes(job: Job) -> int:
-    """How many processes load data for each worker; only in one of them can the read of a sample be ended."""
+    """Return how many processes load for each worker: only in one of them can a sample's read be ended."""
     has_limit = job.on_error is not None and job.on_error.timeout is not None
     return job.loader.processes or int(has_limit)
 
 
-def _context(loader: Loader, dataset: Any) -> str | None:
-    """How the loader's processes are started; the datasets of dp_ray.data know what they cannot live with."""
-    return loader.context or getattr(dataset, "loader_context", None)
+def collate_of(job: Job) -> Callable[[list[Any]], Any]:
+    """Return the user's collate, or torch's with the rows along `batch_dim`."""
+    if job.collate is None:
+        return functools.partial(_default_collate, batch_dim=job.batch_dim)
+    collate: Callable[[list[Any]], Any] = bound("collate", job.collate)
+    return collate
+
+
+def _default_collate(items: list[Any], batch_dim: int) -> Any:
+    """Collate as torch does, then move the rows from dimension 0 to `batch_dim`; labels of one dimension stay."""
+    batch = default_collate(items)
+    if batch_dim == 0:
+        return batch
+
+    def along(leaf: Any) -> Any:
+        return leaf.movedim(0, batch_dim) if leaf.ndim > batch_dim else leaf
+
+    return map_leaves(along, batch)
+
+
+def collated(
+    read: tuple[ReadRequest, Any], collate: Callable[[Any], Any], seed: int | None, screen: Screen | None
+) -> Batch:
+    """Collate the samples that were read; with a `screen`, return a Screened in place of the batch."""
+    wanted, items = read
+    indices = np.asarray(wanted.indices, np.int64)
+    if isinstance(items, LoaderError | Cut):
+        return indices, items if isinstance(items, LoaderError) else items.batch
+    seeded = functools.partial(_collate_seeded, wanted, collate, seed)
+    try:
+        return indices, seeded(items) if screen is None else screen.collate(items, wanted.indices, seeded)
+    except Error as error:
+        return indices, loader_error(error)
+
+
+def _collate_seeded(wanted: ReadRequest, collate: Callable[[Any], Any], seed: int | None, items: Any) -> Any:
+    """Collate samples; random numbers that the user's collate draws are keyed by the shard."""
+    if seed is not None:
+        seed_all(derive_seed(seed, "collate", wanted.epoch, wanted.step, wanted.shard))
+    with reraise_as("collate", lambda _: f"; it got samples {listed(wanted.indices)}", DataError):
+        return collate(items)
+
+
+class LoaderError(NamedTuple):
+    """An error of a loader process, as sent to the worker, with the user's frames.
+
+    If the error were raised, torch would put the whole traceback into its message.
+    """
+
+    error: Error
+    frames: str
+
+
+def loader_error(error: Error) -> LoaderError:
+    """Return, in a loader process, the error to send; in the worker itself, raise it."""
+    if get_worker_info() is None:
+        raise error
+    return LoaderError(error, frames_of(error))
+
+
+def next_batch(loaded: Iterator[Batch]) -> Batch:
+    """Return the next batch; raise what a loader process sent in its place, or DataError if one has ended."""
+    try:
+        batch = next(loaded)
+    except RuntimeError as error:
+        if "cannot pin" not in str(error):
+            raise
+        what = "samples that are on a GPU already, or are not dense, cannot be copied to pinned memory"
+        raise DataError(f"{what}; set loader.pin_memory: false") from error
+    except (EOFError, ConnectionError, FileNotFoundError) as error:  # its tensor was to be fetched from a process
+        raise loader_ended_error() from error
+    sent = batch[1]
+    if not isinstance(sent, LoaderError):
+        return batch
+    if sent.frames:
+        sent.error.add_note(sent.frames)
+    raise sent.error
 
 
 def checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> Any:
-    """The batch, or what `pick` returns for it, after a check that the inputs have one row for each sample.
+    """Return the batch, or what `pick` makes of it, after a check that the inputs have one row for each sample.
 
     None for a batch of no rows.
     """
@@ -495,11 +422,11 @@ def on_device(batches: Iterator[Batch], device: torch.device, clock: StepClock |
         before = clock.enter(Part.HOST_TO_DEVICE)
         with torch.cuda.stream(copies):
             coming = _move(batch, device), copies.record_event()
-        given = _wait_for(*ready, device) if ready is not None else None
+        current = _wait_for(*ready, device) if ready is not None else None
         clock.enter(before)
-        if given is not None:
-            yield given
-        ready, given = coming, None
+        if current is not None:
+            yield current
+        ready, current = coming, None  # a name would keep the batch's memory while the next one is copied
     if ready is not None:
         yield _wait_for(*ready, device)
 
@@ -510,10 +437,60 @@ def _move(batch: Batch, device: torch.device) -> Batch:
 
 
 def _wait_for(batch: Batch, copied: "torch.cuda.Event", device: torch.device) -> Batch:
-    """Make the computing stream wait for the copy, and keep the allocator from reusing the memory too early."""
+    """Return the batch once the computing stream waits for its copy, and its memory is not reused too early."""
     computing = torch.cuda.current_stream(device)
     computing.wait_event(copied)  # not wait_stream: the next batch's copy is in the queue already
     for leaf in flatten(batch[1])[0]:
         if isinstance(leaf, torch.Tensor):
             leaf.record_stream(computing)
     return batch
+
+
+def seeded_dataset(job: Job, name: str = "dataset") -> Any:
+    """Build the job's dataset after seeding: random data is the same on every worker and in every run.
+
+    Raises what `build_dataset` raises.
+    """
+    if isinstance(job.dataset, Target):
+        resolve(name, job.dataset)  # before seeding: a module may draw random numbers, but on its first import only
+    with preserved(CPU):
+        seed_all(dataset_seed(job, name))
+        return build_dataset(job, name)
+
+
+@dataclasses.dataclass
+class OneAhead:
+    """One batch ahead of those that `passing` yields, read where the worker would otherwise wait for the others.
+
+    An error of reading it is raised where that batch is due: a training that ends before it never meets the error.
+    """
+
+    _batches: Batches | None = None
+    _ahead: Future[Batch] | None = None  # the batch, or the error of its reading
+
+    def passing(self, batches: Batches) -> Batches:
+        """Yield the same batches; one that was read ahead is there at once. Closing it closes `batches`."""
+        self._batches = batches
+        try:
+            while True:
+                ahead, self._ahead = self._ahead, None
+                try:
+                    batch = next(batches) if ahead is None else ahead.result()
+                except StopIteration:
+                    return
+                del ahead  # it holds the batch, which may be large, until the next one is asked for
+                yield batch
+        finally:
+            self._batches = self._ahead = None
+            batches.close()
+
+    def read(self) -> None:
+        """Read the next batch now; nothing happens before the first one is asked for."""
+        if self._batches is None or self._ahead is not None:
+            return
+        ahead: Future[Batch] = Future()
+        try:
+            ahead.set_result(next(self._batches))
+        except Exception as error:
+            ahead.set_exception(error)
+        self._ahead = ahead

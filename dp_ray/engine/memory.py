@@ -1,10 +1,7 @@
-"""A job's model of fake tensors: they have devices, sizes and types, but no memory.
+"""Plan the memory of a job's workers, by each strategy and on each number of workers.
 
-Counts the bytes of tensors while they live, on real and on fake ones.
-
-What a step takes on a worker's devices: its operations run on fake tensors, and what lives is counted.
-
-The memory of a job's workers, by each strategy and on each number of workers.
+Begin at `plan_memory`. A step runs on fake tensors, which have devices, sizes and types, but no memory; the bytes of
+those that live are counted.
 """
 
 import weakref
@@ -12,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -56,110 +54,85 @@ from dp_ray.plan.split import Split, Work, chunk_sizes, worker_shards
 from dp_ray.tensors.files import is_sharded, local
 from dp_ray.tensors.tree import map_leaves
 
-
-def fake_devices(count: int) -> list[torch.device]:
-    """Devices for fake tensors, which tell a worker's devices apart on a machine without them."""
-    return [CPU] if count == 1 else [torch.device("cpu", number) for number in range(count)]
+Bytes: TypeAlias = Counter[str]  # by device
 
 
-def fake_model(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) -> nn.Module:
-    """The job's model, never in memory: of fake tensors on `devices`, as `build_model` places it.
+def plan_memory(job: Job, gpu_bytes: int | None) -> MemoryPlan:
+    """Plan the memory of the workers of a job whose GPUs have `gpu_bytes`, if that is known.
 
-    Raises JobError, which names the model and the reason, if its constructor needs numbers of its tensors.
+    Raises JobError if the model cannot be built, or run, without memory.
     """
-    if len(devices) > 1 and job.device_map is None:
-        return _placed_by_itself(job, devices, mode)
-    model = _on_meta(job)
-    where = {"": devices[0]}
-    if job.device_map is not None:
-        where |= {block.name: devices[block.device] for block in blocks_of(job, model, len(devices))}
-    made: dict[int, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        device = next(where[one] for one in _above(name) if one in where)
-        if job.device_map is not None and (name in where or has_own(module)):
-            move_inputs(module, device)
-        with mode:
-            _fill(module, device, made)
-    return model
+    with preserved(CPU):
+        dataset = seeded_dataset(job, job.dataset_key)
+        split = split_of(job, len(dataset))
+        rows = chunk_sizes(split.largest_batch, split.shards)[0]
+        shard = FakeShard(job, _batch(job, dataset, split), rows, gpu_bytes is not None)
+        whole = shard.whole()
+        ddp = list(_whole(job, whole, split))
+        fsdp = _sharded(job, shard, whole, ddp[0], split)
+        remarks = []
+        if job.compile:
+            remarks.append("memory: that of the model without compile, whose kernels may hold less")
+        if job.eval is not None and job.over_eval().batch_size > job.batch_size:
+            remarks.append("memory: evaluations have larger batches, and are not counted")
+        return MemoryPlan(rows, (*ddp, *fsdp), gpu_bytes, tuple(remarks))
 
 
-def _on_meta(job: Job) -> nn.Module:
-    if not isinstance(job.model, Target):
-        return as_module(job.model)
-    resolve("model", job.model)
-    seed_all(job.seed)
+def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int, room: int) -> int | None:
+    """Return the fewest shards, more than now, with which each of the workers holds a step in `room` bytes.
+
+    `batch` is a shard of `rows` rows, by which memory is estimated; activations are in proportion to the rows.
+    None if there is no such number, or if the model cannot be built or run without memory.
+    """
+    if not isinstance(job.model, Target):  # it is the object that is trained
+        return None
     try:
-        with building_on([CPU]):
-            made, _ = record(lambda: build("model", with_devices(job.model, [CPU])), exact=False)
-            return as_module(made)
-    except CannotDefer as error:
-        raise _cannot_be_built(job.model, error) from None
+        with preserved(CPU):
+            here = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, batch)
+            held = FakeShard(job, here, rows, True).whole()
+    except Exception:  # an estimate must not take the place of the error that counts
+        return None
+    (at,) = map(str, fake_devices(1))
+    for fewer in range(rows - 1, 0, -1):
+        shards = -(-split.largest_batch // fewer)
+        less = replace(held, activations=Counter({at: held.activations[at] * fewer // rows}))
+        copies = _copies_of_gradient(job, workers, shards)
+        if shards > split.shards and _device(less, at, at, copies, False, _averages(job)).total <= USABLE * room:
+            return shards
+    return None
 
 
-def _placed_by_itself(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) -> nn.Module:
-    """A model that moves its parts to devices while it is built."""
-    assert isinstance(job.model, Target)
-    resolve("model", job.model)
-    try:
-        with mode, building_on(devices), _replacing():
-            return as_module(build("model", with_devices(job.model, devices)))
-    except JobError as error:
-        raise _cannot_be_built(job.model, error) from None
+def _batch(job: Job, dataset: Any, split: Split) -> Any:
+    """Load the first shard of the first batch, as a worker gets it; there is no larger one."""
+    alone = job.model_copy(update={"loader": Loader(pin_memory=False), "on_error": None, "skip": None})
+    pick = None
+    if job.task == "predict":
+        model = fake_model(job, fake_devices(job.num_devices), FakeTensorMode())
+        pick = PredictInputs(job, model, lambda _: None)
+    return next(load_shards(alone, dataset, Work(split), CPU, pick))[1]
 
 
-@contextmanager
-def _replacing() -> Iterator[None]:
-    """While the block runs: `module.to(...)` puts new tensors in the place of fake ones, which cannot change."""
+@dataclass(frozen=True)
+class Held:
+    """The bytes that a pass over one shard held, by device.
 
-    def apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-        made: dict[int, torch.Tensor] = {}
-        for one in module.modules():
-            _replace(one, function, made)
-        return module
+    `peak` is the most in a forward and a backward without the optimizer's state, and `step_peak` the most in the
+    optimizer's step. `activations` are the most of all that is neither parameter, buffer nor gradient. `growing` are
+    the bytes of gradients during the pass on the first device, each with the most activations beside them.
+    """
 
-    before = nn.Module._apply
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = before  # type: ignore[method-assign]
-
-
-def _cannot_be_built(model: Target, error: Exception) -> JobError:
-    reason = str(error).splitlines()[0]
-    return JobError(f"model: {model.label} cannot be built without memory, so its memory is not planned: {reason}")
-
-
-def _fill(module: nn.Module, device: torch.device, made: dict[int, torch.Tensor]) -> None:
-    """Put fake tensors on a device in the place of a module's own."""
-
-    def fresh(one: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=device)
-
-    _replace(module, fresh, made)
-
-
-def _replace(module: nn.Module, new: Callable[[torch.Tensor], torch.Tensor], made: dict[int, torch.Tensor]) -> None:
-    """Put what `new` gives in the place of a module's own tensors; `made` holds those that were seen before."""
-    for held in (module._parameters, module._buffers):
-        for name, one in held.items():
-            if one is None:
-                continue
-            if id(one) not in made:
-                with torch.no_grad():
-                    fresh = new(one)
-                made[id(one)] = nn.Parameter(fresh, one.requires_grad) if isinstance(one, nn.Parameter) else fresh
-            held[name] = made[id(one)]  # type: ignore[assignment]
-
-
-def _above(name: str) -> list[str]:
-    """A module's name, and the names of those that hold it, the root last."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+    parameters: Bytes
+    gradients: Bytes
+    buffers: Bytes
+    activations: Bytes
+    peak: Bytes
+    optimizer: Bytes
+    step_peak: Bytes
+    growing: tuple[tuple[int, int], ...] = ()
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within the block: the bytes of all tensors that operations make, by device, until they are freed.
+    """A count, within the block, of the bytes of all tensors that operations make, by device, until they are freed.
 
     What is kept beyond a step (parameters, gradients) is told by `keep`; all else counts as activations.
     """
@@ -189,7 +162,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "LiveMemory":
         # FSDP frees and makes a gathered block's memory by it, which no operation shows.
-        torch.UntypedStorage.resize_ = self._noting_resize()  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = lambda *args: self._resized(*args)  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -230,94 +203,15 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kept = (device, self.live[device] - now)
             self.beside[kept] = max(self.beside.get(kept, 0), now)
 
-    def _noting_resize(self) -> Any:
-        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            self._resize(storage, size)
-            if id(storage) in self._references:
-                self._set(id(storage), storage.nbytes())
-            return storage
-
-        return resize_
-
-
-Bytes: TypeAlias = Counter[str]  # by device
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a pass over one shard held, in bytes by device.
-
-    `peak` is the most in a forward and a backward without the optimizer's state, and `step_peak` the most in the
-    optimizer's step. `activations` are the most of all that is neither parameter, buffer nor gradient. `growing` are
-    the bytes of gradients during the pass on the first device, each with the most activations beside them.
-    """
-
-    parameters: Bytes
-    gradients: Bytes
-    buffers: Bytes
-    activations: Bytes
-    peak: Bytes
-    optimizer: Bytes
-    step_peak: Bytes
-    growing: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class FakeShard:
-    """A job's largest shard: its batch, as the worker gets it, and its rows. `on_gpu` says where it is to run."""
-
-    job: Job
-    batch: Any
-    rows: int
-    on_gpu: bool
-
-    def whole(self) -> Held:
-        """What a worker holds that has the whole model."""
-        with _fake(self.job) as mode:
-            devices = fake_devices(self.job.num_devices)
-            model = recompute_blocks(self.job, fake_model(self.job, devices, mode), devices)
-            with mode, LiveMemory() as live:
-                run = self._runner(model, devices, mode)
-                held = _forward_backward(model, live, [run])
-                return held if self.job.task != "train" else self._with_optimizer(model, live, held)
-
-    def sharded(self, workers: int, shards: int) -> Held:
-        """What one of `workers` holds that shard the model; it runs `shards` of a batch, one after another."""
-        world, adding = World(world_size=workers), self.job.model_copy(update={"bitwise": False})
-        with _fake(self.job) as mode, _fake_group(workers):
-            model = fake_model(self.job, fake_devices(1), mode)
-            root, current, replicated = shard_in_place(adding, world, model)  # its mesh of workers needs numbers
-            sharded = Sharded(model, root, replicated, current, world, recasts(self.job))
-            with mode, LiveMemory() as live:
-                _tell_gradients(sharded, live)
-                run = self._runner(model, fake_devices(1), mode, sharded)
-                return _forward_backward(model, live, [run] * shards, sharded)
-
-    def _runner(
-        self, model: nn.Module, devices: Sequence[torch.device], mode: FakeTensorMode, sharded: Sharded | None = None
-    ) -> "Runner":
-        """What runs the shard: a training's loss, or the model alone."""
-        world = World(device=input_device(self.job, model, devices), all_devices=tuple(devices))
-
-        def fake(leaf: Any) -> Any:
-            return mode.from_tensor(leaf).to(world.device) if isinstance(leaf, torch.Tensor) else leaf
-
-        return Runner(self.job, model, world, map_leaves(fake, self.batch), self.rows, sharded)
-
-    def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: Held) -> Held:
-        """Run the optimizer's step on the gradients that there are, to see its state and what it needs."""
-        optimizer = build_optimizer(self.job.optimizer, model)
-        for group in optimizer.param_groups:
-            if self.on_gpu and "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True  # torch's choice for parameters on a GPU
-        before, live.peak = Counter(live.live), Counter(live.live)
-        optimizer.step()
-        state = live.live - before
-        return Held(**{**vars(held), "optimizer": state, "step_peak": Counter(live.peak)})
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        self._resize(storage, size)
+        if id(storage) in self._references:
+            self._set(id(storage), storage.nbytes())
+        return storage
 
 
 class Runner:
-    """Runs the shard of a worker, as its task does."""
+    """A worker's shard, run as its task does."""
 
     def __init__(
         self, job: Job, model: nn.Module, world: World, batch: Any, rows: int, sharded: Sharded | None
@@ -333,19 +227,18 @@ class Runner:
         self._reduction = None if sharded is None else ShardedReduction(self._loss, sharded, False)
 
     def __call__(self, is_last: bool) -> None:
-        """Forward and, in a training, backward; `is_last` of a step's shards exchanges gradients."""
+        """Run a forward and, in a training, a backward; `is_last` of a step's shards exchanges gradients."""
         if self._job.task != "train":
             self._infer()
-        elif self._reduction is None:
-            self._train(self._loss, nullcontext())
-        else:
+            return
+        loss: Callable[[Any, int], torch.Tensor] = self._loss
+        exchanging: AbstractContextManager[Any] = nullcontext()
+        if self._reduction is not None:
             self._reduction.begin([0], 1)
-            self._train(self._reduction.replica, self._reduction.shard(is_last))
-
-    def _train(self, loss: Callable[[Any, int], torch.Tensor], rounds: AbstractContextManager[Any]) -> None:
+            loss, exchanging = self._reduction.replica, self._reduction.shard(is_last)
         if not self._model.training:
             self._model.train()
-        with rounds:
+        with exchanging:
             loss(self._batch, self._rows).backward()  # type: ignore[no-untyped-call]
 
     def _infer(self) -> None:
@@ -358,6 +251,148 @@ class Runner:
                 run(call_model, self._model, self._batch, self._job.call)
             else:
                 run(run_step, self._step, self._model, self._batch)
+
+
+@dataclass(frozen=True)
+class FakeShard:
+    """A job's largest shard: its batch, as the worker gets it, and its rows. `on_gpu` says where it is to run."""
+
+    job: Job
+    batch: Any
+    rows: int
+    on_gpu: bool
+
+    def whole(self) -> Held:
+        """Return what a worker holds that has the whole model."""
+        with _fake(self.job) as mode:
+            devices = fake_devices(self.job.num_devices)
+            model = recompute_blocks(self.job, fake_model(self.job, devices, mode), devices)
+            with mode, LiveMemory() as live:
+                run = self._runner(model, devices, mode)
+                held = _forward_backward(model, live, [run])
+                return held if self.job.task != "train" else self._with_optimizer(model, live, held)
+
+    def sharded(self, workers: int, shards: int) -> Held:
+        """Return what one of `workers` holds that shard the model; it runs `shards` of a batch, one after another."""
+        world, adding = World(world_size=workers), self.job.model_copy(update={"bitwise": False})
+        with _fake(self.job) as mode, _fake_group(workers):
+            model = fake_model(self.job, fake_devices(1), mode)
+            root, current, replicated = shard_in_place(adding, world, model)  # its mesh of workers needs numbers
+            sharded = Sharded(model, root, replicated, current, world, recasts(self.job))
+            with mode, LiveMemory() as live:
+                _tell_gradients(sharded, live)
+                run = self._runner(model, fake_devices(1), mode, sharded)
+                return _forward_backward(model, live, [run] * shards, sharded)
+
+    def _runner(
+        self, model: nn.Module, devices: Sequence[torch.device], mode: FakeTensorMode, sharded: Sharded | None = None
+    ) -> "Runner":
+        """Make what runs the shard: a training's loss, or the model alone."""
+        world = World(device=input_device(self.job, model, devices), all_devices=tuple(devices))
+        batch = map_leaves(
+            lambda leaf: mode.from_tensor(leaf).to(world.device) if isinstance(leaf, torch.Tensor) else leaf,
+            self.batch,
+        )
+        return Runner(self.job, model, world, batch, self.rows, sharded)
+
+    def _with_optimizer(self, model: nn.Module, live: LiveMemory, held: Held) -> Held:
+        """Run the optimizer's step on the gradients that there are, to see its state and what it needs."""
+        optimizer = build_optimizer(self.job.optimizer, model)
+        for group in optimizer.param_groups:
+            if self.on_gpu and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True  # torch's choice for parameters on a GPU
+        before, live.peak = Counter(live.live), Counter(live.live)
+        optimizer.step()
+        state = live.live - before
+        return Held(**{**vars(held), "optimizer": state, "step_peak": Counter(live.peak)})
+
+
+def _whole(job: Job, held: Held, split: Split) -> Iterator[WorkerMemory]:
+    """Yield the memory of workers that hold the whole model each."""
+    names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
+    places = list(zip(map(str, fake_devices(job.num_devices)), names, strict=True))
+    for workers in worker_counts(job.max_workers):
+        shards, copies = _most_filled(split, workers), _copies_of_gradient(job, workers, split.shards)
+        # A single worker's only shard makes gradients while activations are freed; else their memory is there before.
+        grows = workers == 1 and shards == 1
+        devices = tuple(_device(held, at, name, copies, grows, _averages(job)) for at, name in places)
+        yield WorkerMemory("ddp", workers, shards, devices)
+
+
+def _device(held: Held, at: str, name: str, copies: int, grows: bool, averages: bool) -> DeviceMemory:
+    """Return what a device holds; `copies` are the gradients of all parameters that are there at a time.
+
+    A job that `averages` holds parameters and buffers twice.
+    """
+    average = held.parameters[at] + held.buffers[at] if averages else 0
+    gradients = copies * held.gradients[at]
+    before = held.parameters[at] + held.buffers[at] + gradients
+    peak = held.peak[at] if grows else before + held.activations[at]
+    kinds = (held.parameters[at] + average, gradients, held.optimizer[at], held.buffers[at], held.activations[at])
+    return DeviceMemory(name, *kinds, max(peak + held.optimizer[at], held.step_peak[at]) + average)
+
+
+def _averages(job: Job) -> bool:
+    return job.ema is not None and job.task == "train"
+
+
+def _most_filled(split: Split, workers: int) -> int:
+    """Return how many shards with rows a worker runs at most."""
+    return shards_of_worker(split.largest_batch, split.shards, workers)
+
+
+def _copies_of_gradient(job: Job, workers: int, shards: int) -> int:
+    """Return how many gradients of all parameters a worker holds at a time, at most."""
+    mine = max((worker_shards(shards, workers, rank) for rank in range(workers)), key=len)
+    sums, most = ShardSums([], shards), 1
+    for node in sums.leaves(mine) if job.bitwise else ():
+        most = max(most, 1 + len(sums.held))
+        sums.take(node)
+    return most + (workers > 1 and len(mine) > 1)  # DDP's buckets, into which the last shard's sums are copied
+
+
+def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split: Split) -> Iterator[WorkerMemory]:
+    """Yield the memory of workers that hold a part of the model each; nothing if the job cannot run so."""
+    try:
+        job = Job.make({**dict(job), "strategy": "fsdp"}, job.run_name)
+    except JobError:
+        return
+    counts = worker_counts(job.max_workers)
+    sharding = [workers for workers in counts if shards_over(job, World(world_size=workers))]
+    if sharding != counts:
+        yield replace(alone, strategy="fsdp")  # one worker holds the whole model
+    # With bitwise each round exchanges; else gradients add up whole until the last.
+    rounds_of = {one: 1 if job.bitwise else min(_most_filled(split, one), 2) for one in sharding}
+    for rounds in dict.fromkeys(rounds_of.values()):
+        some = [workers for workers in sharding if rounds_of[workers] == rounds]
+        held = replace(shard, job=job).sharded(some[0], rounds)
+        for workers in some:
+            device = _part(job, held, whole, some[0], workers, shard.on_gpu)
+            yield WorkerMemory("fsdp", workers, _most_filled(split, workers), (device,))
+
+
+def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bool) -> DeviceMemory:
+    """Return what one of `workers` holds, by a pass that has seen what one of another number of them holds.
+
+    What is sharded is in inverse proportion to the workers, and nothing else depends on them.
+    """
+    (at,), ratio = map(str, fake_devices(1)), seen / workers
+    parameters, gradients = round(held.parameters[at] * ratio), round(held.gradients[at] * ratio)
+    buffers = held.buffers[at]
+    share = gradients / max(1, whole.gradients[at])
+    optimizer = round(whole.optimizer[at] * share)
+    needs = whole.step_peak[at] - whole.parameters[at] - whole.gradients[at] - whole.buffers[at]
+    peak = max(round(growing * ratio) + most for growing, most in held.growing)
+    # With bitwise a worker keeps the sums of a branch of the tree from round to round, of its own slice.
+    sums = (job.num_shards - 1).bit_length() * gradients if job.bitwise and job.num_shards > workers else 0
+    total = parameters + buffers + max(peak + optimizer + sums, gradients + round(needs * share))
+    if job.fsdp.offload and on_gpu:
+        parameters = gradients = optimizer = 0
+        total = buffers + held.activations[at]
+    if _averages(job):
+        parameters, total = 2 * parameters, total + parameters + buffers
+    name = (job.devices or ["cuda:0"])[0]
+    return DeviceMemory(name, parameters, gradients + sums, optimizer, buffers, held.activations[at], total)
 
 
 def _forward_backward(
@@ -394,7 +429,7 @@ def _tell_gradients(sharded: Sharded, live: LiveMemory) -> None:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> Bytes:
-    """The bytes of tensors by device; memory that they share counts once."""
+    """Return the bytes of tensors by device; memory that they share counts once."""
     storages = {id(storage := one.untyped_storage()): (str(one.device), storage) for one in tensors}
     sizes: Bytes = Counter()
     for device, storage in storages.values():
@@ -404,7 +439,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> Bytes:
 
 @contextmanager
 def _fake(job: Job) -> Iterator[FakeTensorMode]:
-    """A mode of fake tensors; what the model does that needs numbers becomes a JobError that names it."""
+    """Give a mode of fake tensors; an operation of the model that needs numbers becomes a JobError that names it."""
     try:
         yield FakeTensorMode()
     except JobError:
@@ -417,7 +452,7 @@ def _fake(job: Job) -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def _fake_group(workers: int) -> Iterator[None]:
-    """A process group of `workers`, of which this process is rank 0 and the others do not exist."""
+    """Make a process group of `workers`, of which this process is rank 0 and the others do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
     try:
         yield
@@ -425,146 +460,91 @@ def _fake_group(workers: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def plan_memory(job: Job, gpu_bytes: int | None) -> MemoryPlan:
-    """The memory of the workers of a job whose GPUs have `gpu_bytes`, if that is known.
+def fake_devices(count: int) -> list[torch.device]:
+    """Return devices for fake tensors, which tell a worker's devices apart on a machine without them."""
+    return [CPU] if count == 1 else [torch.device("cpu", number) for number in range(count)]
 
-    Raises JobError if the model cannot be built, or run, without memory.
+
+def fake_model(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) -> nn.Module:
+    """Build the job's model, never in memory: of fake tensors on `devices`, as `build_model` places it.
+
+    Raises JobError, which names the model and the reason, if its constructor needs numbers of its tensors.
     """
-    with preserved(CPU):
-        dataset = seeded_dataset(job, job.dataset_key)
-        split = split_of(job, len(dataset))
-        rows = chunk_sizes(split.largest_batch, split.shards)[0]
-        shard = FakeShard(job, _batch(job, dataset, split), rows, gpu_bytes is not None)
-        whole = shard.whole()
-        ddp = list(_whole(job, whole, split))
-        fsdp = _sharded(job, shard, whole, ddp[0], split)
-        return MemoryPlan(rows, (*ddp, *fsdp), gpu_bytes, tuple(_remarks(job)))
+    if len(devices) > 1 and job.device_map is None:
+        return _placed_by_itself(job, devices, mode)
+    model = _on_meta(job)
+    where = {"": devices[0]}
+    if job.device_map is not None:
+        where |= {block.name: devices[block.device] for block in blocks_of(job, model, len(devices))}
+    made: dict[int, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        device = next(where[one] for one in _above(name) if one in where)
+        if job.device_map is not None and (name in where or has_own(module)):
+            move_inputs(module, device)
+        with mode:
+            _replace(module, partial(_empty_on, device), made)
+    return model
 
 
-def shards_that_fit(job: Job, split: Split, workers: int, batch: Any, rows: int, room: int) -> int | None:
-    """The fewest shards, more than there are, with which each of the workers holds a step in `room` bytes.
+def _empty_on(device: torch.device, one: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=device)
 
-    `batch` is a shard of `rows` rows, by which memory is estimated; activations are in proportion to the rows.
-    None if there is no such number, or if the model cannot be built or run without memory.
-    """
-    if not isinstance(job.model, Target):  # it is the object that is trained
-        return None
+
+def _on_meta(job: Job) -> nn.Module:
+    if not isinstance(job.model, Target):
+        return as_module(job.model)
+    resolve("model", job.model)
+    seed_all(job.seed)
     try:
-        with preserved(CPU):
-            here = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, batch)
-            held = FakeShard(job, here, rows, True).whole()
-    except Exception:  # an estimate must not take the place of the error that counts
-        return None
-    (at,) = map(str, fake_devices(1))
-    for fewer in range(rows - 1, 0, -1):
-        shards = -(-split.largest_batch // fewer)
-        less = replace(held, activations=Counter({at: held.activations[at] * fewer // rows}))
-        copies = _copies_of_gradient(job, workers, shards)
-        if shards > split.shards and _device(less, at, at, copies, False, _averages(job)).total <= USABLE * room:
-            return shards
-    return None
+        with building_on([CPU]):
+            made, _ = record(lambda: build("model", with_devices(job.model, [CPU])), exact=False)
+            return as_module(made)
+    except CannotDefer as error:
+        raise _cannot_be_built(job.model, error) from None
 
 
-def _batch(job: Job, dataset: Any, split: Split) -> Any:
-    """The first shard of the first batch, as a worker gets it; there is no larger one."""
-    alone = job.model_copy(update={"loader": Loader(pin_memory=False), "on_error": None, "skip": None})
-    pick = None
-    if job.task == "predict":
-        model = fake_model(job, fake_devices(job.num_devices), FakeTensorMode())
-        pick = PredictInputs(job, model, lambda _: None)
-    return next(load_shards(alone, dataset, Work(split), CPU, pick))[1]
-
-
-def _remarks(job: Job) -> Iterator[str]:
-    if job.compile:
-        yield "memory: that of the model without compile, whose kernels may hold less"
-    if job.eval is not None and job.over_eval().batch_size > job.batch_size:
-        yield "memory: evaluations have larger batches, and are not counted"
-
-
-def _most_filled(split: Split, workers: int) -> int:
-    """How many shards with rows a worker runs at most."""
-    return shards_of_worker(split.largest_batch, split.shards, workers)
-
-
-def _whole(job: Job, held: Held, split: Split) -> Iterator[WorkerMemory]:
-    """The memory of workers that hold the whole model each."""
-    names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
-    places = list(zip(map(str, fake_devices(job.num_devices)), names, strict=True))
-    for workers in worker_counts(job.max_workers):
-        shards, copies = _most_filled(split, workers), _copies_of_gradient(job, workers, split.shards)
-        # A single worker's only shard makes gradients while activations are freed; else their memory is there before.
-        grows = workers == 1 and shards == 1
-        devices = tuple(_device(held, at, name, copies, grows, _averages(job)) for at, name in places)
-        yield WorkerMemory("ddp", workers, shards, devices)
-
-
-def _averages(job: Job) -> bool:
-    return job.ema is not None and job.task == "train"
-
-
-def _device(held: Held, at: str, name: str, copies: int, grows: bool, averages: bool) -> DeviceMemory:
-    """What a device holds; `copies` are the gradients of all parameters that are there at a time.
-
-    A job that `averages` holds parameters and buffers twice.
-    """
-    average = held.parameters[at] + held.buffers[at] if averages else 0
-    gradients = copies * held.gradients[at]
-    before = held.parameters[at] + held.buffers[at] + gradients
-    peak = held.peak[at] if grows else before + held.activations[at]
-    kinds = (held.parameters[at] + average, gradients, held.optimizer[at], held.buffers[at], held.activations[at])
-    return DeviceMemory(name, *kinds, max(peak + held.optimizer[at], held.step_peak[at]) + average)
-
-
-def _copies_of_gradient(job: Job, workers: int, shards: int) -> int:
-    """How many gradients of all parameters a worker holds at a time, at most."""
-    mine = max((worker_shards(shards, workers, rank) for rank in range(workers)), key=len)
-    sums, most = ShardSums([], shards), 1
-    for node in sums.leaves(mine) if job.bitwise else ():
-        most = max(most, 1 + len(sums.held))
-        sums.take(node)
-    return most + (workers > 1 and len(mine) > 1)  # DDP's buckets, into which the last shard's sums are copied
-
-
-def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split: Split) -> Iterator[WorkerMemory]:
-    """The memory of workers that hold a part of the model each; none if the job cannot run so."""
+def _placed_by_itself(job: Job, devices: Sequence[torch.device], mode: FakeTensorMode) -> nn.Module:
+    """Build a model that moves its parts to devices while it is built."""
+    assert isinstance(job.model, Target)
+    resolve("model", job.model)
+    before = nn.Module._apply
+    nn.Module._apply = _apply_to_new  # type: ignore[method-assign]
     try:
-        job = Job.make({**dict(job), "strategy": "fsdp"}, job.run_name)
-    except JobError:
-        return
-    counts = worker_counts(job.max_workers)
-    sharding = [workers for workers in counts if shards_over(job, World(world_size=workers))]
-    if sharding != counts:
-        yield replace(alone, strategy="fsdp")  # one worker holds the whole model
-    # With bitwise each round exchanges; else gradients add up whole until the last.
-    rounds_of = {one: 1 if job.bitwise else min(_most_filled(split, one), 2) for one in sharding}
-    for rounds in dict.fromkeys(rounds_of.values()):
-        some = [workers for workers in sharding if rounds_of[workers] == rounds]
-        held = replace(shard, job=job).sharded(some[0], rounds)
-        for workers in some:
-            device = _part(job, held, whole, some[0], workers, shard.on_gpu)
-            yield WorkerMemory("fsdp", workers, _most_filled(split, workers), (device,))
+        with mode, building_on(devices):
+            return as_module(build("model", with_devices(job.model, devices)))
+    except JobError as error:
+        raise _cannot_be_built(job.model, error) from None
+    finally:
+        nn.Module._apply = before  # type: ignore[method-assign]
 
 
-def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bool) -> DeviceMemory:
-    """What one of `workers` holds, by a pass that has seen what one of another number of them holds.
+def _apply_to_new(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """Put new tensors in the place of fake ones, which `module.to(...)` cannot change in place."""
+    made: dict[int, torch.Tensor] = {}
+    for one in module.modules():
+        _replace(one, function, made)
+    return module
 
-    What is sharded is in inverse proportion to the workers, and nothing else depends on them.
-    """
-    (at,), ratio = map(str, fake_devices(1)), seen / workers
-    parameters, gradients = round(held.parameters[at] * ratio), round(held.gradients[at] * ratio)
-    buffers = held.buffers[at]
-    share = gradients / max(1, whole.gradients[at])
-    optimizer = round(whole.optimizer[at] * share)
-    needs = whole.step_peak[at] - whole.parameters[at] - whole.gradients[at] - whole.buffers[at]
-    peak = max(round(growing * ratio) + most for growing, most in held.growing)
-    # With bitwise a worker keeps the sums of a branch of the tree from round to round, of its own slice.
-    sums = (job.num_shards - 1).bit_length() * gradients if job.bitwise and job.num_shards > workers else 0
-    total = parameters + buffers + max(peak + optimizer + sums, gradients + round(needs * share))
-    if job.fsdp.offload and on_gpu:
-        parameters = gradients = optimizer = 0
-        total = buffers + held.activations[at]
-    if _averages(job):
-        parameters, total = 2 * parameters, total + parameters + buffers
-    name = (job.devices or ["cuda:0"])[0]
-    return DeviceMemory(name, parameters, gradients + sums, optimizer, buffers, held.activations[at], total)
+
+def _cannot_be_built(model: Target, error: Exception) -> JobError:
+    reason = str(error).splitlines()[0]
+    return JobError(f"model: {model.label} cannot be built without memory, so its memory is not planned: {reason}")
+
+
+def _replace(module: nn.Module, new: Callable[[torch.Tensor], torch.Tensor], made: dict[int, torch.Tensor]) -> None:
+    """Put what `new` gives in the place of a module's own tensors; `made` holds those that were seen before."""
+    for held in (module._parameters, module._buffers):
+        for name, one in held.items():
+            if one is None:
+                continue
+            if id(one) not in made:
+                with torch.no_grad():
+                    fresh = new(one)
+                made[id(one)] = nn.Parameter(fresh, one.requires_grad) if isinstance(one, nn.Parameter) else fresh
+            held[name] = made[id(one)]  # type: ignore[assignment]
+
+
+def _above(name: str) -> list[str]:
+    """Return a module's name, and the names of those that hold it, the root last."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]

@@ -1,14 +1,10 @@
 """The model of one worker: built from its target, moved to its device, with the weights of rank 0.
 
-A model over several devices of one worker: the devices, the placement of its blocks, errors of mixed devices.
+Over several devices of one worker, either the model places its parts itself and moves the activations between them in
+`forward`. Or the job sets `device_map: auto`: each device gets consecutive blocks, about the same number of bytes on
+each. Forward hooks then move each block's inputs to the block's device.
 
-Either the model places its parts itself and moves the activations between them in `forward`. Or the job sets
-`device_map: auto`: each device gets consecutive blocks, about the same number of bytes on each. Forward hooks
-then move each block's inputs to the block's device.
-
-Frees a worker's memory of what is not used any more: a model, its gradients, its process group.
-
-A device without memory left: an error that says what to change.
+At the end of the module: what to change in a job whose device has no memory left, and how a worker frees memory.
 """
 
 import gc
@@ -17,7 +13,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -29,8 +25,8 @@ from torch.nn.parameter import is_lazy
 
 from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.random import seed_all
-from dp_ray.engine.user_code import it_got
-from dp_ray.engine.world import Cause, World, broadcast, failed_collective, gathered, text_of
+from dp_ray.engine.user_code import describe_input
+from dp_ray.engine.world import Cause, broadcast, failed_collective, gathered, text_of
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target, gpu_number
@@ -42,48 +38,267 @@ from dp_ray.tensors.files import as_bytes, from_bytes, is_sharded, moved, overla
 from dp_ray.tensors.tree import map_leaves
 from dp_ray.text import counted, listed
 
+
+def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
+    """Build the job's module on `devices`, initialised from the job's seed alone: the same on every worker.
+
+    With several devices, the model places its parts itself, or `device_map` places them. Raises JobError if the
+    model cannot be built, is not a torch.nn.Module or cannot be moved to the devices.
+    """
+    if isinstance(job.model, Target):
+        resolve("model", job.model)  # before seeding: a module may draw random numbers, but on its first import only
+    seed_all(job.seed, next((one for one in devices if one.type == "cuda"), devices[0]))
+    with building_on(devices):
+        model = as_module(build("model", with_devices(job.model, devices)))
+    if len(devices) > 1 and job.device_map is None and not isinstance(job.model, Target):
+        raise JobError(
+            f"model: an object that is made already cannot place its parts on {len(devices)} devices; "
+            "give a target, or set device_map: auto"
+        )
+    _give_each_element_memory(model)
+    try:
+        if len(devices) == 1:
+            return model.to(devices[0])
+        return model if job.device_map is None else spread(job, model, devices)
+    except (RuntimeError, AssertionError) as error:
+        names = ", ".join(map(str, devices))
+        hint = f"; {advice(job, None)}" if is_out_of_memory(error) else ""
+        raise JobError(f"devices: the model cannot be moved to {names}: {error}{hint}") from error
+
+
+def check_model(given: Any) -> None:
+    """Raise JobError if it is known, without building the model, that it is not a torch.nn.Module."""
+    if isinstance(given, Target):
+        named = resolve("model", given)
+        if isinstance(named, nn.Module):
+            kind = type(named).__qualname__
+            raise JobError(
+                f"model: {given.target} is a {kind} that is made already; name its class, or a function that makes it"
+            )
+        check_gives("model", named, nn.Module, "torch.nn.Module")
+    elif not isinstance(given, nn.Module):
+        raise JobError(f"model: must be a torch.nn.Module, got a {type(given).__qualname__}")
+
+
+def as_module(model: object) -> nn.Module:
+    """Return the object that the key `model` gives; raises JobError unless it is a torch.nn.Module."""
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
+    return model
+
+
+def _give_each_element_memory(model: nn.Module) -> None:
+    """Copy expanded buffers and frozen parameters: rank 0's values could not be written to them."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+        for parameter in module._parameters.values():
+            if (
+                parameter is not None
+                and not is_lazy(parameter)
+                and not parameter.requires_grad
+                and overlaps(parameter)
+            ):
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
+
+def compiled(model: nn.Module, job: Job) -> nn.Module:
+    """Return the module to call: the model, its compiled version, or `Scripted`; the parameters stay the model's.
+
+    In a sharded model, each block is compiled already. Raises JobError for `compile` with a TorchScript module.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        if job.compile:
+            raise JobError(
+                "compile: the model is a TorchScript module, which torch.compile does not take; leave it out"
+            )
+        return Scripted(model, is_exact=job.bitwise or job.task != "train")
+    if not job.compile or any(is_sharded(one) for one in model.parameters()):
+        return model
+    # A kernel for dynamic shapes depends on the shapes that a worker saw before. One kernel a shape does not.
+    called: nn.Module = torch.compile(model, dynamic=False if job.bitwise else None)  # type: ignore[assignment]
+    return called
+
+
+class Scripted(nn.Module):
+    """A TorchScript module inside a Python module, since a TorchScript module takes no hooks.
+
+    With `is_exact` it runs op by op. TorchScript rewrites a graph after its first runs, so otherwise its outputs
+    would depend on how often this worker has called it.
+    """
+
+    def __init__(self, scripted: nn.Module, is_exact: bool) -> None:
+        super().__init__()
+        self.scripted = scripted
+        self._is_exact = is_exact
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the TorchScript module, without its optimizations if it must be exact."""
+        with torch.jit.optimized_execution(not self._is_exact):  # type: ignore[attr-defined]
+            return self.scripted(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("scripted"), name)
+
+
+def synchronise(model: nn.Module) -> None:
+    """Broadcast rank 0's parameters and buffers; every rank calls this.
+
+    Raises ModelError, on every rank, if their names, sizes, dtypes or order differ between ranks.
+    """
+    if dist.is_initialized():
+        _check_alike(model)
+        _broadcast_state(model)
+
+
+def _check_alike(model: nn.Module) -> None:
+    """Raise ModelError, on every rank, unless all have the same tensors in the same order, in which they are sent."""
+    for name, tensor in _state_of(model):
+        check_has_shape(name, tensor)
+    mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in _state_of(model)]
+    digests = gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    first = json.loads(broadcast(json.dumps(mine)))
+    pairs = itertools.zip_longest(first, mine, fillvalue="nothing")
+    difference = next(((there, here) for there, here in pairs if there != here), None)
+    for rank, one in enumerate(gathered(difference)):
+        if one is not None:
+            raise ModelError(
+                f"the models of the workers differ: where rank 0 has {one[0]}, rank {rank} has {one[1]}; build the "
+                "same modules in the same order everywhere (a set of names has another order in each process)"
+            )
+
+
+def _broadcast_state(model: nn.Module) -> None:
+    """Broadcast rank 0's parameters and buffers as bytes: gloo and NCCL do not support every dtype."""
+    for name, tensor in _state_of(model):
+        if tensor.layout is not torch.strided or tensor.is_quantized or is_sharded(tensor):
+            continue  # built from the same seed or file on every worker
+        data = tensor.detach()
+        raw = as_bytes(data)
+        with waiting("rank 0's model"):
+            dist.broadcast(raw, src=0)
+        if raw.data_ptr() == data.data_ptr() or dist.get_rank() == 0:
+            continue  # the bytes were the tensor's own memory, or rank 0's
+        values = from_bytes(raw, data)
+        try:
+            data.copy_(values)
+        except RuntimeError as error:  # an expanded tensor, say: it takes no values, but may have them already
+            if not torch.equal(data, values):
+                raise ModelError(f"{name} differs on the workers and cannot be set to rank 0's: {error}") from error
+
+
+def _state_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def check_has_shape(name: str, tensor: torch.Tensor) -> None:
+    """Raise ModelError if a lazy module has not given its tensor a shape yet."""
+    if is_lazy(tensor):
+        raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[UnchangedBuffers]:
+    """Put the model in eval mode while the block runs; then each module returns to its own mode.
+
+    Undoes what forwards write too: after the block, and inside it by `restore` of the buffers that it gives.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = UnchangedBuffers(model)
+    model.eval()
+    try:
+        yield buffers
+    finally:
+        buffers.put_back()
+        model.train(modes[0][1])
+        for module, mode in modes:
+            module.training = mode
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which a model runs in the job's precision; its parameters keep their dtype."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
+
+
+def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
+    """Call the model as the job's `call` says; `auto` unpacks a tuple or list, and nothing else."""
+    if call == "kwargs":
+        return model(**inputs)
+    if call == "args" or (call == "auto" and isinstance(inputs, tuple | list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of the module's state_dict, without its other values."""
+    return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
+def check_all_tensors(model: nn.Module) -> None:
+    """Raise ModelError if the module's state_dict has other values than tensors: no weights file could hold them.
+
+    A model is loaded with all values of its state_dict, so such a file could never be loaded.
+    """
+    for name, one in model.state_dict().items():
+        if not isinstance(one, torch.Tensor):
+            raise ModelError(
+                f"model.{name} is of type {type(one).__qualname__}: a weights file holds tensors only, and could not "
+                "be loaded without it; have get_extra_state give a tensor, or keep the value in a buffer"
+            )
+
+
 _devices: ContextVar[tuple[torch.device, ...]] = ContextVar("devices", default=(torch.device("cpu"),))
 
 
 def devices() -> list[torch.device]:
-    """The devices of this worker, for a model to place its parts on while it is built; [cpu] elsewhere."""
+    """Return the devices of this worker, for a model to place its parts on while it is built; [cpu] elsewhere."""
     return list(_devices.get())
 
 
 @contextmanager
-def building_on(given: Sequence[torch.device]) -> Iterator[None]:
-    """Make `devices()` return `given` while the block runs."""
-    token = _devices.set(tuple(given))
+def building_on(own: Sequence[torch.device]) -> Iterator[None]:
+    """Make `devices()` return `own` while the block runs."""
+    token = _devices.set(tuple(own))
     try:
         yield
     finally:
         _devices.reset(token)
 
 
-def with_devices(model: Any, given: Sequence[torch.device]) -> Any:
-    """The model's target, with an argument `devices` added if its constructor takes one and the job sets none."""
+def with_devices(model: Any, own: Sequence[torch.device]) -> Any:
+    """Add to the model's target an argument `devices`, if its constructor takes one and the job sets none."""
     if not isinstance(model, Target) or "devices" in model.args:
         return model
     try:
         takes = inspect.signature(resolve("model", model)).parameters
     except (TypeError, ValueError):
         return model
-    return model.model_copy(update={"args": {**model.args, "devices": list(given)}}) if "devices" in takes else model
+    return model.model_copy(update={"args": {**model.args, "devices": list(own)}}) if "devices" in takes else model
 
 
-def input_device(job: Job, model: nn.Module, given: Sequence[torch.device]) -> torch.device:
-    """The device of the inputs: the job's `input_device`, else that of the model's first parameter.
+def input_device(job: Job, model: nn.Module, own: Sequence[torch.device]) -> torch.device:
+    """Return the device of the inputs: the job's `input_device`, else that of the model's first parameter.
 
-    A GPU that `devices` names too is the one of `given` in its place; without `devices`, `cuda:i` is the i-th.
+    A GPU that `devices` names too is the one of `own` in its place; without `devices`, `cuda:i` is the i-th.
     """
-    if (name := job.input_device) is None:
+    name = job.input_device
+    if name is None:
         first = next(model.parameters(), None)
-        return given[0] if first is None or len(given) == 1 else first.device
+        return own[0] if first is None or len(own) == 1 else first.device
     number = gpu_number(name)
     if number is not None and job.devices is not None:
         number = job.devices.index(name) if name in job.devices else None
-    is_own = number is not None and number < len(given) and given[number].type == "cuda"
-    return given[number] if is_own and number is not None else torch.device(name)
+    if number is None or number >= len(own) or own[number].type != "cuda":
+        return torch.device(name)
+    return own[number]
 
 
 class Block(NamedTuple):
@@ -95,12 +310,17 @@ class Block(NamedTuple):
 
 
 def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
-    """The blocks of a model, each placed on one of `count` devices.
+    """Return the blocks of a model, each placed on one of `count` devices.
 
     Raises JobError if a named block does not exist or is part of another one. Raises JobError if there are fewer
     blocks than devices, or if two devices would share a parameter.
     """
-    names = job.blocks or _parts_of(model)
+    if not job.blocks and not isinstance(model, nn.Sequential):
+        raise JobError(
+            f"device_map: auto places the blocks of a torch.nn.Sequential; the model is a "
+            f"{type(model).__qualname__}: name its blocks, in the order in which they run, as blocks: [...]"
+        )
+    names = job.blocks or [name for name, _ in model.named_children()]
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules:
@@ -109,51 +329,12 @@ def blocks_of(job: Job, model: nn.Module, count: int) -> list[Block]:
             raise JobError(f"blocks: {name!r} is a part of another block")
     if len(names) < count:
         raise JobError(f"device_map: {len(names)} blocks ({listed(names)}) cannot be placed on {count} devices")
-    sizes = [_bytes_of(modules[name]) for name in names]
-    places = [place for place, part in enumerate(balance(sizes, count)) for _ in part]
-    found = [Block(*one) for one in zip(names, sizes, places, strict=True)]
-    _check_shared(model, found)
-    return found
-
-
-def _built_on(device: str, job: Job, count: int) -> Any:
-    given = [torch.device(device)] * count
-    with building_on(given), given[0]:
-        return build("model", with_devices(job.model, given))
-
-
-def plan_blocks(job: Job) -> tuple[PlacedBlock, ...]:
-    """Which block of the job's model goes to which device of a worker.
-
-    The model is built on torch's meta device, which takes no memory, or on the CPU if that fails. Raises JobError.
-    """
-    names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
-    try:
-        model = _built_on("meta", job, len(names))
-    except JobError:  # a constructor that reads its weights from a file, or computes with them, needs real memory
-        model = _built_on("cpu", job, len(names))
-    found = blocks_of(job, as_module(model), len(names))
-    return tuple(PlacedBlock(block.name, block.bytes, names[block.device]) for block in found)
-
-
-def as_module(model: object) -> nn.Module:
-    """What the key `model` gave; raises JobError unless it is a torch.nn.Module."""
-    if not isinstance(model, nn.Module):
-        raise JobError(f"model: must give a torch.nn.Module, got {type(model).__qualname__}")
-    return model
-
-
-def _parts_of(model: nn.Module) -> list[str]:
-    if not isinstance(model, nn.Sequential):
-        raise JobError(
-            f"device_map: auto places the blocks of a torch.nn.Sequential; the model is a "
-            f"{type(model).__qualname__}: name its blocks, in the order in which they run, as blocks: [...]"
-        )
-    return [name for name, _ in model.named_children()]
-
-
-def _bytes_of(module: nn.Module) -> int:
-    return sum(one.nbytes for one in [*module.parameters(), *module.buffers()])
+    blocks = [modules[name] for name in names]
+    sizes = [sum(one.nbytes for one in [*block.parameters(), *block.buffers()]) for block in blocks]
+    numbers = [number for number, part in enumerate(balance(sizes, count)) for _ in part]
+    placed = [Block(name, size, number) for name, size, number in zip(names, sizes, numbers, strict=True)]
+    _check_shared(model, placed)
+    return placed
 
 
 def _check_shared(model: nn.Module, blocks: Sequence[Block]) -> None:
@@ -169,37 +350,56 @@ def _check_shared(model: nn.Module, blocks: Sequence[Block]) -> None:
             )
 
 
-def spread(job: Job, model: nn.Module, given: Sequence[torch.device]) -> nn.Module:
+def plan_blocks(job: Job) -> tuple[PlacedBlock, ...]:
+    """Return which block of the job's model goes to which device of a worker.
+
+    The model is built on torch's meta device, which takes no memory, or on the CPU if that fails. Raises JobError.
+    """
+    names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
+    try:
+        model = _built_on("meta", job, len(names))
+    except JobError:  # a constructor that reads its weights from a file, or computes with them, needs real memory
+        model = _built_on("cpu", job, len(names))
+    blocks = blocks_of(job, as_module(model), len(names))
+    return tuple(PlacedBlock(block.name, block.bytes, names[block.device]) for block in blocks)
+
+
+def _built_on(device: str, job: Job, count: int) -> Any:
+    own = [torch.device(device)] * count
+    with building_on(own), own[0]:
+        return build("model", with_devices(job.model, own))
+
+
+def spread(job: Job, model: nn.Module, own: Sequence[torch.device]) -> nn.Module:
     """Move the model's blocks to their devices, in place, with hooks that move their inputs.
 
     Parameters and buffers outside the blocks go to the first device. Raises JobError for a TorchScript module,
     which takes no hooks, and whatever `blocks_of` raises.
     """
-    blocks = blocks_of(job, model, len(given))
-    place_of = {block.name: given[block.device] for block in blocks}
+    device_of = {block.name: own[block.device] for block in blocks_of(job, model, len(own))}
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.jit.ScriptModule):
             raise JobError(
                 f"device_map: {name or 'the model'} is a TorchScript module, which takes no hooks to move its inputs"
             )
-        if name in place_of:
-            module.to(place_of[name])
-            move_inputs(module, place_of[name])
-        elif not any(name.startswith(f"{block}.") for block in place_of) and has_own(module):
-            for own in [*module._parameters.values(), *module._buffers.values()]:
-                if own is not None:
-                    own.data = own.data.to(given[0])
-            move_inputs(module, given[0])
+        if name in device_of:
+            module.to(device_of[name])
+            move_inputs(module, device_of[name])
+        elif not any(name.startswith(f"{block}.") for block in device_of) and has_own(module):
+            for tensor in [*module._parameters.values(), *module._buffers.values()]:
+                if tensor is not None:
+                    tensor.data = tensor.data.to(own[0])
+            move_inputs(module, own[0])
     return model
 
 
 def has_own(module: nn.Module) -> bool:
-    """Whether a module has parameters or buffers of its own."""
+    """Return whether a module has parameters or buffers of its own."""
     return any(one is not None for one in [*module._parameters.values(), *module._buffers.values()])
 
 
 def move_inputs(module: nn.Module, device: torch.device) -> None:
-    """Let a module move what it gets to its device."""
+    """Let a module move its inputs to its device."""
 
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # the usual case, made fast
@@ -217,7 +417,7 @@ _MIXED = (
 
 
 def mixed_devices(model: nn.Module, error: BaseException) -> str:
-    """A hint on an error caused by tensors on two devices: the devices and the module; "" for any other error."""
+    """Return a hint on an error caused by tensors on two devices, with devices and module; "" for any other error."""
     found = next((match for pattern in _MIXED if (match := pattern.search(str(error)))), None)
     if found is None:
         return ""
@@ -228,38 +428,13 @@ def mixed_devices(model: nn.Module, error: BaseException) -> str:
 
 
 def _innermost(model: nn.Module, error: BaseException) -> str:
-    """The name of the innermost module whose forward raised the error; "" for the model itself."""
+    """Return the name of the innermost module whose forward raised the error; "" for the model itself."""
     names = {id(module): name.removeprefix("_orig_mod.") for name, module in model.named_modules()}
     where, trace = "", error.__traceback__
     while trace is not None:
         where = names.get(id(trace.tb_frame.f_locals.get("self")), where)
         trace = trace.tb_next
     return where
-
-
-MOST = 5  # collections
-
-
-def free_memory() -> None:
-    """Free what only reference cycles hold, then the GPU memory that torch keeps for itself.
-
-    It takes more than one collection: a cycle may hold objects of C++, and those the next cycle. The second one finds
-    the model of a training with FSDP.
-    """
-    for _ in range(MOST):
-        if not gc.collect():
-            break
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
-
-
-def remove_hooks(parameters: Iterable[nn.Parameter]) -> None:
-    """Take hooks off gradients: if one holds the model, as a method of it does, the model would never be freed.
-
-    torch keeps these hooks where the garbage collector does not look.
-    """
-    for parameter in parameters:
-        (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).clear()
 
 
 # cuBLAS, CUDA itself and torch's allocator of a CPU raise plain RuntimeErrors with these texts.
@@ -292,36 +467,37 @@ def advised(
     except (RuntimeError, ModelError) as error:
         if not is_out_of_memory(error):
             raise
-        said = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {text_of(error)}"
+        text = str(error) if isinstance(error, ModelError) else f"{where}: {type(error).__name__}: {text_of(error)}"
         more = shards_that_fit() if size is not None and size.rows > 1 else None
-        raise ModelError(f"{said.rstrip('.')}; {advice(job, size, more)}") from error
+        raise ModelError(f"{text.rstrip('.')}; {advice(job, size, more)}") from error
 
 
-def shapes_told(error: BaseException, batch: Any) -> str:
-    """A hint for an out-of-memory error: the dtypes and sizes of the shard's batch; nothing for other errors."""
-    return it_got(batch) if is_out_of_memory(error) else ""
-
-
-def gpu_room(world: World) -> int | None:
-    """The bytes of its GPU that a worker may use; None if it computes on a CPU or on several devices."""
-    if world.device.type != "cuda" or len(world.devices) > 1:
-        return None
-    return int(torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device))
+def batch_hint(error: BaseException, batch: Any) -> str:
+    """Return a hint on an out-of-memory error, the dtypes and sizes of the shard's batch; "" for other errors."""
+    return describe_input(batch) if is_out_of_memory(error) else ""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error, or one that caused it, says that a device has no memory left."""
+    """Return whether the error, or one that caused it, says that a device has no memory left."""
     if error is None:
         return False
-    told = isinstance(error, RuntimeError) and any(text in str(error) for text in TEXTS)
+    has_text = isinstance(error, RuntimeError) and any(text in str(error) for text in TEXTS)
     collective = failed_collective(error)
     of_nccl = collective is not None and collective.cause is Cause.OUT_OF_MEMORY
-    return isinstance(error, torch.OutOfMemoryError) or told or of_nccl or is_out_of_memory(error.__cause__)
+    return isinstance(error, torch.OutOfMemoryError) or has_text or of_nccl or is_out_of_memory(error.__cause__)
 
 
 def advice(job: Job, size: ShardSize | None, more: int | None = None) -> str:
-    """What to change in the job, of which any one may be enough; `more` is a number of shards that would fit."""
-    changes = [] if size is None else [*_smaller(job, size, more)]
+    """Return the changes to the job of which any one may be enough; `more` is a number of shards that would fit."""
+    changes = []
+    if size is not None and size.rows > 1:
+        same = "the same gradient but for BatchNorm" if job.task == "train" else "the same outputs"
+        shards = more or min(2 * size.shards, size.batch_rows)
+        rows = chunk_sizes(size.batch_rows, shards)[0]
+        changes.append(f"shards: {shards} instead of {size.shards} (at most {counted(rows, 'row')} each, {same})")
+        changes.append(f"a smaller {size.key}")
+    if size is not None and job.precision == "fp32":
+        changes.append("precision: bf16")
     if size is None and job.task == "train":
         changes.append("an optimizer with less state")
     changes.append("more GPUs for each worker (gpus_per_worker, device_map: auto)")
@@ -329,225 +505,17 @@ def advice(job: Job, size: ShardSize | None, more: int | None = None) -> str:
     return f"{has}set one of: {listed(changes)}"
 
 
-def _smaller(job: Job, size: ShardSize, more: int | None) -> Iterator[str]:
-    """The changes that make a shard's tensors smaller."""
-    if size.rows > 1:
-        same = "the same gradient but for BatchNorm" if job.task == "train" else "the same outputs"
-        shards = more or min(2 * size.shards, size.batch_rows)
-        rows = chunk_sizes(size.batch_rows, shards)[0]
-        yield f"shards: {shards} instead of {size.shards} (at most {counted(rows, 'row')} each, {same})"
-        yield f"a smaller {size.key}"
-    if job.precision == "fp32":
-        yield "precision: bf16"
+MAX_COLLECTIONS = 5
 
 
-def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
-    """The job's module on `devices`, initialised from the job's seed alone, so it is the same on every worker.
+def free_memory() -> None:
+    """Free what only reference cycles hold, then the GPU memory that torch keeps for itself.
 
-    With several devices, the model places its parts itself, or `device_map` places them. Raises JobError if the
-    model cannot be built, is not a torch.nn.Module or cannot be moved to the devices.
+    It takes more than one collection: a cycle may hold objects of C++, and those the next cycle. The second one finds
+    the model of a training with FSDP.
     """
-    if isinstance(job.model, Target):
-        resolve("model", job.model)  # before seeding: a module may draw random numbers, but on its first import only
-    seed_all(job.seed, next((one for one in devices if one.type == "cuda"), devices[0]))
-    with building_on(devices):
-        built = build("model", with_devices(job.model, devices))
-    model = as_module(built)
-    if len(devices) > 1 and job.device_map is None and not isinstance(job.model, Target):
-        raise JobError(
-            f"model: an object that is made already cannot place its parts on {len(devices)} devices; "
-            "give a target, or set device_map: auto"
-        )
-    _give_each_element_memory(model)
-    try:
-        if len(devices) == 1:
-            return model.to(devices[0])
-        return model if job.device_map is None else spread(job, model, devices)
-    except (RuntimeError, AssertionError) as error:
-        names = ", ".join(map(str, devices))
-        hint = f"; {advice(job, None)}" if is_out_of_memory(error) else ""
-        raise JobError(f"devices: the model cannot be moved to {names}: {error}{hint}") from error
-
-
-def check_model(given: Any) -> None:
-    """Raise JobError if it is known, without building the model, that it is not a torch.nn.Module."""
-    if isinstance(given, Target):
-        found = resolve("model", given)
-        if isinstance(found, nn.Module):
-            kind = type(found).__qualname__
-            raise JobError(
-                f"model: {given.target} is a {kind} that is made already; name its class, or a function that makes it"
-            )
-        check_gives("model", found, nn.Module, "torch.nn.Module")
-    elif not isinstance(given, nn.Module):
-        raise JobError(f"model: must be a torch.nn.Module, got a {type(given).__qualname__}")
-
-
-def _give_each_element_memory(model: nn.Module) -> None:
-    """Copy expanded buffers and frozen parameters: rank 0's values could not be written to them."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
-                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
-        for parameter in module._parameters.values():
-            if (
-                parameter is not None
-                and not is_lazy(parameter)
-                and not parameter.requires_grad
-                and overlaps(parameter)
-            ):
-                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-
-
-class Scripted(nn.Module):
-    """A TorchScript module inside a Python module, since a TorchScript module takes no hooks.
-
-    With `is_exact` it runs op by op. TorchScript rewrites a graph after its first runs, so otherwise its outputs
-    would depend on how often this worker has called it.
-    """
-
-    def __init__(self, scripted: nn.Module, is_exact: bool) -> None:
-        super().__init__()
-        self.scripted = scripted
-        self._is_exact = is_exact
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the TorchScript module, without its optimizations if it must be exact."""
-        with torch.jit.optimized_execution(not self._is_exact):  # type: ignore[attr-defined]
-            return self.scripted(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("scripted"), name)
-
-
-def compiled(model: nn.Module, job: Job) -> nn.Module:
-    """The module to call: the model, its compiled version, or `Scripted`; the parameters stay the model's.
-
-    Of a sharded model, each block is compiled already. Raises JobError for `compile` with a TorchScript module.
-    """
-    if isinstance(model, torch.jit.ScriptModule):
-        if job.compile:
-            raise JobError(
-                "compile: the model is a TorchScript module, which torch.compile does not take; leave it out"
-            )
-        return Scripted(model, is_exact=job.bitwise or job.task != "train")
-    if not job.compile or any(is_sharded(one) for one in model.parameters()):
-        return model
-    # A kernel for dynamic shapes depends on the shapes that a worker saw before. One kernel a shape does not.
-    called: nn.Module = torch.compile(model, dynamic=False if job.bitwise else None)  # type: ignore[assignment]
-    return called
-
-
-def synchronise(model: nn.Module) -> None:
-    """Broadcast rank 0's parameters and buffers; every rank calls this.
-
-    Raises ModelError, on every rank, if their names, sizes, dtypes or order differ between ranks.
-    """
-    if dist.is_initialized():
-        _check_alike(model)
-        _broadcast_state(model)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[UnchangedBuffers]:
-    """Put the model in eval mode while the block runs; then each module returns to its own mode.
-
-    What forwards write is put back too: after the block, and inside it by `restore` of the buffers that it gives.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = UnchangedBuffers(model)
-    model.eval()
-    try:
-        yield buffers
-    finally:
-        buffers.put_back()
-        model.train(modes[0][1])
-        for module, mode in modes:
-            module.training = mode
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a model runs in the job's precision; its parameters keep their dtype."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
-
-
-def call_model(model: nn.Module, inputs: Any, call: str) -> Any:
-    """Call the model as the job's `call` says; `auto` unpacks a tuple or list, and nothing else."""
-    if call == "kwargs":
-        return model(**inputs)
-    if call == "args" or (call == "auto" and isinstance(inputs, tuple | list)):
-        return model(*inputs)
-    return model(inputs)
-
-
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of the module's state_dict, without its other values."""
-    return {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
-
-
-def check_all_tensors(model: nn.Module) -> None:
-    """Raise ModelError if the module's state_dict has other values than tensors: no weights file could hold them.
-
-    A model is loaded with all values of its state_dict, so such a file could never be loaded.
-    """
-    for name, one in model.state_dict().items():
-        if not isinstance(one, torch.Tensor):
-            raise ModelError(
-                f"model.{name} is of type {type(one).__qualname__}: a weights file holds tensors only, and could not "
-                "be loaded without it; have get_extra_state give a tensor, or keep the value in a buffer"
-            )
-
-
-def _state_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-def check_has_shape(name: str, tensor: torch.Tensor) -> None:
-    """Raise ModelError if a lazy module has not given its tensor a shape yet."""
-    if is_lazy(tensor):
-        raise ModelError(f"{name} has no shape yet: run a batch through the model where it is made")
-
-
-def _check_alike(model: nn.Module) -> None:
-    """Raise ModelError, on every rank, unless all have the same tensors in the same order, in which they are sent."""
-    for name, tensor in _state_of(model):
-        check_has_shape(name, tensor)
-    mine = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in _state_of(model)]
-    digests = gathered(hashlib.sha256("\n".join(mine).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    first = json.loads(broadcast(json.dumps(mine)))
-    pairs = itertools.zip_longest(first, mine, fillvalue="nothing")
-    found = next(((there, here) for there, here in pairs if there != here), None)
-    for rank, one in enumerate(gathered(found)):
-        if one is not None:
-            raise ModelError(
-                f"the models of the workers differ: where rank 0 has {one[0]}, rank {rank} has {one[1]}; build the "
-                "same modules in the same order everywhere (a set of names has another order in each process)"
-            )
-
-
-def _broadcast_state(model: nn.Module) -> None:
-    """Broadcast rank 0's parameters and buffers as bytes: gloo and NCCL do not support every dtype."""
-    for name, tensor in _state_of(model):
-        if tensor.layout is not torch.strided or tensor.is_quantized or is_sharded(tensor):
-            continue  # built from the same seed or file on every worker
-        data = tensor.detach()
-        raw = as_bytes(data)
-        with waiting("rank 0's model"):
-            dist.broadcast(raw, src=0)
-        if raw.data_ptr() != data.data_ptr() and dist.get_rank() != 0:
-            _set_to(name, data, from_bytes(raw, data))
-
-
-def _set_to(name: str, data: torch.Tensor, values: torch.Tensor) -> None:
-    try:
-        data.copy_(values)
-    except RuntimeError as error:
-        if not torch.equal(data, values):
-            raise ModelError(f"{name} differs on the workers and cannot be set to rank 0's: {error}") from error
+    for _ in range(MAX_COLLECTIONS):
+        if not gc.collect():
+            break
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

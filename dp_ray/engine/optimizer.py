@@ -1,6 +1,6 @@
-"""Build the optimizer, the scheduler and the fp16 loss scaler of a training.
+"""Build the optimizer and the scheduler of a training; the norm of its gradients; the moving average of its weights.
 
-The exponential moving average of a model's weights, beside the weights, with torch's `swa_utils`.
+The average is exponential, kept beside the weights, with torch's `swa_utils`.
 """
 
 import copy
@@ -28,7 +28,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from dp_ray.engine.buffers import copy_all, same_buffers
 from dp_ray.engine.model import check_has_shape, compiled, tensors_of
-from dp_ray.engine.user_code import raising
+from dp_ray.engine.user_code import reraise_as
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Optimizer, Scheduler, Target
@@ -38,14 +38,11 @@ from dp_ray.plan.split import Split
 from dp_ray.tensors.files import is_dense, is_sharded, laid_out, overlaps
 from dp_ray.text import did_you_mean, listed
 
-HALVES = (torch.float16, torch.bfloat16)
-LENGTHS = ("T_max", "total_steps", "total_iters")  # attributes of torch's schedulers
-
 
 def build_optimizer(
     given: Any, model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of the model's trainable parameters, in the job's parameter groups.
+    """Return the optimizer of the model's trainable parameters, in the job's parameter groups.
 
     `instead` has what the optimizer gets in place of a parameter, by the parameter's id. Raises JobError if there is
     nothing to train or the job gives no usable optimizer. Raises ModelError if a parameter has no shape yet or is an
@@ -61,46 +58,59 @@ def build_optimizer(
     check_unbuilt(given)
     named = {name: (instead or {}).get(id(one), one) for name, one in named.items()}
     if isinstance(given, Optimizer):
-        made = bind("optimizer", given, leading=1)(_groups(given, named))
+        optimizer = bind("optimizer", given, leading=1)(_groups(given, named))
     else:
-        made = _called("optimizer", given, list(named.values()))
-    if not isinstance(made, torch.optim.Optimizer):
-        raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(made).__qualname__}")
-    check_optimizer(type(made))
-    _check_of_model(made, named)
+        optimizer = _call("optimizer", given, list(named.values()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
+    check_optimizer(type(optimizer))
+    # No worker would sum the gradient of another parameter.
+    allowed = {id(one) for one in named.values()}
+    for one in (one for group in optimizer.param_groups for one in group["params"]):
+        if id(one) not in allowed:
+            raise JobError(
+                f"optimizer: holds a parameter of size {list(one.shape)} that is none of the parameters it was "
+                "given; it may take some or all of those, and no others"
+            )
     if isinstance(given, Optimizer):
-        check_groups(given, made)
-    for group in made.param_groups:  # a scheduler writes into them, and the next attempt begins with the job's own
+        _check_groups(given, optimizer)
+    for group in optimizer.param_groups:  # a scheduler writes into them; the next attempt begins with the job's own
         group |= {name: value.detach().clone() for name, value in group.items() if isinstance(value, torch.Tensor)}
-    return made
+    return optimizer
 
 
-def _check_of_model(made: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> None:
-    """Raise JobError if an optimizer holds a parameter that it was not given: no worker would sum its gradient."""
-    own = {id(one) for one in named.values()}
-    for group in made.param_groups:
-        for one in group["params"]:
-            if id(one) not in own:
-                raise JobError(
-                    f"optimizer: holds a parameter of size {list(one.shape)} that is none of the parameters it was "
-                    "given; it may take some or all of those, and no others"
-                )
+def _groups(given: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
+    if not given.groups:
+        return list(named.values())
+    members: list[list[nn.Parameter]] = [[] for _ in given.groups]
+    rest: list[nn.Parameter] = []
+    for name, parameter in named.items():
+        matching = [mine for group, mine in zip(given.groups, members, strict=True) if re.search(group.match, name)]
+        (matching[0] if matching else rest).append(parameter)
+    for group, mine in zip(given.groups, members, strict=True):
+        if not mine:
+            raise JobError(
+                f"optimizer.groups: {group.match!r} matches no trainable parameter that is left; there are "
+                f"{listed(named)}"
+            )
+    groups = [{"params": mine, **group.args} for group, mine in zip(given.groups, members, strict=True)]
+    return [*groups, {"params": rest}] if rest else groups
 
 
-def check_groups(given: Optimizer, made: torch.optim.Optimizer) -> None:
+def _check_groups(given: Optimizer, optimizer: torch.optim.Optimizer) -> None:
     """Raise JobError for args of a group that an optimizer of torch would keep and never read."""
-    if not type(made).__module__.startswith("torch.optim."):
+    if not type(optimizer).__module__.startswith("torch.optim."):
         return
     for number, group in enumerate(given.groups):
-        for name in group.args.keys() - made.defaults.keys():
+        for name in group.args.keys() - optimizer.defaults.keys():
             raise JobError(
-                f"optimizer.groups.{number}.args: {given.label} takes no {name!r}, but {listed(made.defaults)}"
-                f"{did_you_mean(name, made.defaults)}"
+                f"optimizer.groups.{number}.args: {given.label} takes no {name!r}, but {listed(optimizer.defaults)}"
+                f"{did_you_mean(name, optimizer.defaults)}"
             )
 
 
 def check_unbuilt(given: Any) -> None:
-    """Raise JobError where an optimizer is given that is made already, for other parameters than the workers'."""
+    """Raise JobError for an optimizer that is made already, for other parameters than the workers'."""
     if isinstance(given, torch.optim.Optimizer):
         raise JobError(
             "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
@@ -108,35 +118,17 @@ def check_unbuilt(given: Any) -> None:
         )
 
 
-def check_optimizer(found: Any) -> None:
+def check_optimizer(kind: Any) -> None:
     """Raise JobError if a class is not an optimizer, or needs a closure as LBFGS does."""
-    check_gives("optimizer", found, torch.optim.Optimizer, "torch.optim.Optimizer")
-    if not inspect.isclass(found) or not issubclass(found, torch.optim.Optimizer):
+    check_gives("optimizer", kind, torch.optim.Optimizer, "torch.optim.Optimizer")
+    if not inspect.isclass(kind) or not issubclass(kind, torch.optim.Optimizer):
         return
-    closure = inspect.signature(found.step).parameters.get("closure")
+    closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(
-            f"optimizer: {found.__qualname__} computes the loss several times in a step, by a closure; "
+            f"optimizer: {kind.__qualname__} computes the loss several times in a step, by a closure; "
             "take an optimizer whose step() needs none"
         )
-
-
-def _groups(given: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
-    if not given.groups:
-        return list(named.values())
-    found: list[list[nn.Parameter]] = [[] for _ in given.groups]
-    rest: list[nn.Parameter] = []
-    for name, parameter in named.items():
-        matching = [mine for group, mine in zip(given.groups, found, strict=True) if re.search(group.match, name)]
-        (matching[0] if matching else rest).append(parameter)
-    for group, mine in zip(given.groups, found, strict=True):
-        if not mine:
-            raise JobError(
-                f"optimizer.groups: {group.match!r} matches no trainable parameter that is left; there are "
-                f"{listed(named)}"
-            )
-    groups = [{"params": mine, **group.args} for group, mine in zip(given.groups, found, strict=True)]
-    return [*groups, *([{"params": rest}] if rest else [])]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -147,50 +139,28 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """
     optimizer.load_state_dict(state)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    for number, kept in (state.get("state") or {}).items():
+    for number, saved in (state.get("state") or {}).items():
         loaded = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
-        if loaded is None or not isinstance(kept, dict):
+        if loaded is None or not isinstance(saved, dict):
             continue
-        for name, value in kept.items():
+        parameter = parameters[number]
+        for name, value in saved.items():
             if isinstance(value, torch.Tensor) and isinstance(loaded.get(name), torch.Tensor):
-                loaded[name] = _as_kept(value, loaded[name].device, parameters[number])
-
-
-def _as_kept(value: torch.Tensor, device: torch.device, parameter: torch.Tensor) -> torch.Tensor:
-    moved = value.to(device)
-    if is_sharded(value):
-        return moved
-    if value.layout is torch.strided and value.shape == parameter.shape and is_dense(parameter):
-        return laid_out(moved, parameter.stride())
-    return moved
-
-
-def warmed_up(optimizer: torch.optim.Optimizer, shape: str, warmup: float, total_steps: int) -> LRScheduler:
-    """The short form of the job's `scheduler`: of `total_steps` updates, a share or a number are the warm-up.
-
-    Update k of W has (k + 1) / (W + 1) of the optimizer's learning rate; the shape begins with all of it.
-    """
-    rises = warmup if isinstance(warmup, int) else round(warmup * total_steps)
-    left = max(1, total_steps - rises)
-    if shape == "cosine":
-        rest: LRScheduler = CosineAnnealingLR(optimizer, left)
-    elif shape == "linear":
-        rest = LinearLR(optimizer, 1.0, 0.0, left)
-    else:
-        rest = ConstantLR(optimizer, 1.0, 0)
-    if rises == 0:
-        return rest
-    return SequentialLR(optimizer, [LinearLR(optimizer, 1 / (rises + 1), 1.0, rises), rest], [rises])
+                moved = value.to(loaded[name].device)
+                is_whole = not is_sharded(value) and value.layout is torch.strided
+                is_like = is_whole and value.shape == parameter.shape and is_dense(parameter)
+                loaded[name] = laid_out(moved, parameter.stride()) if is_like else moved
 
 
 class Schedule:
     """The job's scheduler, or none, stepped as the job says."""
 
     def __init__(self, given: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._given, self._optimizer = given, optimizer
+        self._given = given
+        self._optimizer = optimizer
         self._per = given.per if isinstance(given, Scheduler) else "step"
         self.metric = (given.metric if isinstance(given, Scheduler) else None) or "loss"
-        self.scheduler: Any = self._built()
+        self.scheduler: Any = self._build()
         if self.scheduler is not None and not hasattr(self.scheduler, "step"):
             raise JobError(
                 f"scheduler: must give an object with a step() method, got {type(self.scheduler).__qualname__}"
@@ -198,10 +168,10 @@ class Schedule:
         if self.watches and self._per != "epoch":
             raise JobError("scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch")
 
-    def _built(self) -> Any:
+    def _build(self) -> Any:
         if isinstance(self._given, Scheduler):
             return bind("scheduler", self._given, leading=1)(self._optimizer)
-        return None if self._given is None else _called("scheduler", self._given, self._optimizer)
+        return None if self._given is None else _call("scheduler", self._given, self._optimizer)
 
     @property
     def watches(self) -> bool:
@@ -217,22 +187,23 @@ class Schedule:
         """Raise JobError if the scheduler, a OneCycleLR, ends before the training, of which `done` steps are done."""
         if not isinstance(self.scheduler, OneCycleLR):
             return
-        left, needed = self.scheduler.total_steps - self.scheduler.last_epoch, num_scheduled(split, self._per, done)
+        left = self.scheduler.total_steps - self.scheduler.last_epoch
+        needed = num_scheduled(split, self._per, done)
         if left < needed:
             raise JobError(too_short(left, needed, self._per))
 
     def begin_anew(self) -> bool:
         """Build the scheduler again, and step it as often as the present one was: for another length of the training.
 
-        The learning rate is then that of a training which had this length from its start. False if the scheduler,
-        which is not of torch's kind, does not tell how often it was stepped.
+        The learning rate is then that of a training which had this length from its start. Returns False if the
+        scheduler, which is not of torch's kind, does not say how often it was stepped.
         """
         if not isinstance(self.scheduler, LRScheduler):
             return False
         done = self.scheduler.last_epoch
         for group in self._optimizer.param_groups:
             group["lr"] = copy.deepcopy(group["initial_lr"])
-        self.scheduler = self._built()
+        self.scheduler = self._build()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch asks for a step of the optimizer between two of the scheduler
             for _ in range(done):
@@ -263,16 +234,63 @@ class Schedule:
             self.scheduler.step(measured[self.metric])
 
 
+LENGTHS = ("T_max", "total_steps", "total_iters")  # attributes of torch's schedulers
+
+
 def _scheduler_lengths(scheduler: Any) -> Iterator[str]:
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _scheduler_lengths(inner)
-    given = ", ".join(f"{name} {getattr(scheduler, name)}" for name in LENGTHS if hasattr(scheduler, name))
-    if given or isinstance(scheduler, LambdaLR):
-        yield type(scheduler).__name__ + (f": {given}" if given else "")
+    own = ", ".join(f"{name} {getattr(scheduler, name)}" for name in LENGTHS if hasattr(scheduler, name))
+    if own or isinstance(scheduler, LambdaLR):
+        yield type(scheduler).__name__ + (f": {own}" if own else "")
+
+
+def warmed_up(optimizer: torch.optim.Optimizer, shape: str, warmup: float, total_steps: int) -> LRScheduler:
+    """Build the short form of the job's `scheduler`: of `total_steps` updates, a share or a number are the warm-up.
+
+    Update k of W has (k + 1) / (W + 1) of the optimizer's learning rate; the shape begins with all of it.
+    """
+    rises = warmup if isinstance(warmup, int) else round(warmup * total_steps)
+    left = max(1, total_steps - rises)
+    if shape == "cosine":
+        rest: LRScheduler = CosineAnnealingLR(optimizer, left)
+    elif shape == "linear":
+        rest = LinearLR(optimizer, 1.0, 0.0, left)
+    else:
+        rest = ConstantLR(optimizer, 1.0, 0)
+    if rises == 0:
+        return rest
+    return SequentialLR(optimizer, [LinearLR(optimizer, 1 / (rises + 1), 1.0, rises), rest], [rises])
+
+
+def _call(key: str, function: Any, first: Any) -> Any:
+    with reraise_as(key, kind=JobError):
+        return function(first)
+
+
+def runs_users_code(given: Any) -> bool:
+    """Return whether an optimizer or a scheduler may run other code than torch's, which may draw random numbers."""
+    if given is None or not isinstance(given, Target):
+        return given is not None
+    named = isinstance(given.target, str)
+    module = given.target.partition(":")[0] if named else getattr(given.target, "__module__", "")
+    return (module.split(".")[:2] != ["torch", "optim"] and module != __name__) or not all(
+        map(_is_plain, given.args.values())
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an argument is a number, a text or a list of such, and no function."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | str)
+
+
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def total_norm(gradients: Sequence[torch.Tensor], known: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:
-    """The norm of all gradients together, computed in fp32 or wider; of some the norm may be `known`."""
+    """Return the norm of all gradients together, computed in fp32 or wider; of some the norm may be `known`."""
     if not gradients:
         return torch.tensor(0.0)
     if not known:
@@ -282,22 +300,21 @@ def total_norm(gradients: Sequence[torch.Tensor], known: Sequence[torch.Tensor |
 
 
 def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each gradient, computed in fp32 or wider."""
+    """Return the norm of each gradient, computed in fp32 or wider."""
     if not gradients:
         return []
     if _are_plain(gradients):
         return list(torch._foreach_norm(list(gradients)))
     if any(one.dtype in HALVES for one in gradients):
         return [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)) for one in gradients]
-    found: dict[int, torch.Tensor] = {}
+    norms: dict[int, torch.Tensor] = {}
     for numbers in _by_kind(gradients):
-        here = torch._foreach_norm([gradients[number] for number in numbers])
-        found.update(zip(numbers, here, strict=True))
-    return [found[number] for number in range(len(gradients))]
+        norms.update(zip(numbers, torch._foreach_norm([gradients[number] for number in numbers]), strict=True))
+    return [norms[number] for number in range(len(gradients))]
 
 
 def norm_of_norms(norms: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients together, from the norm of each."""
+    """Return the norm of all gradients together, from the norm of each."""
     whole: torch.Tensor
     if _are_plain([*gradients, *norms]):
         whole = torch.linalg.vector_norm(torch.stack(list(norms)))
@@ -312,13 +329,13 @@ def norm_of_norms(norms: Sequence[torch.Tensor], gradients: Sequence[torch.Tenso
 
 
 def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors have one device and one dtype, which is no half."""
+    """Return whether all tensors have one device and one dtype, which is no half."""
     kinds = {(one.device, one.dtype) for one in tensors}
     return len(kinds) == 1 and kinds.pop()[1] not in HALVES
 
 
 def _by_kind(gradients: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The gradients of each device and dtype, in the order in which torch's `get_total_norm` adds their norms."""
+    """Group the gradients by device and dtype, in the order in which torch's `get_total_norm` adds their norms."""
     if len({(one.device, one.dtype) for one in gradients}) == 1:
         return [list(range(len(gradients)))]
     empty = [torch.empty(0, dtype=one.dtype, device=one.device) for one in gradients]
@@ -337,63 +354,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def build_scaler(job: Job, device: torch.device) -> torch.amp.GradScaler | None:
-    """The loss scaler for fp16, else None. It checks the reduced gradients, so all ranks skip the same steps."""
-    return torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
-
-
-def runs_users_code(given: Any) -> bool:
-    """Whether an optimizer or a scheduler may run other code than torch's, which may draw random numbers."""
-    if given is None or not isinstance(given, Target):
-        return given is not None
-    named = isinstance(given.target, str)
-    module = given.target.partition(":")[0] if named else getattr(given.target, "__module__", "")
-    return (module.split(".")[:2] != ["torch", "optim"] and module != __name__) or not all(
-        map(_is_plain, given.args.values())
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an argument is a number, a text or a list of such, and no function."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, int | float | str)
-
-
-def _called(key: str, function: Any, first: Any) -> Any:
-    with raising(key, kind=JobError):
-        return function(first)
-
-
 INNER = "module."  # before the names of the model's tensors in the average's state
-
-
-def averaged_model(job: Job, module: nn.Module) -> AveragedModel:
-    """A copy of a module whose parameters are to be their moving average; the buffers stay the module's own.
-
-    Raises JobError if it cannot be copied.
-    """
-    assert job.ema is not None
-    with raising("ema: copying the model", kind=JobError):
-        mean = get_ema_multi_avg_fn(job.ema.decay)  # type: ignore[no-untyped-call]
-        made = AveragedModel(module, multi_avg_fn=mean)
-    made.requires_grad_(False)
-    return made
-
-
-def take_in(averaged: AveragedModel, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-    """What `AveragedModel.update_parameters` does, without waiting for a GPU in each step."""
-    assert averaged.multi_avg_fn is not None
-    mine = [one.detach() for one in averaged.module.parameters()]
-    if not averaged.n_averaged:
-        copy_all(mine, list(parameters))
-    else:
-        for device, dtype in dict.fromkeys((one.device, one.dtype) for one in mine):
-            pairs = zip(mine, parameters, strict=True)
-            here = [pair for pair in pairs if (pair[0].device, pair[0].dtype) == (device, dtype)]
-            averaged.multi_avg_fn([one for one, _ in here], [one for _, one in here], averaged.n_averaged)
-    copy_all(list(averaged.module.buffers()), list(buffers))
-    averaged.n_averaged += 1
 
 
 class Average:
@@ -405,11 +366,11 @@ class Average:
         self._called = compiled(self._averaged.module, job)
 
     def called(self, called: nn.Module) -> nn.Module:
-        """What evaluations call: the average's own model."""
+        """Return the module that evaluations call: the average's own."""
         return self._called
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Nothing takes the model's place."""
+        """Return an empty context: nothing takes the model's place."""
         return nullcontext()
 
     def begin(self) -> None:
@@ -428,11 +389,11 @@ class Average:
         take_in(self._averaged, [one.detach() for one in self._model.parameters()], buffers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The average, by the names of the model's own tensors."""
+        """Return the average, by the names of the model's own tensors."""
         return tensors_of(self._averaged.module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The average and how many updates it has taken in; its tensors are the live ones."""
+        """Return the average and the number of updates that it has taken in; its tensors are the live ones."""
         return self._averaged.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -441,8 +402,36 @@ class Average:
         self._averaged.load_state_dict(state)
 
 
+def averaged_model(job: Job, module: nn.Module) -> AveragedModel:
+    """Copy a module, for its parameters to become their moving average; the buffers stay the module's own.
+
+    Raises JobError if it cannot be copied.
+    """
+    assert job.ema is not None
+    with reraise_as("ema: copying the model", kind=JobError):
+        mean = get_ema_multi_avg_fn(job.ema.decay)  # type: ignore[no-untyped-call]
+        averaged = AveragedModel(module, multi_avg_fn=mean)
+    averaged.requires_grad_(False)
+    return averaged
+
+
+def take_in(averaged: AveragedModel, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+    """Do the same as `AveragedModel.update_parameters`, which would wait for a GPU in each step."""
+    assert averaged.multi_avg_fn is not None
+    mine = [one.detach() for one in averaged.module.parameters()]
+    if not averaged.n_averaged:
+        copy_all(mine, list(parameters))
+    else:
+        for device, dtype in dict.fromkeys((one.device, one.dtype) for one in mine):
+            pairs = zip(mine, parameters, strict=True)
+            here = [pair for pair in pairs if (pair[0].device, pair[0].dtype) == (device, dtype)]
+            averaged.multi_avg_fn([one for one, _ in here], [one for _, one in here], averaged.n_averaged)
+    copy_all(list(averaged.module.buffers()), list(buffers))
+    averaged.n_averaged += 1
+
+
 def weights_of_average(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights in the average's state, as the bare module's `load_state_dict` takes them."""
+    """Return the weights in the average's state, as the bare module's `load_state_dict` takes them."""
     return {name.removeprefix(INNER): one for name, one in state.items() if name.startswith(INNER)}
 
 

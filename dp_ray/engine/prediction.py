@@ -1,14 +1,14 @@
 """The prediction loop of one worker: shard in, outputs out. It uses neither Ray nor files.
 
-What a prediction keeps of a shard's outputs: `after` computes it, `keep` picks from it, `dtype` converts it.
-
-All of this happens on the device. What is left out is never copied from there.
+Begin at `predict`. `outputs.after` computes from a shard's outputs, `keep` picks from them, `dtype` converts them:
+all on the device, so what is left out is never copied from there.
 """
 
 import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,7 +23,7 @@ from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evalua
 from dp_ray.engine.quarantine import Real, as_planned
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.sharded.rounds import Passes
-from dp_ray.engine.user_code import at, it_got, loaded, place, raising
+from dp_ray.engine.user_code import describe_input, locating, location, next_batch, reraise_as
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import Target
@@ -38,8 +38,8 @@ AFTER = "outputs.after"
 WHOLE = "output"  # the path of outputs that are one tensor, as its column is named
 
 
-class Kept:
-    """Reduces the outputs of each shard to what the job keeps of them.
+class OutputSelector:
+    """A function of a shard's outputs, which reduces them to those that the job keeps.
 
     `after` is the user's function, or None. `tell` is called once for each output that `dtype` makes infinite.
     """
@@ -50,43 +50,42 @@ class Kept:
         self._keep = job.outputs.keep
         self._dtype: torch.dtype | None = job.outputs.dtype and getattr(torch, job.outputs.dtype)
         self._tell = tell
-        self._told: set[str] = set()
+        self._reported: set[str] = set()  # outputs that `dtype` has made infinite
 
     def __call__(self, outputs: Any, inputs: Any, shard: Shard) -> Any:
-        """What is kept of the outputs of a shard; an error names step and shard."""
+        """Return what is kept of the outputs of a shard; an error names step and shard."""
         if self.after is not None:
-            with raising(f"{place(shard)}: {AFTER}", lambda _, got=outputs: it_got(got)):  # type: ignore[misc]
+            with reraise_as(f"{location(shard)}: {AFTER}", lambda _, got=outputs: describe_input(got)):  # type: ignore[misc]
                 outputs = self.after(outputs, inputs=inputs) if self._takes_inputs else self.after(outputs)
-            _check_holds_tensors(outputs, shard)
+            if not flatten(outputs)[0]:
+                raise ModelError(f"{location(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
         if self._keep is not None:
-            wanted = chosen(ends(flatten(outputs)[1]), self._keep, place(shard))
-            outputs = subtree(outputs, wanted)
-        return outputs if self._dtype is None else self._converted(outputs, self._dtype, shard)
-
-    def _converted(self, outputs: Any, dtype: torch.dtype, shard: Shard) -> Any:
+            outputs = subtree(outputs, chosen(ends(flatten(outputs)[1]), self._keep, location(shard)))
+        if self._dtype is None:
+            return outputs
         leaves, spec = flatten(outputs)
         made = []
         for path, leaf in zip(spec.paths, leaves, strict=True):
-            made.append(_as_dtype(path or WHOLE, leaf, dtype))
-            if path not in self._told and _overflows(leaf, made[-1]):
-                self._told.add(path)
-                what = f"{path or WHOLE} has numbers too large for {_name(dtype)}, which are kept as inf"
-                self._tell(f"outputs.dtype: {what} (first in {place(shard)})")
+            made.append(_as_dtype(path or WHOLE, leaf, self._dtype))
+            if path not in self._reported and _overflows(leaf, made[-1]):
+                self._reported.add(path)
+                what = f"{path or WHOLE} has numbers too large for {_name(self._dtype)}, which are kept as inf"
+                self._tell(f"outputs.dtype: {what} (first in {location(shard)})")
         return unflatten(spec, made)
 
 
 def chosen(there: Sequence[Keys], patterns: Sequence[str], where: str) -> set[Keys]:
-    """The keys of which the path, or that of a container around them, fits one of the patterns.
+    """Return the keys of which the path, or that of a container around them, fits one of the patterns.
 
     Raises JobError, which lists all paths, if a pattern fits none.
     """
-    found = {pattern: {keys for keys in there if _fits(keys, pattern)} for pattern in patterns}
-    for pattern, keys in found.items():
-        if not keys:
+    by_pattern = {pattern: {keys for keys in there if _fits(keys, pattern)} for pattern in patterns}
+    for pattern, matches in by_pattern.items():
+        if not matches:
             paths = [_path(keys) for keys in there]
             lacks = f"the outputs of {where} have no {pattern!r}{did_you_mean(pattern, paths)}"
             raise JobError(f"outputs.keep: {lacks}; they have {', '.join(paths)}")
-    return set[Keys]().union(*found.values())
+    return set[Keys]().union(*by_pattern.values())
 
 
 def _fits(keys: Keys, pattern: str) -> bool:
@@ -100,14 +99,14 @@ def _path(keys: Keys) -> str:
 
 def check_after(given: Any) -> None:
     """Raise JobError if what `outputs.after` names cannot be imported, called, or called with its args."""
-    found = resolve(AFTER, given) if isinstance(given, Target) else given
-    if not callable(found):
-        raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(found).__qualname__}")
+    after = resolve(AFTER, given) if isinstance(given, Target) else given
+    if not callable(after):
+        raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(after).__qualname__}")
     args = given.args if isinstance(given, Target) else {}
-    leading = [] if isinstance(found, type) else [None]
-    more = {"inputs": None} if takes_inputs(found) and leading else {}
+    leading = [] if isinstance(after, type) else [None]  # a class gets its args alone, and its object the outputs
+    more = {"inputs": None} if takes_inputs(after) and leading else {}
     try:
-        inspect.signature(found).bind(*leading, **{**more, **args})
+        inspect.signature(after).bind(*leading, **{**more, **args})
     except TypeError as error:
         label = given.label if isinstance(given, Target) else type(given).__qualname__
         raise JobError(f"{AFTER}: {label} {error}") from None
@@ -116,7 +115,7 @@ def check_after(given: Any) -> None:
 
 
 def takes_inputs(after: Any) -> bool:
-    """Whether a function has a parameter `inputs` beside its first one, which is for the outputs."""
+    """Return whether a function has a parameter `inputs` beside its first one, which is for the outputs."""
     try:
         parameters = inspect.signature(after.forward if isinstance(after, nn.Module) else after).parameters
     except (TypeError, ValueError):  # a C function may have no signature
@@ -125,7 +124,7 @@ def takes_inputs(after: Any) -> bool:
 
 
 def _built(job: Job, device: torch.device) -> Any:
-    """The function, or the object of the class, that `after` names; a copy of a module, on the device."""
+    """Build the function, or the object of the class, that `after` names; a module is copied to the device."""
     given = job.outputs.after
     seed_all(derive_seed(job.seed, "after"))  # the weights of a module are the same on all workers
     is_class = isinstance(given, Target) and isinstance(resolve(AFTER, given), type)
@@ -135,13 +134,8 @@ def _built(job: Job, device: torch.device) -> Any:
     return copy.deepcopy(made).to(device).eval() if isinstance(made, nn.Module) else made
 
 
-def _check_holds_tensors(outputs: Any, shard: Shard) -> None:
-    if not flatten(outputs)[0]:
-        raise ModelError(f"{place(shard)}: {AFTER} must return tensors or arrays, got {outputs!r:.60}")
-
-
 def _as_dtype(path: str, leaf: Leaf, dtype: torch.dtype) -> Leaf:
-    """A floating leaf in the dtype, where it is; any other leaf unchanged."""
+    """Convert a floating leaf to the dtype, where it is; return any other leaf unchanged."""
     if isinstance(leaf, torch.Tensor):
         return leaf.to(dtype) if leaf.is_floating_point() else leaf
     if leaf.dtype.kind != "f":
@@ -153,7 +147,7 @@ def _as_dtype(path: str, leaf: Leaf, dtype: torch.dtype) -> Leaf:
 
 
 def _overflows(leaf: Leaf, converted: Leaf) -> bool:
-    """Whether a number became infinite. The second look is taken only if there is an infinite number at all."""
+    """Return whether a number became infinite; the second look is taken only if any number is infinite."""
     if leaf is converted:
         return False
     here, there = torch.as_tensor(converted), torch.as_tensor(leaf)
@@ -191,83 +185,76 @@ def predict(
     shard, which runs once more. `passes` run a model that is sharded.
     Raises ModelError, naming step and shard, if the model raises.
     """
-    kept, clock, passes = Kept(job, device, tell), clock or SilentClock(), passes or Passes()
-    seeds, cut = ForwardSeeds(job.seed, model, device, kept.after), (work.split.largest_batch, work.split.shards)
+    select, clock, passes = OutputSelector(job, device, tell), clock or SilentClock(), passes or Passes()
+    seeds, cut = ForwardSeeds(job.seed, model, device, select.after), (work.split.largest_batch, work.split.shards)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
+        runner = _Runner(model, job, seeds, buffers)
         for step, shards in work:
             if not passes.agree(not shards or goes_on(step)):
                 return False
             ran, batches = 0, passes.before(shards, batches, real)
             for shard in shards:
-                with advised(job, place(shard), ShardSize(shard.rows, *cut)):
-                    indices, batch = loaded(batches, place(shard))
+                with advised(job, location(shard), ShardSize(shard.rows, *cut)):
+                    indices, batch = next_batch(batches, location(shard))
                     if (shard := real(shard)).rows:
                         inputs, carried = unloaded(batch, indices)
                         on_inputs(shard, indices, inputs)
                         if on_flops is not None:
-                            on_flops(_flops_of(model, inputs, job, shard, device, buffers, seeds))
+                            on_flops(runner.flops(inputs, shard, device))
                             on_flops = None
                         ran += 1
-                        run = functools.partial(_run, passes, seeds, buffers, model, inputs, job.call, shard, clock)
-                        on_shard(shard, indices, kept(run(), inputs=inputs, shard=shard), carried)
+                        # The outputs get no name: those that are not kept are freed before the next shard.
+                        on_shard(
+                            shard,
+                            indices,
+                            select(runner.outputs(inputs, shard, clock, passes), inputs=inputs, shard=shard),
+                            carried,
+                        )
                         clock.enter(Part.OTHER)
-                with at(place(shard)):
+                with locating(location(shard)):
                     buffers.restore()
-            _stand_in(model, job.call, buffers, passes, passes.missing(work, step, ran))
+            for batch in passes.missing(work, step, ran):  # the others need this worker to gather parameters
+                passes.run(call_model, model, batch, job.call)
+                buffers.restore()
             on_step(step)
     return passes.end()
 
 
-def _run(
-    passes: Passes,
-    seeds: ForwardSeeds,
-    buffers: UnchangedBuffers,
-    model: nn.Module,
-    inputs: Any,
-    call: str,
-    shard: Shard,
-    clock: StepClock,
-) -> Any:
-    """A shard's outputs. The caller gives them no name: what is not kept of them is free before the next shard."""
-    clock.enter(Part.FORWARD)
-    seeds.begin(shard)
-    with buffers.forward():
-        return passes.run(_forward, model, inputs, call, shard, clock)
+@dataclass(frozen=True)
+class _Runner:
+    """A model that runs shards, each with its own random numbers, and with buffers that can be restored."""
 
+    model: nn.Module
+    job: Job
+    seeds: ForwardSeeds
+    buffers: UnchangedBuffers
 
-def _stand_in(model: nn.Module, call: str, buffers: UnchangedBuffers, passes: Passes, batches: Iterator[Any]) -> None:
-    """Run the rounds in which this worker has no rows, and others need it to gather parameters."""
-    for batch in batches:
-        passes.run(call_model, model, batch, call)
-        buffers.restore()
+    def outputs(self, inputs: Any, shard: Shard, clock: StepClock, passes: Passes) -> Any:
+        """Return the shard's outputs."""
+        clock.enter(Part.FORWARD)
+        self.seeds.begin(shard)
+        with self.buffers.forward():
+            return passes.run(self._forward, inputs, shard, clock)
 
+    def flops(self, inputs: Any, shard: Shard, device: torch.device) -> Flops:
+        """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""
+        self.seeds.begin(shard)
+        run = functools.partial(self._forward, copied(inputs), shard, SilentClock())
+        with self.buffers.forward():
+            flops = counted_flops(run, shard.rows, self.job, device)
+        self.buffers.restore()
+        return flops
 
-def _flops_of(
-    model: nn.Module,
-    inputs: Any,
-    job: Job,
-    shard: Shard,
-    device: torch.device,
-    buffers: UnchangedBuffers,
-    seeds: ForwardSeeds,
-) -> Flops:
-    seeds.begin(shard)
-    run = functools.partial(_forward, model, copied(inputs), job.call, shard, SilentClock())
-    with buffers.forward():
-        found = counted_flops(run, shard.rows, job, device)
-    buffers.restore()
-    return found
+    def _forward(self, inputs: Any, shard: Shard, clock: StepClock) -> Any:
+        """Call the model; the clock's part after it is that of the outputs."""
 
+        def hint(error: BaseException) -> str:
+            advice = ""
+            if isinstance(error, TypeError) and isinstance(inputs, Mapping) and self.job.call in ("auto", "one"):
+                advice = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
+            return advice + (mixed_devices(self.model, error) or describe_input(inputs))
 
-def _forward(model: nn.Module, inputs: Any, call: str, shard: Shard, clock: StepClock) -> Any:
-    """The model's outputs; what follows in the step is about them."""
-
-    def hint(error: BaseException) -> str:
-        mistaken = isinstance(error, TypeError) and isinstance(inputs, Mapping) and call in ("auto", "one")
-        one_dict = "; the model got one dict: to pass its keys as keywords, set call: kwargs"
-        return one_dict * mistaken + (mixed_devices(model, error) or it_got(inputs))
-
-    with raising(f"{place(shard)}: model", hint):
-        outputs = call_model(model, inputs, call)
-    clock.enter(Part.OUTPUTS)
-    return outputs
+        with reraise_as(f"{location(shard)}: model", hint):
+            outputs = call_model(self.model, inputs, self.job.call)
+        clock.enter(Part.OUTPUTS)
+        return outputs

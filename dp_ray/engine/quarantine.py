@@ -1,4 +1,7 @@
-"""Load one worker's shards without their bad samples, and tell which rows of a shard are missing."""
+"""Load one worker's shards without their bad samples, and know which rows of a shard are missing.
+
+Begin at `load_good`: it loads as `loading.load_shards` does, but takes the samples of a step before its first shard.
+"""
 
 import dataclasses
 import functools
@@ -48,57 +51,41 @@ from dp_ray.plan.split import Shard, Work
 Real: TypeAlias = Callable[[Shard], Shard]  # a shard without the samples that were set aside
 Keep: TypeAlias = Callable[[Shard, Mapping[int, BadSample]], None]  # keeps a shard's bad samples, by position
 Pieces: TypeAlias = Callable[[], Iterator[Shard]]
-
 UNREAD: tuple[Indices, Screened] = (NOTHING[0], Screened(None, {}))
 CANDIDATES = 5  # good samples of which one becomes the reference
 
 
+def as_planned(shard: Shard) -> Shard:
+    """Return the shard itself, of a job that sets nothing aside."""
+    return shard
+
+
+@dataclasses.dataclass(eq=False)
 class Quarantine:
-    """What this worker has set aside of a dataset; `keep` gets each shard's bad samples before the shard runs.
+    """The samples that this worker has set aside; `keep` gets each shard's bad samples before the shard runs.
 
     `skipping` gives a shard without what the job skips, which is not read.
     """
 
-    def __init__(self, job: Job, reference: Reference, keep: Keep, skipping: Real | None = None) -> None:
-        self.skipping = skipping or as_planned
-        self._job = job
-        self._reference = reference
-        self._keep = keep
-        self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    def screen(self) -> Screen:
-        """What finds the bad samples where they are loaded."""
-        screen = new_screen(self._job)
-        screen.reference = self._reference
-        return screen
+    reference: Reference
+    keep: Keep
+    skipping: Real = as_planned
+    _missing: dict[tuple[int, int], tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def take(self, shard: Shard, bad: Mapping[int, BadSample]) -> Shard:
         """Set samples of a shard aside, by their positions; return the shard without them."""
         self._missing.pop((shard.step, shard.shard), None)  # an earlier evaluation's
         if bad:
-            self._keep(shard, bad)
+            self.keep(shard, bad)
             self._missing[shard.step, shard.shard] = tuple(sorted(bad))
         return self.real(shard)
 
     def real(self, shard: Shard) -> Shard:
-        """The shard without what is skipped, and what was set aside.
+        """Return the shard without what is skipped, and what was set aside.
 
         The latter is known of all shards of a step once its first one is loaded.
         """
         return _without(self.skipping(shard), self._missing.get((shard.step, shard.shard), ()))
-
-
-def as_planned(shard: Shard) -> Shard:
-    """The shard itself, of a job that sets nothing aside."""
-    return shard
-
-
-def new_screen(job: Job) -> Screen:
-    """A screen for a dataset of the job, which must have `on_error`."""
-    assert job.on_error is not None
-    seconds = job.on_error.timeout
-    limit = None if seconds is None else ReadLimit(seconds, num_processes(job))
-    return Screen(job.on_error.finite, job.collate is not None, limit)
 
 
 def load_good(
@@ -117,42 +104,43 @@ def load_good(
     hold_blocks(job, dataset, work)
     make = _whole_batches if job.scatter == "batch" else _shards
     times = times or StepTimes()
-    screen, carry = quarantine.screen(), carried_keys(job)
-    samples = Samples(dataset, job.seed, name, item_keys(job), times=times, screen=screen, carry=carry)
+    screen = new_screen(job, quarantine.reference)
+    samples = Samples(dataset, job.seed, name, item_keys(job), times=times, screen=screen, carry=carried_keys(job))
     return times.waiting(on_device(make(job, samples, quarantine, work, device, pick), device, times.clock))
 
 
 def _shards(
     job: Job, samples: Samples, quarantine: Quarantine, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
-    """Each shard, collated by itself. All shards of a step are read before its first one is given."""
+    """Yield each shard, collated by itself. All shards of a step are read before its first one is given."""
     skipping = quarantine.skipping
     loaded = _loaded(job, samples, functools.partial(filled_shards, work, skipping), device)
     for _, shards in work:
         read = [(one, *(next_batch(loaded) if one.rows else UNREAD)) for one in map(skipping, shards)]
-        taken = [(one, quarantine.take(one, _by_position(one, got)), found, got.batch) for one, found, got in read]
-        for asked, shard, indices, batch in taken:
-            inputs = checked(job, batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
+        # All of the step's samples are taken before its first shard is given: `real` counts the rows of the step.
+        good = [quarantine.take(asked, _by_position(asked, screened)) for asked, _, screened in read]
+        for shard, (asked, indices, screened) in zip(good, read, strict=True):
+            inputs = checked(job, screened.batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")
             yield _of(indices, asked, shard), inputs
 
 
 def _whole_batches(
     job: Job, samples: Samples, quarantine: Quarantine, work: Work, device: torch.device, pick: Pick | None
 ) -> Iterator[Batch]:
-    """The good samples of each global batch, collated together and cut at the borders that the full batch has."""
+    """Yield the good samples of each global batch, collated together, cut at the borders of the full batch."""
     loaded = _loaded(job, samples, functools.partial(filled_batches, work, quarantine.skipping), device)
     for step, shards in work:
         if not shards:
             continue
         asked = quarantine.skipping(work.split.whole(step))
-        indices, got = next_batch(loaded) if asked.rows else UNREAD
-        bad = _by_position(asked, got)
+        indices, screened = next_batch(loaded) if asked.rows else UNREAD
+        bad = _by_position(asked, screened)
         whole = _without(asked, tuple(bad))
-        picked = checked(job, got.batch, pick, whole.rows, f"the global batch of step {step}")
+        picked = checked(job, screened.batch, pick, whole.rows, f"the global batch of step {step}")
         if picked is not None:
             check_rows(job, picked, whole.rows, f"the global batch of step {step}")
-        taken = [quarantine.take(one, {at: bad[at] for at in bad if one.start <= at < one.stop}) for one in shards]
-        yield from pieces_of(whole, taken, _of(indices, asked, whole), picked, job.batch_dim)
+        good = [quarantine.take(one, {at: bad[at] for at in bad if one.start <= at < one.stop}) for one in shards]
+        yield from pieces_of(whole, good, _of(indices, asked, whole), picked, job.batch_dim)
 
 
 def _by_position(piece: Shard, screened: Screened) -> dict[int, BadSample]:
@@ -161,12 +149,12 @@ def _by_position(piece: Shard, screened: Screened) -> dict[int, BadSample]:
 
 
 def _without(shard: Shard, more: tuple[int, ...]) -> Shard:
-    """The shard with more of its positions missing."""
+    """Return the shard with more of its positions missing."""
     return dataclasses.replace(shard, missing=tuple(sorted({*shard.missing, *more}))) if more else shard
 
 
 def _of(indices: Indices, asked: Shard, shard: Shard) -> Indices:
-    """The sample indices of the shard's rows, of those that were asked for."""
+    """Return the sample indices of the shard's rows, of those that were asked for."""
     if asked.missing == shard.missing:
         return indices
     missing = set(shard.missing)
@@ -174,25 +162,34 @@ def _of(indices: Indices, asked: Shard, shard: Shard) -> Indices:
 
 
 def _loaded(job: Job, samples: Samples, pieces: Pieces, device: torch.device, collate: Any = None) -> Iterator[Batch]:
-    """Each piece, read and collated. A loader with a process whose read does not end is replaced by a new one."""
+    """Yield each piece, read and collated. A loader whose process hangs in a read is replaced by a new one."""
     done = 0
     while True:
-        with make_loader(job, samples, functools.partial(_from, pieces, done), device, collate) as loaded:
-            while not isinstance(got := _next_or_hung(loaded, samples.screen), HungRead):
-                if got is None:
+        with make_loader(job, samples, functools.partial(_rest, pieces, done), device, collate) as loaded:
+            batch = _next_or_hung(loaded, samples.screen)
+            while not isinstance(batch, HungRead):
+                if batch is None:
                     return
                 done += 1
-                yield got
-        assert samples.screen is not None
-        _avoid(samples.screen, got)
+                yield batch
+                batch = _next_or_hung(loaded, samples.screen)
+        screen, hung = samples.screen, batch
+        assert screen is not None and screen.limit is not None
+        # The next loader copies the screen to its processes as it starts: they must know of the hung read by then.
+        screen.limit.clear()
+        if hung.sample is None:  # it is not known which of several hangs, so they are read one by one
+            screen.careful.add((hung.epoch, hung.step, hung.shard))
+        else:
+            says = f"reading took more than {screen.limit.seconds:g} s and ignored an alarm, so its process was ended"
+            screen.hung[hung.epoch, hung.sample] = BadSample(hung.sample, "ReadTimeout", says)
 
 
-def _from(pieces: Pieces, done: int) -> Iterator[Shard]:
+def _rest(pieces: Pieces, done: int) -> Iterator[Shard]:
     return islice(pieces(), done, None)
 
 
 def _next_or_hung(loaded: Iterator[Batch], screen: Screen | None) -> Batch | HungRead | None:
-    """The next batch, None after the last; or the read that hangs, whose process is ended."""
+    """Return the next batch, None after the last; or the read that hangs, whose process is ended."""
     while True:
         try:
             return next(loaded, None)
@@ -204,15 +201,12 @@ def _next_or_hung(loaded: Iterator[Batch], screen: Screen | None) -> Batch | Hun
             return hung
 
 
-def _avoid(screen: Screen, hung: HungRead) -> None:
-    """Have the next loader not read a sample whose read hung; if it is not known which, read one by one."""
-    assert screen.limit is not None
-    screen.limit.clear()
-    if hung.sample is None:
-        screen.careful.add((hung.epoch, hung.step, hung.shard))
-        return
-    says = f"reading took more than {screen.limit.seconds:g} s and ignored an alarm, so its process was ended"
-    screen.hung[hung.epoch, hung.sample] = BadSample(hung.sample, "ReadTimeout", says)
+def new_screen(job: Job, reference: Reference | None = None) -> Screen:
+    """Make a screen for a dataset of the job, which must have `on_error`."""
+    assert job.on_error is not None
+    seconds = job.on_error.timeout
+    limit = None if seconds is None else ReadLimit(seconds, num_processes(job))
+    return Screen(job.on_error.finite, job.collate is not None, limit, reference)
 
 
 def find_reference(job: Job, dataset: Any, name: str) -> Reference:
@@ -223,28 +217,27 @@ def find_reference(job: Job, dataset: Any, name: str) -> Reference:
     assert job.on_error is not None
     samples = Samples(dataset, job.seed, name, item_keys(job), screen=new_screen(job))
     tried = min(len(samples), CANDIDATES + job.on_error.quarantine)
-    singly = functools.partial(_singly, tried, len(samples), Skipping(job, dataset))
+    skipping = Skipping(job, dataset)
+
+    def singly() -> Iterator[Shard]:
+        every = (skipping(Shard(-1, -1, at, at + 1)) for at in range(len(samples)))
+        return islice((one for one in every if one.rows), tried)
+
     good: list[tuple[int, Any]] = []
     why = ""
-    for indices, screened in _loaded(job, samples, singly, CPU, _as_they_are):
-        bad = screened.bad.get(0) or _cannot_be_collated(job, int(indices[0]), screened.batch[0])
-        why = f"sample {bad.sample}: {bad.kind}: {bad.message}" if bad else why
-        good += [] if bad else [(int(indices[0]), screened.batch[0])]
+    for indices, screened in _loaded(job, samples, singly, CPU, list):  # the items as they are
+        index = int(indices[0])
+        bad = screened.bad.get(0) or _cannot_be_collated(job, index, screened.batch[0])
+        if bad:
+            why = f"sample {bad.sample}: {bad.kind}: {bad.message}"
+            continue
+        good.append((index, screened.batch[0]))
         if len(good) == CANDIDATES:
             break
-    found = choose_reference(good, collate_of(job) if job.collate is not None else None)
-    if found is None:
+    reference = choose_reference(good, collate_of(job) if job.collate is not None else None)
+    if reference is None:
         raise DataError(f"{name}: none of the first {tried} samples is good; the last one tried is {why}")
-    return found
-
-
-def _singly(count: int, of: int, skipping: Skipping) -> Iterator[Shard]:
-    """The first samples of the order that are not skipped, each by itself."""
-    return islice((one for at in range(of) if (one := skipping(Shard(-1, -1, at, at + 1))).rows), count)
-
-
-def _as_they_are(items: list[Any]) -> list[Any]:
-    return items
+    return reference
 
 
 def _cannot_be_collated(job: Job, index: int, item: Any) -> BadSample | None:

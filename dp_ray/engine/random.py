@@ -37,34 +37,30 @@ def seed_all(number: int, device: torch.device | None = None) -> None:
 
 
 def has_drawn(number: int) -> bool:
-    """Whether torch's generator has been drawn from since `seed_all(number)`."""
+    """Return whether torch's generator has been drawn from since `seed_all(number)`."""
     return not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(number).get_state())
 
 
 def own_generators(owner: Any) -> list[Generator]:
-    """The generators that are attributes of a dataset, of datasets that it wraps, or of a model's modules."""
-    owners = list(owner.modules()) if isinstance(owner, nn.Module) else _wrapped(owner)
+    """Return the generators that are attributes of a dataset, of datasets that it wraps, or of a model's modules."""
+    owners: list[Any] = list(owner.modules()) if isinstance(owner, nn.Module) else []
+    dataset = None if owners else owner
+    while dataset is not None and all(dataset is not one for one in owners):  # datasets may wrap one another
+        owners.append(dataset)
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")
     values = (value for one in owners for value in getattr(one, "__dict__", {}).values())
     return list({id(value): value for value in values if isinstance(value, Generator)}.values())
 
 
-def _wrapped(dataset: Any) -> list[Any]:
-    found: list[Any] = []
-    while dataset is not None and all(dataset is not one for one in found):
-        found.append(dataset)
-        dataset = getattr(dataset, "__dict__", {}).get("dataset")
-    return found
-
-
 def seed_own(generators: list[Generator], number: int) -> None:
     """Seed each generator with a number of its own, derived from `number`, so that no two draw the same numbers."""
-    for place, one in enumerate(generators):
-        seed = derive_seed(number, "generator", place)
+    for position, one in enumerate(generators):
+        seed = derive_seed(number, "generator", position)
         if isinstance(one, torch.Generator):
             one.manual_seed(seed)
         elif isinstance(one, np.random.Generator):
-            fresh: Any = type(one.bit_generator)
-            one.bit_generator.state = fresh(seed).state
+            kind: Any = type(one.bit_generator)  # it has no seed(): a new one has the state that it would set
+            one.bit_generator.state = kind(seed).state
         else:
             one.seed(seed % 2**32)
 
@@ -98,7 +94,7 @@ class RngProbe:
         seed_all(0)
 
     def is_broken(self) -> bool:
-        """Whether a number was drawn since `begin`: then a generator's next number differs."""
+        """Return whether a number was drawn since `begin`: then a generator's next number differs."""
         return _draw() != self._undrawn
 
 
@@ -109,37 +105,32 @@ def _draw() -> Draws:
 @contextmanager
 def preserved(*devices: torch.device) -> Iterator[None]:
     """Restore the global generators and those of the devices after the block: the process may be the user's own."""
-    before = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=list(dict.fromkeys(one for one in devices if one.type == "cuda"))):
         try:
             yield
         finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def random_state(devices: Sequence[torch.device], own: Sequence[Generator]) -> Callable[[], None]:
-    """What sets the global generators, those of the devices and `own` back to where they are now."""
+    """Return a function that restores the present state of the global generators, the devices' and `own`."""
     gpus = [torch.cuda.default_generators[one.index or 0] for one in dict.fromkeys(devices) if one.type == "cuda"]
-    generators: list[Generator] = [torch.default_generator, *gpus, *own]
-    python, numpy = random.getstate(), np.random.get_state()
-    setters = [_setter(one) for one in generators]
+    setters: list[Callable[[], object]] = [
+        functools.partial(random.setstate, random.getstate()),
+        functools.partial(np.random.set_state, np.random.get_state()),
+    ]
+    for one in [torch.default_generator, *gpus, *own]:
+        if isinstance(one, random.Random):
+            setters.append(functools.partial(one.setstate, one.getstate()))
+        elif isinstance(one, np.random.Generator):
+            setters.append(functools.partial(setattr, one.bit_generator, "state", one.bit_generator.state))
+        else:
+            setters.append(functools.partial(one.set_state, one.get_state()))
 
-    def set_back() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for one in setters:
-            one()
+    def restore() -> None:
+        for setter in setters:
+            setter()
 
-    return set_back
-
-
-def _setter(generator: Generator) -> Callable[[], object]:
-    """What sets a generator back to where it is now."""
-    if isinstance(generator, torch.Generator):
-        return functools.partial(generator.set_state, generator.get_state())
-    if isinstance(generator, np.random.Generator):
-        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return functools.partial(generator.set_state, generator.get_state())
-    return functools.partial(generator.setstate, generator.getstate())
+    return restore

@@ -1,10 +1,8 @@
-"""The blocks of a model: those that `strategy: fsdp` gathers, and that `activation_checkpointing` runs again.
+"""The blocks of a model, which `strategy: fsdp` gathers, and which `activation_checkpointing` runs again.
 
-Blocks that keep their inputs alone for the backward, which runs their forward again: less memory, the same bits.
-
-torch's checkpoint does the work. It sets back random numbers of one kind of device, and nothing else. So this module
-sets back all generators that a forward may use, and the buffers that it changes. A block that writes parameters is
-refused.
+A block that runs again keeps only its inputs for the backward: less memory, the same bits. torch's checkpoint does
+the work. It restores random numbers of one kind of device, and nothing else. So this module restores all generators
+that a forward may use, and the buffers that it changes. A block that writes parameters is refused.
 """
 
 import functools
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dp_ray.engine.buffers import version_of
 from dp_ray.engine.clock import uncounted
 from dp_ray.engine.random import Generator, own_generators, random_state
 from dp_ray.errors import JobError, ModelError
@@ -27,36 +26,40 @@ from dp_ray.text import listed
 
 
 def choose_blocks(job: Job, model: nn.Module) -> list[nn.Module]:
-    """The blocks that `fsdp.blocks` names.
+    """Return the blocks that `fsdp.blocks` names.
 
     A module that shares a parameter with one outside it is no block: its parameters go with the rest of the model.
     Raises what `blocks_by_class` raises.
     """
-    found = blocks_by_class("fsdp.blocks", job.fsdp.blocks, model)
-    return [one for one in found if not _shares(one, model)]
+    blocks = blocks_by_class("fsdp.blocks", job.fsdp.blocks, model)
+    return [one for one in blocks if not _shares(one, model)]
 
 
 def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of these classes that have parameters, in the order of the model.
+    """Return the outermost modules of these classes that have parameters, in the order of the model.
 
     Raises JobError, which names the `key`, if the model has no module of a class that is named, or if that is a
     container, like a ModuleList, which is never called.
     """
     if classes == "auto":
-        chosen = _automatic(model)
+        # A model of Hugging Face names the classes of its own blocks.
+        names = {name for one in model.modules() for name in getattr(one, "_no_split_modules", None) or ()}
+        chosen = [one for one in model.modules() if type(one).__name__ in names] or list(_items(model))
     else:
-        there = class_names(model)
+        present = class_names(model)
         for name in classes:
-            if name not in there:
-                raise JobError(f"{key}: the model has no module of class {name}; it has {listed(there)}")
+            if name not in present:
+                raise JobError(f"{key}: the model has no module of class {name}; it has {listed(present)}")
         chosen = [one for one in model.modules() if type(one).__name__ in classes]
         for one in chosen:
             _check_is_called(key, one)
-    return _outermost([one for one in chosen if one is not model and next(one.parameters(), None) is not None])
+    blocks = [one for one in chosen if one is not model and next(one.parameters(), None) is not None]
+    inner = {id(below) for one in blocks for below in one.modules() if below is not one}
+    return [one for one in dict.fromkeys(blocks) if id(one) not in inner]
 
 
 def class_names(model: nn.Module) -> list[str]:
-    """The names of the classes of a model's modules."""
+    """Return the names of the classes of a model's modules, sorted."""
     return sorted({type(one).__name__ for one in model.modules()})
 
 
@@ -72,7 +75,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or instead of a container that is never called, like a ModuleList, what is in it."""
+    """Yield the module, or the modules in a container that is never called, like a ModuleList."""
     if _has_forward(module):
         yield module
     else:
@@ -80,15 +83,8 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
 
 
-def _automatic(model: nn.Module) -> list[nn.Module]:
-    names = {name for one in model.modules() for name in getattr(one, "_no_split_modules", None) or ()}
-    if named := [one for one in model.modules() if type(one).__name__ in names]:
-        return named
-    return list(_items(model))
-
-
 def _items(module: nn.Module) -> Iterator[nn.Module]:
-    """The items of the outermost ModuleLists and Sequentials."""
+    """Yield the items of the outermost ModuleLists and Sequentials."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         for item in module:
             yield from _called(item)
@@ -97,12 +93,8 @@ def _items(module: nn.Module) -> Iterator[nn.Module]:
             yield from _items(child)
 
 
-def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    inner = {id(below) for one in modules for below in one.modules() if below is not one}
-    return [one for one in dict.fromkeys(modules) if id(one) not in inner]
-
-
 def _shares(block: nn.Module, model: nn.Module) -> bool:
+    """Return whether a parameter of the block belongs to a module outside it too."""
     mine = {id(one) for one in block.parameters()}
     return any(
         id(parameter) in mine
@@ -112,7 +104,7 @@ def _shares(block: nn.Module, model: nn.Module) -> bool:
 
 
 def _outside(block: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are reached without the block, also if they are in it too."""
+    """Yield the modules that are reached without the block, also if they are in it too."""
     if module is not block:
         yield module
         for child in module.children():
@@ -120,7 +112,7 @@ def _outside(block: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
 
 
 KEY = "activation_checkpointing"
-Kept: TypeAlias = tuple[nn.Module, str, torch.Tensor]
+BufferPlace: TypeAlias = tuple[nn.Module, str, torch.Tensor]
 # Each GPU has a thread for its backward, and generators are global: one block runs again at a time.
 _one_at_a_time = threading.RLock()
 
@@ -132,17 +124,17 @@ def recompute_blocks(job: Job, model: nn.Module, devices: Sequence[torch.device]
     such block.
     """
     if job.task == "train":
-        for block in _chosen(job, model):
+        for block in _blocks_to_recompute(job, model):
             forward = _Recomputed(block, block.forward, tuple(devices))
             block.forward = functools.wraps(block.forward)(forward)
     return model
 
 
-def _chosen(job: Job, model: nn.Module) -> list[nn.Module]:
-    given = job.activation_checkpointing
-    if given is False:
+def _blocks_to_recompute(job: Job, model: nn.Module) -> list[nn.Module]:
+    value = job.activation_checkpointing
+    if value is False:
         return []
-    blocks = blocks_by_class(KEY, given if isinstance(given, list) else "auto", model)
+    blocks = blocks_by_class(KEY, value if isinstance(value, list) else "auto", model)
     if not blocks:
         raise JobError(
             f"{KEY}: the model has no blocks with parameters, like the items of a ModuleList; name classes of its "
@@ -150,7 +142,7 @@ def _chosen(job: Job, model: nn.Module) -> list[nn.Module]:
         )
     for block in blocks:
         _check(job, model, block)
-    kept = int(given.budget * len(blocks)) if isinstance(given, ActivationBudget) else 0
+    kept = int(value.budget * len(blocks)) if isinstance(value, ActivationBudget) else 0
     return blocks[: len(blocks) - kept]  # the last ones' activations are freed before the first block runs again
 
 
@@ -175,7 +167,7 @@ class _Recomputed:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         own, buffers = own_generators(self._block), _Buffers(self._block)
-        before = {name: _version(one) for name, one in self._block.named_parameters()}
+        before = {name: version_of(one) for name, one in self._block.named_parameters()}
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             return nullcontext(), _as_before(random_state(self._devices, own), self._devices, own, buffers)
@@ -184,7 +176,7 @@ class _Recomputed:
         outputs = checkpoint(self._forward, *args, **keys, **kwargs)
         buffers.forget_unchanged()
         for name, one in self._block.named_parameters():
-            if name in before and _version(one) != before[name]:
+            if name in before and version_of(one) != before[name]:
                 raise ModelError(
                     f"{KEY}: the forward of a {type(self._block).__qualname__} wrote its parameter {name}, and would "
                     "write it again in the backward: write it outside the block, or name other blocks"
@@ -196,48 +188,43 @@ class _Recomputed:
 def _as_before(
     rewind: Callable[[], None], devices: Sequence[torch.device], own: Sequence[Generator], buffers: "_Buffers"
 ) -> Iterator[None]:
-    """While a block runs again: random numbers and buffers are as before its forward. Then they are as they were."""
+    """Set random numbers and buffers, while a block runs again, to their state before its forward."""
     with _one_at_a_time, buffers.as_before(), uncounted():
-        forward = random_state(devices, own)
+        restore = random_state(devices, own)
         rewind()
         try:
             yield
         finally:
-            forward()
+            restore()
 
 
 class _Buffers:
-    """The buffers of a block before its forward, of which those stay that the forward has changed."""
+    """The buffers of a block before its forward; those stay that the forward has changed."""
 
     def __init__(self, block: nn.Module) -> None:
-        there = [(module, name, one) for module in block.modules() for name, one in module._buffers.items()]
-        self._there: list[Kept] = [(module, name, one) for module, name, one in there if one is not None]
-        self._versions = [_version(one) for _, _, one in self._there]
-        self._values = [one.detach().clone() for _, _, one in self._there]
+        places = [(module, name, one) for module in block.modules() for name, one in module._buffers.items()]
+        self._places: list[BufferPlace] = [(module, name, one) for module, name, one in places if one is not None]
+        self._versions = [version_of(one) for _, _, one in self._places]
+        self._values = [one.detach().clone() for _, _, one in self._places]
 
     def forget_unchanged(self) -> None:
-        """Keep no values of buffers that the forward has left alone."""
-        now = zip(self._there, self._versions, self._values, strict=True)
+        """Drop the values of buffers that the forward has left alone: this is called once, right after it."""
         changed = [
-            (place, value)
-            for place, version, value in now
-            if place[0]._buffers[place[1]] is not place[2] or version is None or _version(place[2]) != version
+            ((module, name, one), value)
+            for (module, name, one), version, value in zip(self._places, self._versions, self._values, strict=True)
+            if module._buffers[name] is not one or version is None or version_of(one) != version
         ]
-        self._there, self._values = [place for place, _ in changed], [value for _, value in changed]
+        self._places = [place for place, _ in changed]
+        self._values = [value for _, value in changed]
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """While the block runs: other tensors with the old values take the place of the buffers."""
-        now = [module._buffers[name] for module, name, _ in self._there]
-        for (module, name, _), value in zip(self._there, self._values, strict=True):
+        """Put other tensors with the old values in the place of the buffers, while the block runs."""
+        now = [module._buffers[name] for module, name, _ in self._places]
+        for (module, name, _), value in zip(self._places, self._values, strict=True):
             module._buffers[name] = value.clone()
         try:
             yield
         finally:
-            for (module, name, _), one in zip(self._there, now, strict=True):
+            for (module, name, _), one in zip(self._places, now, strict=True):
                 module._buffers[name] = one
-
-
-def _version(buffer: torch.Tensor) -> int | None:
-    """The tensor's version counter; None for an inference tensor, which has none."""
-    return None if buffer.is_inference() else buffer._version

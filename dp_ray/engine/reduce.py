@@ -1,8 +1,10 @@
 """Sum the shards' gradients to the whole batch's gradient, with the same bits on any number of workers.
 
-Every shard's gradient is a leaf of the fixed tree of `plan.reduction_tree`. A worker adds its own shards in tree
-order while it runs them. DDP passes each bucket to a communication hook as soon as its gradients are ready. The
-hook continues the same tree over the workers:
+`Reduction` is what a step calls; `DdpReduction` is the one of several workers. DDP passes each bucket to a
+communication hook, a `Reducer`, as soon as its gradients are ready.
+
+With `bitwise`, every shard's gradient is a leaf of the fixed tree of `plan.tree`. A worker adds its own shards in
+tree order while it runs them (`ShardSums`). The hook continues the same tree over the workers (`TreeReducer`):
 
 - two workers: an all-reduce. Each worker has one half of the tree, and a sum of two is the same in either order.
 - otherwise: rank r owns slice r of the bucket. An all-to-all sends it that slice of every worker's nodes. It adds
@@ -12,17 +14,10 @@ Bytes that one of W workers sends for a bucket of B bytes, if each worker's shar
 (1 + m) (W-1)/W B, with m at most 2 log2(shards). For m = 1 that is the 2 (W-1)/W B of a ring's all-reduce; m is 1
 for 2 and 4 workers, and if W is a power of two that divides the shards.
 
-What the workers sum beside the gradients goes with them: it needs no collective of its own.
-
-The module that DDP wraps: it computes a shard's loss, or a zero loss on a worker without rows.
-
-Sparse gradients (`nn.Embedding(sparse=True)`): summed over the workers by gathering their rows.
-
-DDP leaves the sum to the backend: NCCL cannot sum sparse tensors, and no worker may lack a gradient.
-
-A step's gradients over all shards and workers: one interface, with a one-worker and a DDP version.
+The step's statistics go with the gradients, in a `StatsBucket`, without a collective of their own.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dp_ray.engine.model import autocast
 from dp_ray.engine.step import Metrics, Row, Step, StepOutput, row_of, run_step
 from dp_ray.engine.world import World, begin_sum, is_gpu, new_group
-from dp_ray.errors import JobError, ModelError
+from dp_ray.errors import ModelError
 from dp_ray.job.job import Job
 from dp_ray.plan.split import worker_shards
 from dp_ray.plan.tree import Node, climb, fold, leaf_pairs, nodes, parents
@@ -50,6 +45,87 @@ from dp_ray.text import listed
 Gradients = list[torch.Tensor | None]
 Sums = torch.futures.Future[torch.Tensor]
 Begun = dist.Work | Sums  # a bucket's sum, which can be waited for
+Work = dist.Work | None
+
+
+@dataclass
+class ShardResult:
+    """The results of the last shard; `row` has the sums and weights of all measures.
+
+    An object of its own, because setting an attribute of a module is slow.
+    """
+
+    step_output: StepOutput = field(default_factory=StepOutput)
+    row: Row | None = None
+
+
+class ShardLoss(nn.Module):
+    """The module that DDP wraps: a shard's batch in, its loss out; a worker without rows passes None and 0 rows."""
+
+    def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self._step = step
+        self._measures = measures
+        self._precision = job.precision
+        self._device = device
+        self.stats_bucket: StatsBucket | None = None
+        self.stats_parameter: nn.Parameter | None = None  # the bucket's, where DDP finds it
+        self._reduced: list[nn.Parameter] = []
+        self.result = ShardResult()
+
+    def prepare(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool, num_stats: int) -> list[str]:
+        """Prepare to be wrapped by DDP; return the names of the parameters `ignored`, for DDP to ignore.
+
+        A bucket then brings `num_stats` numbers to the other workers. With `looks_for_unused`, DDP finds the
+        parameters that no worker used. A worker without rows uses none, but must use one for its backward to reach
+        DDP. So every worker uses the stats' bucket in every step.
+        """
+        names = {id(one) for one in ignored}
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        self._reduced = [] if looks_for_unused else [one for one in trained if id(one) not in names]
+        if num_stats or not self._reduced:
+            self.stats_bucket = StatsBucket(num_stats, trained[0].device)
+            self.stats_parameter = self.stats_bucket.parameter
+        return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
+
+    def forward(self, batch: Any, rows: int) -> torch.Tensor:
+        """Return the sum of the shard's losses, and set `result`; of 0 rows, a zero that DDP can reduce.
+
+        Raises ModelError if the loss depends on no trained parameter.
+        """
+        if rows == 0:
+            zero = torch.zeros((), device=self._device)
+            if self._reduced:
+                zero = ZeroLoss.apply(*self._reduced)  # type: ignore[no-untyped-call]
+            return self._with_stats(zero)
+        with autocast(self._precision, self._device):
+            step_output = run_step(self._step, self.model, batch)
+            loss = self._measures.loss(step_output, rows)
+        with torch.no_grad():
+            self.result.row = row_of([loss, *self._measures(step_output, rows)], self._device)
+        self.result.step_output = step_output
+        if not loss.sum.requires_grad:
+            raise ModelError("the loss does not depend on any parameter that is trained")
+        return self._with_stats(loss.sum)
+
+    def _with_stats(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.stats_bucket is None else self.stats_bucket.attach(loss)
+
+
+class ZeroLoss(torch.autograd.Function):
+    """Zero, with a zero gradient for each of `parameters`."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        """Return zero, a scalar on the device of the first parameter."""
+        ctx.save_for_backward(*parameters)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return negative zeros: added to another worker's gradient, they change no bit."""
+        return tuple(zeros_that_add_nothing(parameter) for parameter in ctx.saved_tensors)
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:
@@ -74,14 +150,14 @@ class ShardSums:
         self._pairs = leaf_pairs(self.root)
 
     def leaves(self, shards: Sequence[int]) -> list[Node]:
-        """The nodes, of one or two shards each, whose gradients autograd makes when `shards` run in order."""
-        made: list[Node] = []
+        """Return the nodes, of one or two shards each, whose gradients autograd makes when `shards` run in order."""
+        leaves: list[Node] = []
         for shard in shards:
-            if made and made[-1] == (shard - 1, shard) and (shard - 1, shard + 1) in self._pairs:
-                made[-1] = (shard - 1, shard + 1)
+            if leaves and leaves[-1] == (shard - 1, shard) and (shard - 1, shard + 1) in self._pairs:
+                leaves[-1] = (shard - 1, shard + 1)
             else:
-                made.append((shard, shard + 1))
-        return made
+                leaves.append((shard, shard + 1))
+        return leaves
 
     def take(self, node: Node) -> None:
         """Move the parameters' gradients, those of `node`, into the sums, and add them as far as the tree allows."""
@@ -90,7 +166,7 @@ class ShardSums:
             parameter.grad = None
         climb(self.held, node, sums, self._parents, add)
 
-    def stand_in(self) -> None:
+    def fill_unused(self) -> None:
         """Give parameters that only earlier shards used a gradient that adds nothing.
 
         DDP remembers that they were used, and fails if it finds no gradient in the last shard's backward.
@@ -107,8 +183,195 @@ class ShardSums:
         self.held = {}
 
 
+class Reduction:
+    """The reduction on a single worker: autograd adds the shards' gradients, or with `sums` the fixed tree does.
+
+    A step calls `begin`; `shard` and `after` for each shard; `finish`. Around its last backward, which a worker
+    without rows runs too, it calls `before_last`, `exchange`, `backward`, `check` and `summed`.
+    """
+
+    has_peers = False  # whether gradients come from other workers too
+    waits_later = False  # whether the last backward does not wait for the other workers' gradients
+
+    def __init__(self, loss: ShardLoss, sums: ShardSums | None, sparse: Sequence[nn.Parameter]) -> None:
+        self.replica: nn.Module = loss
+        self.loss = loss
+        self.sums = sums
+        self.sparse = sparse
+        self._leaves: Sequence[Node] = ()
+
+    def begin(self, shards: Sequence[int], filled: int) -> None:
+        """Begin a step in which the first `filled` shards have rows and this worker runs `shards`."""
+        self._leaves = self.sums.leaves(shards) if self.sums else []
+
+    def shard(self, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of a shard's forward and backward."""
+        return nullcontext()
+
+    def after(self, shard: int, is_last: bool) -> None:
+        """Take a shard's gradients, after its backward, unless autograd is to add the next shard's to them."""
+        if self.sums is None:
+            return
+        for node in self._leaves:
+            if node[1] == shard + 1:
+                self.sums.take(node)
+
+    def before_last(self, stats: torch.Tensor) -> None:
+        """Prepare for the last backward; `stats` go with its gradients, if they can."""
+
+    def exchange(self, stats: torch.Tensor) -> Work:
+        """Start to sum `stats` over the workers, in place; None if they go with the gradients, or for one worker."""
+        return None
+
+    def backward(self) -> AbstractContextManager[object]:
+        """Return the context of the step's last backward, and of what waits for the other workers after it."""
+        return waiting("the other workers' gradients") if self.has_peers else nullcontext()
+
+    def check(self, step: int) -> None:
+        """Raise ModelError if a gradient was not reduced, so that the other workers would wait for it."""
+
+    def summed(self) -> Iterator[list[torch.Tensor]]:
+        """Wait for the other workers' gradients, after the last backward; yield parameters as theirs are summed."""
+        return iter(())
+
+    def finish(self) -> None:
+        """Set the parameters' gradients to the sums over all shards."""
+        sum_over_workers(self.sparse)
+        if self.sums is not None:
+            self.sums.finish()
+
+    def close(self) -> None:
+        """Stop the threads."""
+
+
+class DdpReduction(Reduction):
+    """The reduction over several workers: DDP reduces each bucket as soon as the step's last backward fills it.
+
+    It calls `on_last` with the last bucket. `num_stats` numbers are to be summed beside the gradients.
+    """
+
+    has_peers = True
+
+    def __init__(
+        self,
+        loss: ShardLoss,
+        sums: ShardSums | None,
+        world: World,
+        parameters: dict[str, nn.Parameter],
+        sparse: Sequence[nn.Parameter],
+        finds_unused: bool,
+        num_stats: int,
+        on_last: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__(loss, sums, sparse)
+        # In the tree of three workers and more, one without rows sends nothing; but it may vote to stop.
+        self._sends_stats_along = sums is None or world.world_size == 2
+        # On CPUs the time until the sums are there is used, and to start a collective takes 0.3 ms of it.
+        self.waits_later = not is_gpu(world.device)
+        self._parameters = parameters
+        self._ddp = wrapped(loss, sparse, finds_unused, num_stats if self._sends_stats_along else 0)
+        self._finds_unused = finds_unused
+        self.replica = self._ddp
+        self._reducer = (
+            Reducer(on_last, self.waits_later)
+            if sums is None
+            else TreeReducer(sums, world.world_size, world.rank, on_last, self.waits_later)
+        )
+        self._ddp.register_comm_hook(None, self._reducer.hook)
+        left_out = {id(one) for one in sparse}
+        keep_strides(one for one in parameters.values() if id(one) not in left_out)
+
+    def begin(self, shards: Sequence[int], filled: int) -> None:
+        """Begin a step, in the hook too."""
+        super().begin(shards, filled)
+        self._reducer.begin(filled, self._leaves[-1] if self._leaves else None)
+
+    def shard(self, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of a shard: DDP reduces in the last shard's backward only."""
+        return nullcontext() if is_last else self._ddp.no_sync()
+
+    def after(self, shard: int, is_last: bool) -> None:
+        """Take a shard's gradients, but leave the last shard's to DDP."""
+        if not is_last:
+            super().after(shard, is_last)
+
+    def before_last(self, stats: torch.Tensor) -> None:
+        """Fill in for the parameters that only earlier shards used, and load the stats' bucket."""
+        if self.sums is not None and self._finds_unused:
+            self.sums.fill_unused()
+        if self._sends_stats_along and self.loss.stats_bucket is not None:
+            self.loss.stats_bucket.load(stats)
+
+    def exchange(self, stats: torch.Tensor) -> Work:
+        """Start the all-reduce of `stats`, in place, unless they go with the gradients."""
+        return None if self._sends_stats_along else begin_sum(stats)
+
+    def check(self, step: int) -> None:
+        """Raise ModelError, naming the unused parameters, if DDP did not reduce the last bucket."""
+        if not self._reducer.saw_last:
+            unused = [name for name, one in self._parameters.items() if one.grad is None]
+            raise ModelError(
+                f"step {step}: parameters were not used, so the workers would wait for their gradients for ever: "
+                f"{listed(unused)}; set find_unused_parameters: true"
+            )
+
+    def summed(self) -> Iterator[list[torch.Tensor]]:
+        """Yield the parameters of each bucket in turn; then unload the stats' bucket."""
+        for parameters in self._reducer.summed():
+            yield [one for one in parameters if one is not self.loss.stats_parameter]
+        if self.loss.stats_bucket is not None:
+            self.loss.stats_bucket.unload()
+
+    def finish(self) -> None:
+        """Sum the sparse gradients; DDP has reduced the others."""
+        with waiting("the other workers' sparse gradients"):
+            sum_over_workers(self.sparse)
+        if self.sums is not None:
+            self.sums.held = {}
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._reducer.close()
+
+
+@contextmanager
+def for_trial(loss: ShardLoss, sparse: Sequence[nn.Parameter], is_compiled: bool) -> Iterator[nn.Module]:
+    """Give the replica of a trial before the steps, whose gradients stay on this worker; every rank calls this.
+
+    A compiled model is called within a DDP, as in the steps. There torch cuts the model's graph where DDP's buckets
+    end, so that DDP sums a bucket during the backward. Compiled elsewhere, the graph would stay whole in the steps.
+    """
+    if not is_compiled:
+        yield loss
+        return
+    ddp = wrapped(loss, sparse, finds_unused=False, num_stats=0)
+    with ddp.no_sync():
+        yield ddp
+
+
+def wrapped(
+    loss: ShardLoss, sparse: Sequence[nn.Parameter], finds_unused: bool, num_stats: int
+) -> DistributedDataParallel:
+    """Return DDP around a shard's loss; sparse gradients are left to `sum_over_workers`."""
+    # NCCL cannot sum sparse tensors, and with DDP no worker may lack a gradient.
+    ignored = loss.prepare(sparse, finds_unused, num_stats)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, ignored)  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(), waiting("the other workers to make their DDP"):
+        # torch 2.13 deprecates `broadcast_buffers` for a parameter that older versions do not have.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            loss,
+            broadcast_buffers=False,
+            init_sync=False,
+            find_unused_parameters=finds_unused,
+            gradient_as_bucket_view=True,
+        )
+
+
 class Reducer:
-    """DDP's communication hook: it sums each bucket over the workers, in its memory, which is the gradients'.
+    """DDP's communication hook: it sums each bucket by all-reduce, in its memory, which is the gradients'.
+
+    DDP's own hook averages over the workers. Here each loss is already divided by the rows of the whole batch.
 
     DDP's backward waits for the sums; or with `waits_later` the worker does after it, and can do something else
     before. `on_last` is called once all gradients of a step are there.
@@ -135,17 +398,20 @@ class Reducer:
             self.saw_last = True
             self._on_last()
         if not self._waits_later:
-            return begun if isinstance(begun, torch.futures.Future) else begun.get_future().then(_first_tensor)
+            if isinstance(begun, torch.futures.Future):
+                return begun
+            first: Sums = begun.get_future().then(lambda tensors: tensors.value()[0])
+            return first
         self._begun.append((begun, bucket.parameters()))
         at_once: Sums = torch.futures.Future()
         at_once.set_result(bucket.buffer())
         return at_once
 
     def _begin(self, bucket: GradBucket) -> Begun:
-        raise NotImplementedError
+        return begin_sum(bucket.buffer())
 
     def summed(self) -> Iterator[list[torch.Tensor]]:
-        """Wait for the buckets that the backward did not wait for; gives each one's parameters once it is summed."""
+        """Wait for the buckets that the backward did not wait for; yield each one's parameters once it is summed."""
         for begun, parameters in self._begun:
             begun.wait()
             yield parameters
@@ -184,20 +450,10 @@ class TreeReducer(Reducer):
         """Begin a step; the workers' nodes depend on how many shards have rows."""
         super().begin(filled, last)
         self._last = last
-        if filled not in self._plans:
-            self._plans[filled] = self._plan(filled)
+        if filled not in self._plans:  # each worker's nodes with rows, computed on every worker alike
+            shards = [worker_shards(self._root[1], self._world_size, rank) for rank in range(self._world_size)]
+            self._plans[filled] = [[node for node in nodes(own, self._root) if node[0] < filled] for own in shards]
         self._nodes = self._plans[filled]
-
-    def _plan(self, filled: int) -> list[list[Node]]:
-        """Each worker's nodes with rows, computed on every worker alike."""
-        return [
-            [
-                node
-                for node in nodes(worker_shards(self._root[1], self._world_size, rank), self._root)
-                if node[0] < filled
-            ]
-            for rank in range(self._world_size)
-        ]
 
     def close(self) -> None:
         """Stop the thread."""
@@ -210,7 +466,13 @@ class TreeReducer(Reducer):
         for view, parameter in zip(views, parameters, strict=True):
             if parameter.grad is None:  # not used: DDP leaves +0 there, but only -0 adds nothing
                 view.zero_().neg_()
-        held = self._held(parameters, views)
+        numbers = [self._number.get(id(parameter)) for parameter in parameters]
+        held: dict[Node, Gradients] = {
+            node: [None if number is None else sums[number] for number in numbers]
+            for node, sums in self._sums.held.items()
+        }
+        if self._last is not None:
+            held[self._last] = list(views)  # the last node's gradients are in the bucket itself
         mine = [fold(held, node, add) for node in self._nodes[self._rank]]
         if self._world_size == 2:
             return begin_sum(flat)
@@ -233,13 +495,8 @@ class TreeReducer(Reducer):
         self._thread.submit(self._complete, future, flat, flats, ready)
         return future
 
-    def _stream(self, device: torch.device) -> "torch.cuda.Stream":
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
-
     def _views(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A bucket's gradients in DDP's layout: with the parameter's strides, if these leave no gaps.
+        """Return a bucket's gradients in DDP's layout: with the parameter's strides, if these leave no gaps.
 
         `bucket.gradients()` ignores strides and complex dtypes: it gives contiguous, real views.
         """
@@ -251,23 +508,14 @@ class TreeReducer(Reducer):
             offset += parameter.numel()
         return views
 
-    def _held(self, parameters: Sequence[torch.Tensor], views: list[torch.Tensor]) -> dict[Node, Gradients]:
-        """This worker's sums of the bucket's parameters, by node; those of the last node are the bucket itself."""
-        numbers = [self._number.get(id(parameter)) for parameter in parameters]
-        held: dict[Node, Gradients] = {
-            node: [None if number is None else sums[number] for number in numbers]
-            for node, sums in self._sums.held.items()
-        }
-        if self._last is not None:
-            held[self._last] = list(views)
-        return held
-
     def _complete(self, future: Any, flat: torch.Tensor, flats: list[torch.Tensor], ready: Any) -> None:
         try:
             if ready is None:
                 future.set_result(self._exchange(flat, flats))
                 return
-            stream = self._stream(flat.device)
+            if flat.device not in self._streams:
+                self._streams[flat.device] = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+            stream = self._streams[flat.device]
             # A new thread's current GPU is cuda:0: to come back to it would make a context there, half a gigabyte.
             with torch.cuda.device(flat.device), torch.cuda.stream(stream):
                 stream.wait_event(ready)
@@ -289,36 +537,40 @@ class TreeReducer(Reducer):
         per_owner = [len(flats) * size] * self._world_size
         dist.all_to_all_single(received, by_owner.view(-1), counts, per_owner, group=self._group)
         owners = [node for theirs in self._nodes for node in theirs]
-        slices = {node: [one] for node, one in zip(owners, received.view(-1, size), strict=True)}
-        summed = fold(slices, self._root, _add_slices)
-        assert summed is not None, "every step has rows"
+        slices: dict[Node, Gradients] = {
+            node: [one] for node, one in zip(owners, received.view(-1, size), strict=True)
+        }
+        summed = fold(slices, self._root, add)
+        assert summed is not None and summed[0] is not None, "every step has rows"
         whole = flat.new_empty(self._world_size * size)
         dist.all_gather(list(whole.view(self._world_size, size)), summed[0], group=self._group)
         return flat.copy_(whole[: flat.numel()])
 
 
-def _add_slices(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [right[0].add_(left[0])]
-
-
-def _first_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return future.value()[0]
-
-
 def _laid_out(flat: torch.Tensor, views: list[torch.Tensor], gradients: Gradients) -> torch.Tensor:
-    """Gradients in a new buffer with the bucket's layout; it adds nothing where a gradient is None."""
-    made = zeros_that_add_nothing(flat)
-    numbers, start = _in_own_dtype(made, views[0]), views[0].storage_offset()
+    """Return gradients in a new buffer with the bucket's layout; it adds nothing where a gradient is None."""
+    buffer = zeros_that_add_nothing(flat)
+    numbers, start = _in_own_dtype(buffer, views[0]), views[0].storage_offset()
     for view, gradient in zip(views, gradients, strict=True):
         if gradient is not None:
             numbers.as_strided(view.size(), view.stride(), view.storage_offset() - start).copy_(gradient)
-    return made
+    return buffer
 
 
 def _layout(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    """Size and strides of a parameter's gradient in its bucket."""
+    """Return size and strides of a parameter's gradient in its bucket."""
     like = parameter.detach() if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
     return like.size(), like.stride()
+
+
+def _in_own_dtype(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """View a bucket's memory in the dtype of its parameters: DDP views complex numbers as pairs of real ones."""
+    return torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat
+
+
+def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:
+    """Return zeros with a minus sign: x + -0 is x to the bit, but -0 + 0 is 0."""
+    return torch.zeros_like(like).neg_()
 
 
 def keep_strides(parameters: Iterable[nn.Parameter]) -> None:
@@ -330,52 +582,30 @@ def keep_strides(parameters: Iterable[nn.Parameter]) -> None:
     """
     for parameter in parameters:
         if 1 in parameter.size():
-            parameter.register_post_accumulate_grad_hook(_keeping(*_layout(parameter)))  # type: ignore[no-untyped-call]
+            hook = functools.partial(_set_strides, *_layout(parameter))
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def _keeping(size: torch.Size, strides: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
-    reached = [number for number, length in enumerate(size) if length != 1]
-
-    def hook(parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
-            return
-        found = gradient.stride()
-        if found != strides and all(found[number] == strides[number] for number in reached):
-            gradient.as_strided_(size, strides)
-
-    return hook
-
-
-def _in_own_dtype(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A bucket's memory in the dtype of its parameters: DDP views complex numbers as pairs of real ones."""
-    return torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat
-
-
-class SumReducer(Reducer):
-    """Sums buckets by all-reduce.
-
-    DDP's own hook averages over the workers. Here each loss is already divided by the rows of the whole batch.
-    """
-
-    def _begin(self, bucket: GradBucket) -> Begun:
-        return begin_sum(bucket.buffer())
-
-
-def zeros_that_add_nothing(like: torch.Tensor) -> torch.Tensor:
-    """Zeros with a minus sign: x + -0 is x to the bit, but -0 + 0 is 0."""
-    return torch.zeros_like(like).neg_()
+def _set_strides(size: torch.Size, strides: tuple[int, ...], parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided or gradient.requires_grad:
+        return
+    now = gradient.stride()
+    if now != strides and all(
+        one == other for one, other, length in zip(now, strides, size, strict=True) if length != 1
+    ):
+        gradient.as_strided_(size, strides)
 
 
 ALIGNED = 16  # elements, so that the gradients after it in a bucket stay aligned
 PIECE = torch.int16  # of a number; float32 holds each exactly
 
 
-class Carrier:
+class StatsBucket:
     """A parameter that DDP treats as one of the model's: its gradient is what `load` was given, in pieces of 16 bits.
 
     `count` numbers, float64, are summed to the bit if each of them is 0 on all workers but one: sums of zeros and a
-    piece are exact. Where nothing is loaded, the gradient is zero: all that it does is to have a backward reach DDP.
+    piece are exact. Where nothing is loaded, the gradient is zero: it only has a backward reach DDP.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -394,115 +624,31 @@ class Carrier:
             self._loaded.view(PIECE).view(-1).copy_(self.parameter.grad[: self._pieces])
         self.parameter.grad = self._loaded = None
 
-    def through(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss unchanged, with a backward that also reaches the carrier."""
-        return _Through.apply(loss, self.parameter, self)  # type: ignore[no-untyped-call,no-any-return]
+    def attach(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss unchanged, with a backward that also reaches the bucket."""
+        return _AttachBucket.apply(loss, self.parameter, self)  # type: ignore[no-untyped-call,no-any-return]
 
     def gradient(self) -> torch.Tensor:
-        """The gradient of the parameter."""
-        made = torch.zeros_like(self.parameter)
+        """Return the gradient of the parameter: the loaded numbers, in pieces."""
+        gradient = torch.zeros_like(self.parameter)
         if self._loaded is not None:
-            made[: self._pieces].copy_(self._loaded.view(PIECE).view(-1))
-        return made
+            gradient[: self._pieces].copy_(self._loaded.view(PIECE).view(-1))
+        return gradient
 
 
-class _Through(torch.autograd.Function):
-    """The loss unchanged; the backward gives the carrier its gradient."""
+class _AttachBucket(torch.autograd.Function):
+    """The loss unchanged; the backward gives the bucket its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, _: torch.Tensor, carrier: Carrier) -> torch.Tensor:
-        """The loss, as a view of it."""
-        ctx.carrier = carrier
+    def forward(ctx: Any, loss: torch.Tensor, _: torch.Tensor, bucket: StatsBucket) -> torch.Tensor:
+        """Return the loss, as a view of it."""
+        ctx.bucket = bucket
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """The loss's own gradient, and the carrier's."""
-        return gradients[0], ctx.carrier.gradient(), None
-
-
-@dataclass
-class Found:
-    """What the last shard gave; `row` has the sums and weights of all measures.
-
-    An object of its own, because setting an attribute of a module is slow.
-    """
-
-    step_output: StepOutput = field(default_factory=StepOutput)
-    row: Row | None = None
-
-
-class ShardLoss(nn.Module):
-    """The module that DDP wraps: a shard's batch in, its loss out; a worker without rows passes None and 0 rows."""
-
-    def __init__(self, model: nn.Module, step: Step, measures: Metrics, job: Job, device: torch.device) -> None:
-        super().__init__()
-        self.model = model
-        self._step = step
-        self._measures = measures
-        self._precision = job.precision
-        self._device = device
-        self.carrier: Carrier | None = None
-        self.carried: nn.Parameter | None = None
-        self._reduced: list[nn.Parameter] = []
-        self.found = Found()
-
-    def prepare(self, ignored: Sequence[nn.Parameter], looks_for_unused: bool, num_carried: int) -> list[str]:
-        """Prepare to be wrapped by DDP; returns the names of the parameters `ignored`, for DDP to ignore.
-
-        A carrier then brings `num_carried` numbers to the other workers. With `looks_for_unused`, DDP finds the
-        parameters that no worker used. A worker without rows uses none, but must use one for its backward to reach
-        DDP. So every worker uses the carrier in every step.
-        """
-        names = {id(one) for one in ignored}
-        trained = [one for one in self.model.parameters() if one.requires_grad]
-        self._reduced = [] if looks_for_unused else [one for one in trained if id(one) not in names]
-        if num_carried or not self._reduced:
-            self.carrier = Carrier(num_carried, trained[0].device)
-            self.carried = self.carrier.parameter
-        return [name for name, one in self.named_parameters(remove_duplicate=False) if id(one) in names]
-
-    def forward(self, batch: Any, rows: int) -> torch.Tensor:
-        """The sum of the shard's losses; sets `found`.
-
-        Raises ModelError if the loss depends on no trained parameter.
-        """
-        if rows == 0:
-            return self._carrying(zero_loss(self._reduced, self._device))
-        with autocast(self._precision, self._device):
-            step_output = run_step(self._step, self.model, batch)
-            loss = self._measures.loss(step_output, rows)
-        with torch.no_grad():
-            self.found.row = row_of([loss, *self._measures(step_output, rows)], self._device)
-        self.found.step_output = step_output
-        if not loss.sum.requires_grad:
-            raise ModelError("the loss does not depend on any parameter that is trained")
-        return self._carrying(loss.sum)
-
-    def _carrying(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self.carrier is None else self.carrier.through(loss)
-
-
-def zero_loss(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """The loss of a worker without rows: zero, with a zero gradient for each of the parameters, if there are any."""
-    if not parameters:
-        return torch.zeros((), device=device)
-    return ZeroLoss.apply(*parameters)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class ZeroLoss(torch.autograd.Function):
-    """Zero, with a zero gradient for each of `parameters`."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        """Zero, a scalar on the device of the first parameter."""
-        ctx.save_for_backward(*parameters)
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Negative zeros: added to another worker's gradient, they change no bit."""
-        return tuple(zeros_that_add_nothing(parameter) for parameter in ctx.saved_tensors)
+        """Return the loss's own gradient, and the bucket's."""
+        return gradients[0], ctx.bucket.gradient(), None
 
 
 _UNUSED, _DENSE = -1, -2
@@ -515,14 +661,14 @@ def make_gradients_dense(model: nn.Module) -> None:
 
 
 def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable weights whose gradients are sparse tensors."""
+    """Return the trainable weights whose gradients are sparse tensors, each once."""
     weights = [module.weight for module in _sparse_modules(model)]
-    found = {id(one): one for one in weights if isinstance(one, nn.Parameter) and one.requires_grad}
-    return list(found.values())
+    trained = {id(one): one for one in weights if isinstance(one, nn.Parameter) and one.requires_grad}
+    return list(trained.values())
 
 
 def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
-    """Set each parameter's gradient to its sum over all workers; every rank calls this.
+    """Set each sparse parameter's gradient to its sum over all workers; every rank calls this.
 
     The sum is sparse and coalesced; dense if it is dense on any worker; None if no worker used the parameter.
     """
@@ -537,7 +683,8 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
     dist.all_gather(everybodys, counts)
     for parameter, theirs in zip(parameters, torch.stack(everybodys, 1).tolist(), strict=True):
         if _DENSE in theirs:
-            dense = _densely(parameter)
+            own = parameter.grad
+            dense = torch.zeros_like(parameter) if own is None else own.to_dense() if own.is_sparse else own
             dist.all_reduce(dense)
             parameter.grad = dense
         else:
@@ -545,7 +692,7 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def numbers_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The numbers of a gradient that this worker holds, as a dense tensor that can be changed in place."""
+    """Return the numbers of a gradient that this worker holds, as a dense tensor that can be changed in place."""
     return local(gradient.values() if gradient.is_sparse else gradient)
 
 
@@ -559,18 +706,13 @@ def _count(gradient: torch.Tensor | None) -> int:
     return gradient.values().shape[0] if gradient.is_sparse else _DENSE
 
 
-def _densely(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-
-
 def _gathered(parameter: nn.Parameter, counts: Sequence[int]) -> torch.Tensor | None:
-    """One sparse gradient of all workers' rows; worker r has `counts[r]` of them."""
+    """Return one sparse gradient of all workers' rows; worker r has `counts[r]` of them."""
     most = max(counts)
     if most <= 0:
         return None
     width = parameter.shape[1:]
+    # An all-gather takes tensors of one size: each worker fills its rows up to those of the worker with most.
     rows = torch.zeros(most, dtype=torch.int64, device=parameter.device)
     values = parameter.new_zeros(most, *width)
     if parameter.grad is not None:
@@ -584,212 +726,3 @@ def _gathered(parameter: nn.Parameter, counts: Sequence[int]) -> torch.Tensor | 
     indices = torch.cat([one[:count] for one, count in zip(all_rows, kept, strict=True)])
     numbers = torch.cat([one[:count] for one, count in zip(all_values, kept, strict=True)])
     return torch.sparse_coo_tensor(indices[None], numbers, parameter.shape, check_invariants=False).coalesce()
-
-
-Work = dist.Work | None
-
-
-class Reduction:
-    """The reduction on a single worker: autograd adds the shards' gradients, or with `sums` the fixed tree does.
-
-    A step calls `begin`; `shard` and `after` for each shard; `check`; `finish`. For its last backward it also calls
-    `before_last`, `carry`, `exchange`, `backward` and `unload`; a worker without rows calls these but the first.
-    """
-
-    waits_later = False  # whether the last backward does not wait for the other workers' gradients
-
-    def __init__(self, loss: ShardLoss, sums: ShardSums | None, sparse: Sequence[nn.Parameter]) -> None:
-        self.replica: nn.Module = loss
-        self.loss = loss
-        self.sums = sums
-        self.sparse = sparse
-        self._leaves: Sequence[Node] = ()
-
-    def begin(self, shards: Sequence[int], filled: int) -> None:
-        """Begin a step in which the first `filled` shards have rows and this worker runs `shards`."""
-        self._leaves = self.sums.leaves(shards) if self.sums else []
-
-    def shard(self, is_last: bool) -> AbstractContextManager[object]:
-        """The context of a shard's forward and backward."""
-        return nullcontext()
-
-    def standing_in(self) -> AbstractContextManager[object]:
-        """The context of a round in which this worker's gradients count nothing; only sharded models run such."""
-        return nullcontext()
-
-    def before_last(self) -> None:
-        """Prepare for the backward of this worker's last shard."""
-
-    def carry(self, stats: torch.Tensor) -> None:
-        """Send `stats` with the gradients of the last backward, if they can go with them."""
-
-    def unload(self) -> None:
-        """Set what was carried to its sums, once the gradients are summed."""
-
-    def exchange(self, stats: torch.Tensor) -> Work:
-        """Start to sum `stats` over the workers, in place; None if they are carried, or there is one worker."""
-        return None
-
-    def backward(self) -> AbstractContextManager[object]:
-        """The context of the step's last backward, and of what waits for the other workers after it."""
-        return nullcontext()
-
-    def summed(self) -> Iterator[list[torch.Tensor]]:
-        """Wait for the other workers' gradients, after the last backward; gives parameters as theirs are summed."""
-        return iter(())
-
-    def after(self, shard: int, is_last: bool) -> None:
-        """After a shard's backward, take its gradients, unless autograd is to add the next shard's to them."""
-        if self.sums is None:
-            return
-        for node in self._leaves:
-            if node[1] == shard + 1:
-                self.sums.take(node)
-
-    def check(self, step: int) -> None:
-        """Raise ModelError if a gradient was not reduced, so that the other workers would wait for it."""
-
-    def finish(self) -> None:
-        """Set the parameters' gradients to the sums over all shards."""
-        sum_over_workers(self.sparse)
-        if self.sums is not None:
-            self.sums.finish()
-
-    def close(self) -> None:
-        """Stop the threads."""
-
-
-class DdpReduction(Reduction):
-    """The reduction over several workers: DDP reduces each bucket as soon as the step's last backward fills it.
-
-    It calls `on_last` with the last bucket. `num_stats` numbers are to be summed beside the gradients.
-    """
-
-    def __init__(
-        self,
-        loss: ShardLoss,
-        sums: ShardSums | None,
-        world: World,
-        parameters: dict[str, nn.Parameter],
-        sparse: Sequence[nn.Parameter],
-        finds_unused: bool,
-        num_stats: int,
-        on_last: Callable[[], object] = lambda: None,
-    ) -> None:
-        super().__init__(loss, sums, sparse)
-        # In the tree of three workers and more, one without rows sends nothing; but it may vote to stop.
-        self._carries = sums is None or world.world_size == 2
-        # On CPUs the time until the sums are there is used, and to start a collective takes 0.3 ms of it.
-        self.waits_later = not is_gpu(world.device)
-        self._parameters = parameters
-        self._ddp = wrapped(loss, sparse, finds_unused, num_stats if self._carries else 0)
-        self._finds_unused = finds_unused
-        self.replica = self._ddp
-        ranks = world.world_size, world.rank
-        how = on_last, self.waits_later
-        self._reducer: Reducer = SumReducer(*how) if sums is None else TreeReducer(sums, *ranks, *how)
-        self._ddp.register_comm_hook(None, self._reducer.hook)
-        left_out = {id(one) for one in sparse}
-        keep_strides(one for one in parameters.values() if id(one) not in left_out)
-
-    def begin(self, shards: Sequence[int], filled: int) -> None:
-        """Begin a step, in the hook too."""
-        super().begin(shards, filled)
-        self._reducer.begin(filled, self._leaves[-1] if self._leaves else None)
-
-    def shard(self, is_last: bool) -> AbstractContextManager[object]:
-        """The context of a shard: DDP reduces in the last shard's backward only."""
-        return nullcontext() if is_last else self._ddp.no_sync()
-
-    def before_last(self) -> None:
-        """Give gradients that add nothing to the parameters that only earlier shards used."""
-        if self.sums is not None and self._finds_unused:
-            self.sums.stand_in()
-
-    def carry(self, stats: torch.Tensor) -> None:
-        """Load the carrier."""
-        if self._carries and self.loss.carrier is not None:
-            self.loss.carrier.load(stats)
-
-    def unload(self) -> None:
-        """Unload the carrier."""
-        if self.loss.carrier is not None:
-            self.loss.carrier.unload()
-
-    def exchange(self, stats: torch.Tensor) -> Work:
-        """Start the all-reduce of `stats`, in place, unless they are carried."""
-        return None if self._carries else begin_sum(stats)
-
-    def backward(self) -> AbstractContextManager[object]:
-        """The context of what waits for the other workers: on GPUs the backward itself."""
-        return waiting("the other workers' gradients")
-
-    def summed(self) -> Iterator[list[torch.Tensor]]:
-        """The parameters of each bucket in turn."""
-        for parameters in self._reducer.summed():
-            yield [one for one in parameters if one is not self.loss.carried]
-
-    def after(self, shard: int, is_last: bool) -> None:
-        """Take a shard's gradients, but leave the last shard's to DDP."""
-        if not is_last:
-            super().after(shard, is_last)
-
-    def finish(self) -> None:
-        """Sum the sparse gradients; DDP has reduced the others."""
-        with waiting("the other workers' sparse gradients"):
-            sum_over_workers(self.sparse)
-        if self.sums is not None:
-            self.sums.held = {}
-
-    def close(self) -> None:
-        self._reducer.close()
-
-    def check(self, step: int) -> None:
-        """Raise ModelError, naming the unused parameters, if DDP did not reduce the last bucket."""
-        if not self._reducer.saw_last:
-            unused = [name for name, one in self._parameters.items() if one.grad is None]
-            raise ModelError(
-                f"step {step}: parameters were not used, so the workers would wait for their gradients for ever: "
-                f"{listed(unused)}; set find_unused_parameters: true"
-            )
-
-
-def check_one_type(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise JobError if the parameters are on devices of several types, which DDP does not support."""
-    if len(types := {one.device.type for one in parameters}) > 1:
-        raise JobError(
-            f"devices: must be of one type if there are several workers, got {' and '.join(sorted(types))}"
-        )
-
-
-@contextmanager
-def for_trial(loss: ShardLoss, sparse: Sequence[nn.Parameter], is_compiled: bool) -> Iterator[nn.Module]:
-    """The replica of a trial before the steps, whose gradients stay on this worker; every rank calls this.
-
-    A compiled model is called within a DDP, as in the steps. There torch cuts the model's graph where DDP's buckets
-    end, so that DDP sums a bucket during the backward. Compiled elsewhere, the graph would stay whole in the steps.
-    """
-    if not is_compiled:
-        yield loss
-        return
-    ddp = wrapped(loss, sparse, finds_unused=False, num_carried=0)
-    with ddp.no_sync():
-        yield ddp
-
-
-def wrapped(
-    loss: ShardLoss, sparse: Sequence[nn.Parameter], finds_unused: bool, num_carried: int
-) -> DistributedDataParallel:
-    """DDP around a shard's loss; sparse gradients are left to `sum_over_workers`."""
-    ignored = loss.prepare(sparse, finds_unused, num_carried)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, ignored)  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings(), waiting("the other workers to make their DDP"):
-        # torch 2.13 deprecates `broadcast_buffers` for a parameter that older versions do not have.
-        warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(
-            loss,
-            broadcast_buffers=False,
-            init_sync=False,
-            find_unused_parameters=finds_unused,
-            gradient_as_bucket_view=True,
-        )

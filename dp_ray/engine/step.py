@@ -1,12 +1,9 @@
-"""Run one shard through the model: its outputs, its loss and its metrics.
+"""Run one shard through the model: its outputs, its loss and its metrics. Begin at `build_step` and `Metrics`.
 
 The loss contract: each shard gives a sum and a weight; the whole batch's loss is sum of sums / sum of weights.
-
 A loss, and each metric, returns one number for each row (or element), each of weight 1; or `(sum, weight)`.
-One number for each class, or for each pair of rows, is an error, also where the size is as one number for each row
-has it: `numbers_given` tells them apart.
-
-Which part of a collated batch the model gets: all of it, or the first of a pair (inputs, target).
+One number for each class, or for each pair of rows, is an error, also where its size is that of one number for each
+row: `Metrics` finds out by a trial.
 """
 
 import copy
@@ -21,9 +18,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.loss import _Loss
 
-from dp_ray.engine.model import call_model, mixed_devices, shapes_told
+from dp_ray.engine.model import batch_hint, call_model, mixed_devices
 from dp_ray.engine.random import preserved
-from dp_ray.engine.user_code import got, it_got, one_row_told, raising, shards_told
+from dp_ray.engine.user_code import describe_compared, describe_input, one_row_hint, reraise_as, shards_hint
 from dp_ray.engine.world import World, is_gpu
 from dp_ray.errors import DataError, JobError, ModelError
 from dp_ray.job.job import Job
@@ -36,6 +33,23 @@ from dp_ray.tensors.tree import flatten, map_leaves
 from dp_ray.text import listed
 
 Compare: TypeAlias = Callable[[Any, Any], Any]
+Step: TypeAlias = Callable[[nn.Module, Any], Any]
+Row: TypeAlias = list[float] | torch.Tensor  # sums and weights of a shard; on a GPU a tensor, float64
+
+
+class StepOutput(NamedTuple):
+    """The results of a step on one shard; a user's step may leave out all but the loss.
+
+    `compare` is the loss function, which made `loss` of `outputs` and `target`; None with a user's step.
+    """
+
+    loss: Any = None
+    outputs: Any = None
+    target: Any = None
+    compare: Compare | None = None
+
+
+OnShard: TypeAlias = Callable[[Shard, Any, StepOutput], None]  # gets each shard with its batch and output
 
 
 class Weighted(NamedTuple):
@@ -45,8 +59,171 @@ class Weighted(NamedTuple):
     weight: torch.Tensor | float
 
 
+def build_step(job: Job, world: World) -> Step:
+    """Return the user's step, or the plain one: the model on the inputs, the loss on its outputs and the target.
+
+    If the model is on several devices, the target is moved to the device of the outputs.
+    """
+    if job.step is not None:
+        step: Step = bound("step", job.step)
+        return step
+    loss = None if job.loss is None else build_loss(job.loss, world.devices[-1], job.batch_dim)
+    has_several = len(world.devices) > 1
+
+    def plain_step(model: nn.Module, batch: Any) -> StepOutput:
+        inputs, target = model_inputs(job, batch), batch[1]
+        with reraise_as(
+            "model", lambda error: _model_hint(model, error) or one_row_hint(error) or describe_input(inputs)
+        ):
+            outputs = call_model(model, inputs, job.call)
+        if has_several:
+            target = beside(outputs, target)
+        if loss is None:
+            return StepOutput(None, outputs, target)
+        with reraise_as("loss", lambda _: describe_compared(outputs, target)):
+            return StepOutput(loss(outputs, target), outputs, target, loss)
+
+    return plain_step
+
+
+def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
+    """Call a step; it returns a loss, or a mapping `{"loss": ..., "outputs": ..., "target": ...}`.
+
+    Raises ModelError if the step raises, or if its mapping has no loss or other keys.
+    """
+    with reraise_as("step", lambda error: _model_hint(model, error) or batch_hint(error, batch)):
+        returned = step(model, batch)
+    if isinstance(returned, StepOutput):
+        return returned
+    if not isinstance(returned, Mapping):
+        return StepOutput(returned)
+    if "loss" not in returned or not returned.keys() <= {"loss", "outputs", "target"}:
+        raise ModelError(
+            f"step returned a mapping with the keys {list(returned)}; it must hold 'loss', and may hold 'outputs' "
+            "and 'target'"
+        )
+    return StepOutput(**returned)
+
+
+def beside(outputs: Any, target: Any) -> Any:
+    """Move the target to the device of the first tensor of the outputs."""
+    device = next((leaf.device for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)), None)
+    return target if device is None else map_leaves(lambda leaf: moved(leaf, device), target)
+
+
+def _model_hint(model: nn.Module, error: BaseException) -> str:
+    """Return a hint on an error of code that runs the model: tensors on two devices, or shards."""
+    return mixed_devices(model, error) or shards_hint(error)
+
+
+class Metrics:
+    """The loss, and the metrics that are functions of (outputs, target), as sums and weights.
+
+    They follow the loss contract of `dp_ray.engine.step`.
+    """
+
+    def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0) -> None:
+        self.functions = dict(functions)
+        self._batch_dim = batch_dim
+        self._tried: set[str] = set()  # what a trial has counted the numbers of
+
+    def names(self, has_loss: bool) -> list[str]:
+        """Return the names of the measures, the loss first."""
+        return ["loss", *self.functions] if has_loss else list(self.functions)
+
+    def loss(self, step_output: StepOutput, rows: int) -> Weighted:
+        """Return the sum and weight of the loss of a shard of `rows` rows; raises what `weighted_sum` raises."""
+        return self._weighted_sum("the loss", step_output.compare, step_output.loss, step_output, rows)
+
+    def __call__(self, step_output: StepOutput, rows: int) -> list[Weighted]:
+        """Return the sum and weight of each metric of a shard of `rows` rows.
+
+        Raises ModelError if a metric raises or breaks the loss contract, or if the step gave no outputs.
+        """
+        measured = []
+        for name, function in self.functions.items():
+            if step_output.outputs is None:
+                raise ModelError(
+                    f"metrics.{name}: the step gave no outputs; return them: {{'loss': ..., 'outputs': ...}}"
+                )
+            with reraise_as(f"metrics.{name}", lambda _: describe_compared(step_output.outputs, step_output.target)):
+                value = function(step_output.outputs, step_output.target)
+            measured.append(self._weighted_sum(f"metrics.{name}", function, value, step_output, rows))
+        return measured
+
+    def _weighted_sum(
+        self, what: str, function: Compare | None, value: Any, step_output: StepOutput, rows: int
+    ) -> Weighted:
+        """Return a value's sum and weight; if its size may not come from its rows, a trial tells, once."""
+        weighed = weighted_sum(value, rows, what)
+        if function is None or what in self._tried:
+            return weighed
+        outputs, target = step_output.outputs, step_output.target
+        if _may_not_be_of_rows(value, rows, outputs, target, self._batch_dim):
+            self._tried.add(what)
+            counts = _count_numbers(function, outputs, target, self._batch_dim)
+            if counts is not None:
+                size = f"{what} returned a tensor of size {list(value.shape)} for a shard of {rows} rows"
+                _check_numbers(size, *counts, describe_compared(outputs, target))
+        return weighed
+
+
+def _check_numbers(says: str, one: int, two: int, hint: str) -> None:
+    """Raise ModelError if so many numbers for one row and for two show that they are not of single rows."""
+    if 0 < one == two:
+        raise ModelError(
+            f"{says}, and returns as many numbers for one row as for two: so they are not one for each row, but one "
+            "for each class, say; return one number for each row, or (sum, weight)"
+        )
+    if one > 0 and two == 4 * one:
+        raise ModelError(
+            f"{says}, and returns four times as many numbers for two rows as for one: each output has been compared "
+            f"with each target; give both the same size, or return one number for each row{hint}"
+        )
+
+
+def _may_not_be_of_rows(value: Any, rows: int, outputs: Any, target: Any, batch_dim: int) -> bool:
+    """Return whether the size of a value may come from another dimension of the outputs or target that is as long.
+
+    Or from their rows twice, if outputs and target have been broadcast against each other.
+    """
+    if not isinstance(value, torch.Tensor):
+        return False
+    if rows not in value.shape or list(value.shape).count(rows) > 1:
+        return True
+    others = (
+        length
+        for leaf in flatten((outputs, target))[0]
+        for place, length in enumerate(leaf.shape)
+        if leaf.ndim > 1 and place != rows_dim(leaf, min(batch_dim, leaf.ndim - 1))
+    )
+    return rows in others
+
+
+@torch.no_grad()
+def _count_numbers(function: Compare, outputs: Any, target: Any, batch_dim: int) -> tuple[int, int] | None:
+    """Count the numbers that a function returns for one row and for two; as many are one for each class, say.
+
+    A copy of the function is called with the first row, and with that row twice. None if such a call raises, or
+    returns no tensor.
+    """
+    try:
+        row = map_leaves(
+            _copied, scatter((outputs, target), num_rows((outputs, target), batch_dim) or 1, batch_dim)[0]
+        )
+        trial = copy.deepcopy(function)  # it may keep a state
+        with preserved(_device_of(row)):
+            two = trial(*gather([row, row], [1, 1], batch_dim))
+            one = trial(*row)
+    except Exception:  # it may need more rows, or other outputs and targets than one tensor row each
+        return None
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        return None
+    return one.numel(), two.numel()
+
+
 def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
-    """The sum and weight of what a loss or metric returned for a shard of `rows` rows; `what` names it in errors.
+    """Return the sum and weight of what a loss or metric gave for a shard of `rows` rows; `what` names it in errors.
 
     Raises ModelError if it is one number for the whole shard, whose weight in the batch is unknown. Raises
     ModelError if its size does not match the rows: it has fewer elements, or no dimension is `rows` long and the
@@ -57,9 +234,11 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
     if isinstance(value, tuple | list) and len(value) == 2:
         total, weight = value
         if _is_number(total) and _is_number(weight):
-            is_tensor = isinstance(total, torch.Tensor)
-            number = _at_least_fp32(total) if is_tensor else torch.tensor(total, dtype=torch.float64)
-            return Weighted(number.reshape(()), weight)
+            if not isinstance(total, torch.Tensor):
+                total = torch.tensor(total, dtype=torch.float64)
+            elif _is_half(total):
+                total = total.float()
+            return Weighted(total.reshape(()), weight)
         raise ModelError(
             f"{what} returned a pair of {_kind(total)} and {_kind(weight)}; (sum, weight) are two numbers"
         )
@@ -81,170 +260,190 @@ def weighted_sum(value: Any, rows: int, what: str) -> Weighted:
 
 
 def total_of(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor; half-precision numbers are summed in fp32, since fp16 overflows at 65,504."""
+    """Return the sum of a tensor; half-precision numbers are summed in fp32, since fp16 overflows at 65,504."""
     return values.sum(dtype=torch.float32) if _is_half(values) else values.sum()
-
-
-def may_not_be_of_rows(value: Any, rows: int, outputs: Any, target: Any, batch_dim: int) -> bool:
-    """Whether the size of a value may come from another dimension of the outputs or target that is as long.
-
-    Or from their rows twice, if outputs and target have been broadcast against each other.
-    """
-    if not isinstance(value, torch.Tensor):
-        return False
-    if rows not in value.shape or list(value.shape).count(rows) > 1:
-        return True
-    others = (
-        length
-        for leaf in flatten((outputs, target))[0]
-        for place, length in enumerate(leaf.shape)
-        if leaf.ndim > 1 and place != rows_dim(leaf, min(batch_dim, leaf.ndim - 1))
-    )
-    return rows in others
-
-
-@torch.no_grad()
-def numbers_given(function: Compare, outputs: Any, target: Any, batch_dim: int) -> tuple[int, int] | None:
-    """How many numbers a function returns for one row and for two; as many are one for each class, say.
-
-    A copy of the function is called with the first row, and with that row twice. None if such a call raises, or
-    returns no tensor.
-    """
-    try:
-        row = map_leaves(
-            _copied, scatter((outputs, target), num_rows((outputs, target), batch_dim) or 1, batch_dim)[0]
-        )
-        asked = copy.deepcopy(function)
-        with preserved(_device_of(row)):
-            two = asked(*gather([row, row], [1, 1], batch_dim))
-            one = asked(*row)
-    except Exception:  # it may need more rows, or other outputs and targets than one tensor row each
-        return None
-    both = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
-    return (one.numel(), two.numel()) if both else None
-
-
-class Apart(NamedTuple):
-    """The loss of a shard's first row and of its others, each given to the loss apart, and of all rows together."""
-
-    first: float
-    others: float
-    together: float
-
-
-@torch.no_grad()
-def of_neighbours(
-    compare: Compare, value: Any, seen: tuple[Any, Any], rows: int, batch_dim: int, is_exact: bool
-) -> Apart | None:
-    """What the loss gives apart, if the losses of rows depend on the other rows; None if they do not, or if unknown.
-
-    `value` is what the loss gave for the outputs and target `seen`. A loss of single rows has a sum that is that of
-    its parts, up to rounding, which is small if `is_exact`. A copy of the loss is called, without gradients: twice,
-    and once more if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
-    """
-    try:
-        if rows < 2 or is_torchs(compare) or num_rows(seen, batch_dim) != rows:
-            return None
-        together, size = _sum_and_size(value, rows)
-
-        def again(start: int, stop: int) -> float:
-            asked = copy.deepcopy(compare, _shared(compare))
-            piece = map_leaves(_copied, cut(seen, start, stop, batch_dim))
-            return _sum_and_size(asked(*piece), stop - start)[0]
-
-        with preserved(_device_of(seen)):
-            first, others = again(0, 1), again(1, rows)
-            room = size * (1e-5 if is_exact and isinstance(value, torch.Tensor) else 1e-4 if is_exact else 5e-3)
-            if not abs(together - first - others) > room:  # also where one is no number
-                return None
-            same = abs(again(0, rows) - together) <= room
-    except Exception:  # a user's loss may take no single row, or the device has no memory for another call
-        return None
-    return Apart(first, others, together) if same and math.isfinite(first + others + together) else None
-
-
-def is_torchs(compare: Compare) -> bool:
-    """Whether a loss is one of torch's own classes, whose losses are those of single rows."""
-    while isinstance(compare, functools.partial):
-        inner = [one for one in (compare.func, *compare.args) if isinstance(one, nn.Module)]
-        compare = inner[0] if inner else compare.func
-    return (type(compare) if isinstance(compare, nn.Module) else compare).__module__.startswith("torch.nn.")
-
-
-def _sum_and_size(value: Any, rows: int) -> tuple[float, float]:
-    """The sum of a loss, and by what its rounding is judged: the size of its numbers, or its weight if larger."""
-    weighed = weighted_sum(value, rows, "the loss")
-    if isinstance(value, torch.Tensor):
-        numbers = value.double()
-        return float(numbers.sum()), float(numbers.abs().sum())
-    total = float(weighed.sum)
-    return total, max(abs(total), float(weighed.weight))
-
-
-def _shared(compare: Compare) -> dict[int, Any]:
-    """What `copy.deepcopy` of a loss leaves as it is: its parameters, which may be those of a large model."""
-    modules = [one for one in (compare, getattr(compare, "__self__", None)) if isinstance(one, nn.Module)]
-    return {id(one): one for module in modules for one in module.parameters()}
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
-
-
-def _device_of(tree: Any) -> torch.device:
-    devices = (leaf.device for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor))
-    return next(devices, torch.device("cpu"))
-
-
-def _at_least_fp32(number: torch.Tensor) -> torch.Tensor:
-    return number.float() if _is_half(number) else number
 
 
 def _is_half(values: torch.Tensor) -> bool:
     return values.is_floating_point() and values.dtype.itemsize < torch.float32.itemsize
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of size {list(value.shape)}" if value.ndim else "one number"
+    return f"a {type(value).__qualname__}"
+
+
+def row_of(measured: list[Weighted], device: torch.device) -> Row:
+    """Return sums and weights, 2 * names of them: sum, weight, sum, weight ... Those on a GPU stay there."""
+    numbers = [number for one in measured for number in one]
+    # Only what is on the CPU is read at once: a GPU would be waited for, and a fake tensor has no number.
+    can_be_read = (
+        number.is_cpu if type(number) is torch.Tensor else not isinstance(number, torch.Tensor) for number in numbers
+    )
+    if not is_gpu(device) and all(can_be_read):
+        return [number.item() if isinstance(number, torch.Tensor) else number for number in numbers]
+    return torch.stack([_scalar(number, device) for number in numbers])
+
+
+def _scalar(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """Return the number on the device, without waiting for the device."""
+    if isinstance(number, torch.Tensor):
+        return number.detach().to(device, torch.float64).reshape(())
+    return torch.full((), number, dtype=torch.float64, device=device)
+
+
+def as_tensor(row: Row, device: torch.device) -> torch.Tensor:
+    """Return a row as a tensor on the device, float64."""
+    return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64, device=device)
+
+
+LEAVES_OUT = "inputs: auto gives the model the first of each pair (inputs, target), and leaves the target out"
+GIVES_BOTH = (
+    "inputs: auto gives the model both of each pair, as its forward may take two; if the second is a target, "
+    "set inputs: first"
+)
+STEP = (
+    "write a step; for dict items and a model like Hugging Face's: def step(model, batch): outputs = model(**batch); "
+    "return {'loss': (outputs.loss * n, n), 'outputs': outputs.logits, 'target': batch['labels']}, where n is the "
+    "number of labels that count, like (batch['labels'] != -100).sum()"
+)
+
+
+def model_inputs(job: Job, batch: Any) -> Any:
+    """Return the model's part of a collated batch, decided by the job alone.
+
+    Raises DataError if the task, or `inputs: first`, needs pairs (inputs, target) and the batch is not one.
+    """
+    _check_pair(job, batch)
+    return batch[0] if job.gives_first else batch
+
+
+def _check_pair(job: Job, batch: Any) -> None:
+    if job.task != "predict" and not _is_pair(batch):
+        advice = ""
+        if isinstance(batch, Mapping):
+            advice = f"name keys of its items, like inputs: [x] and target: y (it has {listed(batch)}); or "
+        elif isinstance(batch, tuple | list) and len(batch) > 2:
+            advice = "a model of several inputs takes items like ((a, b), target); or "
+        raise DataError(
+            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}; "
+            f"{advice}{STEP}"
+        )
+    if job.gives_first and not (isinstance(batch, tuple | list) and batch):
+        raise DataError(
+            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_described(batch)}; leave "
+            "inputs out, and for a dict whose keys are the model's arguments set call: kwargs"
+        )
+
+
+class PredictInputs:
+    """Picks the model's part of each batch of a prediction; with `inputs: auto`, by the signature of its forward.
+
+    `note` is called once if a target is left out, or if one may reach the model.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, note: Callable[[str], None]) -> None:
+        self._job = job
+        self._arguments = _num_positional(model)
+        self._note = note
+        self._has_noted = False
+
+    def __call__(self, batch: Any) -> Any:
+        if self._job.inputs != "auto" or not _is_pair(batch):
+            return model_inputs(self._job, batch)
+        least, most = self._arguments
+        gives_first = _takes_first(self._job, least, most, batch[0])
+        may_take_target = self._job.call in ("auto", "args") and least < 2 <= most
+        if not self._has_noted and (gives_first or may_take_target):
+            self._note(LEAVES_OUT if gives_first else GIVES_BOTH)
+        self._has_noted = True
+        return batch[0] if gives_first else batch
+
+
+def _takes_first(job: Job, least: int, most: float, first: Any) -> bool:
+    """Return whether the model takes the first of a pair, rather than both.
+
+    `least` and `most` are how many positional arguments its forward takes. `first` is the pair's first item.
+    If the job has a loss or metrics, a pair is (inputs, target).
+    """
+    has_targets = job.loss is not None or bool(job.metrics)
+    if job.call == "kwargs":
+        return isinstance(first, Mapping)
+    if job.call == "one" or least < 2 <= most:
+        return has_targets
+    return most < 2 or (has_targets and isinstance(first, tuple | list))
+
+
+def _num_positional(model: nn.Module) -> tuple[int, float]:
+    """Return how many positional arguments the model's forward takes, at least and at most; 0 and inf if unknown."""
+    if isinstance(model, torch.jit.ScriptModule):
+        forward: Any = model.forward
+        arguments = [one for one in forward.schema.arguments[1:] if not one.kwarg_only]
+        return sum(not one.has_default_value() for one in arguments), len(arguments)
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # a C function may have no signature
+        return 0, float("inf")
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    return sum(one.default is one.empty for one in positional), float("inf") if takes_any else len(positional)
+
+
+def _described(batch: Any) -> str:
+    return f"a {type(batch).__qualname__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, tuple | list) and len(batch) == 2
+
+
 def build_loss(given: Any, device: torch.device, batch_dim: int = 0) -> Compare:
-    """The job's loss as a function of (outputs, target); torch's own losses are built unreduced.
+    """Return the job's loss as a function of (outputs, target); torch's own losses are built unreduced.
 
     Raises JobError if it cannot be called, has parameters to train, or asks for a reduction that has no mean over
     the whole global batch.
     """
-    made = _named_loss(given, batch_dim) if isinstance(given, Target) else _given_loss(given, batch_dim)
-    if isinstance(made, nn.Module):
-        if any(parameter.requires_grad for parameter in made.parameters()):
+    loss = _from_target(given, batch_dim) if isinstance(given, Target) else _unreduced(given, batch_dim)
+    if isinstance(loss, nn.Module):
+        if any(parameter.requires_grad for parameter in loss.parameters()):
             raise JobError("loss: has parameters of its own to train; make it a part of the model, and use step")
-        made = made.to(device)
-    if isinstance(made, nn.CrossEntropyLoss | nn.NLLLoss):
-        return functools.partial(_of_classes, made)
-    if not callable(made):
-        raise JobError(f"loss: must be a function of (outputs, target), got {_kind(made)}")
-    compare: Compare = made
+        loss = loss.to(device)
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return functools.partial(_of_classes, loss)
+    if not callable(loss):
+        raise JobError(f"loss: must be a function of (outputs, target), got {_kind(loss)}")
+    compare: Compare = loss
     return compare
 
 
-def _made(found: Any, target: Target) -> Any:
-    """The loss: an object of the class `found`, or the function `found` with the target's args."""
-    return bind("loss", target)() if inspect.isclass(found) else bound("loss", target)
-
-
-def _named_loss(target: Target, batch_dim: int) -> Any:
-    found = resolve("loss", target)
-    if found in _AS_MODULES:
-        return _named_loss(Target(target=f"torch.nn:{_AS_MODULES[found]}", args=target.args), batch_dim)
-    is_torchs = getattr(found, "__module__", "").startswith("torch.nn.")
-    if not is_torchs or "reduction" not in inspect.signature(found).parameters:
-        return _given_loss(_made(found, target), batch_dim)
-    for name in {"size_average", "reduce"} & target.args.keys():
-        raise JobError(
-            f"loss.args.{name}: torch's old name for a reduction; leave it out for the mean over all elements"
-        )
+def _from_target(target: Target, batch_dim: int) -> Any:
+    named = resolve("loss", target)
+    if named in _AS_MODULES:
+        return _from_target(Target(target=f"torch.nn:{_AS_MODULES[named]}", args=target.args), batch_dim)
+    is_torchs = getattr(named, "__module__", "").startswith("torch.nn.")
+    has_reduction = is_torchs and "reduction" in inspect.signature(named).parameters
     reduction = target.args.get("reduction", "none")
-    if reduction not in ("none", "mean") and (found, reduction) != (nn.KLDivLoss, "batchmean"):
-        raise JobError(f"loss.args.reduction: {_means(reduction)}")
-    target = _unreduced(target)
-    made = _made(found, target)
-    return functools.partial(_per_row, made, batch_dim) if reduction == "batchmean" else made
+    if has_reduction:
+        for name in {"size_average", "reduce"} & target.args.keys():
+            raise JobError(
+                f"loss.args.{name}: torch's old name for a reduction; leave it out for the mean over all elements"
+            )
+        if reduction not in ("none", "mean") and (named, reduction) != (nn.KLDivLoss, "batchmean"):
+            raise JobError(f"loss.args.reduction: {_means(reduction)}")
+        # A list of numbers is that of the classes' weights.
+        tensors = {
+            name: _as_weights(torch.tensor(value)) for name, value in target.args.items() if isinstance(value, list)
+        }
+        target = target.model_copy(update={"args": {**target.args, **tensors, "reduction": "none"}})
+    loss = bind("loss", target)() if inspect.isclass(named) else bound("loss", target)
+    if not has_reduction:
+        return _unreduced(loss, batch_dim)
+    return functools.partial(_per_row, loss, batch_dim) if reduction == "batchmean" else loss
 
 
 # The modules' means divide by the weights of the classes, and batchmean by the rows, so the functions must too.
@@ -255,27 +454,8 @@ _AS_MODULES: Mapping[Any, str] = {
 }
 
 
-def _means(reduction: Any) -> str:
-    return (
-        "the loss is the mean over the whole global batch, so that the split does not matter, and reduction cannot "
-        f"be {reduction!r}; leave it out for the mean over all elements, or write a function that returns "
-        "(sum, rows) for the mean over the rows; both are smaller than the sum, so the learning rate may have to grow"
-    )
-
-
-def _unreduced(target: Target) -> Target:
-    tensors = {
-        name: _as_weights(torch.tensor(value)) for name, value in target.args.items() if isinstance(value, list)
-    }
-    return target.model_copy(update={"args": {**target.args, **tensors, "reduction": "none"}})
-
-
-def _as_weights(numbers: torch.Tensor) -> torch.Tensor:
-    """Weights of classes in a dtype that losses accept: integers become floats."""
-    return numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
-
-
-def _given_loss(given: Any, batch_dim: int) -> Any:
+def _unreduced(given: Any, batch_dim: int) -> Any:
+    """Return the job's own loss; one of torch's as a copy that does not reduce, since the object is the user's."""
     if inspect.isclass(given) and issubclass(given, _Loss):
         given = given()
     if not isinstance(given, _Loss):
@@ -293,15 +473,28 @@ def _given_loss(given: Any, batch_dim: int) -> Any:
     return functools.partial(_per_row, unreduced, batch_dim) if given.reduction == "batchmean" else unreduced
 
 
+def _as_weights(numbers: torch.Tensor) -> torch.Tensor:
+    """Return weights of classes in a dtype that losses accept: integers become floats."""
+    return numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
+
+
+def _means(reduction: Any) -> str:
+    return (
+        "the loss is the mean over the whole global batch, so that the split does not matter, and reduction cannot "
+        f"be {reduction!r}; leave it out for the mean over all elements, or write a function that returns "
+        "(sum, rows) for the mean over the rows; both are smaller than the sum, so the learning rate may have to grow"
+    )
+
+
 def _per_row(loss: Compare, batch_dim: int, outputs: torch.Tensor, target: torch.Tensor) -> Any:
-    """torch's batchmean as (sum, weight): the sum of all elements, and the number of rows."""
+    """Compute torch's batchmean as (sum, weight): the sum of all elements, and the number of rows."""
     return total_of(loss(outputs, target)), outputs.shape[rows_dim(outputs, batch_dim)]
 
 
 def _of_classes(
     loss: nn.CrossEntropyLoss | nn.NLLLoss, outputs: torch.Tensor, target: torch.Tensor
 ) -> torch.Tensor | Weighted:
-    """Cross entropy whose mean is torch's: divided by the classes' weights, without the ignored targets."""
+    """Compute cross entropy whose mean is torch's: divided by the classes' weights, without the ignored targets."""
     losses: torch.Tensor = loss(outputs, target)
     if target.is_floating_point() or losses.shape != target.shape:
         return losses  # probabilities: each row counts 1; or what a class derived from torch's has made of the losses
@@ -311,282 +504,70 @@ def _of_classes(
     return Weighted(total_of(losses), total_of(loss.weight[target.where(kept, torch.zeros_like(target))] * kept))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+class Apart(NamedTuple):
+    """The loss of a shard's first row and of its others, each given to the loss apart, and of all rows together."""
+
+    first: float
+    others: float
+    together: float
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of size {list(value.shape)}" if value.ndim else "one number"
-    return f"a {type(value).__qualname__}"
+@torch.no_grad()
+def of_neighbours(
+    compare: Compare, value: Any, seen: tuple[Any, Any], rows: int, batch_dim: int, is_exact: bool
+) -> Apart | None:
+    """Return the loss of parts of a shard, if the losses of rows depend on the other rows; None if not, or unknown.
 
-
-LEAVES_OUT = "inputs: auto gives the model the first of each pair (inputs, target), and leaves the target out"
-GIVES_BOTH = (
-    "inputs: auto gives the model both of each pair, as its forward may take two; if the second is a target, "
-    "set inputs: first"
-)
-STEP = (
-    "write a step; for dict items and a model like Hugging Face's: def step(model, batch): outputs = model(**batch); "
-    "return {'loss': (outputs.loss * n, n), 'outputs': outputs.logits, 'target': batch['labels']}, where n is the "
-    "number of labels that count, like (batch['labels'] != -100).sum()"
-)
-
-
-def model_inputs(job: Job, batch: Any) -> Any:
-    """The model's part of a collated batch, decided by the job alone; raises what `check_pair` raises."""
-    check_pair(job, batch)
-    return batch[0] if job.gives_first else batch
-
-
-def check_pair(job: Job, batch: Any) -> None:
-    """Raise DataError if the task, or `inputs: first`, needs pairs (inputs, target) and the batch is not one."""
-    if job.task != "predict" and not _is_pair(batch):
-        raise DataError(
-            f"task {job.task} needs items that are (inputs, target), got a batch of {_described(batch)}; "
-            f"{_pairs_of(batch)}{STEP}"
-        )
-    if job.gives_first and not (isinstance(batch, tuple | list) and batch):
-        raise DataError(
-            f"inputs: 'first' needs items that are (inputs, target), got a batch of {_described(batch)}; leave "
-            "inputs out, and for a dict whose keys are the model's arguments set call: kwargs"
-        )
-
-
-class PredictInputs:
-    """Picks the model's part of each batch of a prediction; with `inputs: auto`, by the signature of its forward.
-
-    `note` is called once if a target is left out, or if one may reach the model.
+    `value` is what the loss gave for the outputs and target `seen`. A loss of single rows has a sum that is that of
+    its parts, up to rounding, which is small if `is_exact`. A copy of the loss is called, without gradients: twice,
+    and once more if the sums differ, since a loss that draws or keeps a state gives another one for the same rows.
     """
-
-    def __init__(self, job: Job, model: nn.Module, note: Callable[[str], None]) -> None:
-        self._job = job
-        self._arguments = positional_arguments(model)
-        self._note = note
-        self._told = False
-
-    def __call__(self, batch: Any) -> Any:
-        if self._job.inputs != "auto" or not _is_pair(batch):
-            return model_inputs(self._job, batch)
-        gives_first = takes_first(self._job, *self._arguments, batch[0])
-        if not self._told and (gives_first or self._may_take_a_target()):
-            self._note(LEAVES_OUT if gives_first else GIVES_BOTH)
-        self._told = True
-        return batch[0] if gives_first else batch
-
-    def _may_take_a_target(self) -> bool:
-        least, most = self._arguments
-        return self._job.call in ("auto", "args") and least < 2 <= most
-
-
-def takes_first(job: Job, least: int, most: float, first: Any) -> bool:
-    """Whether the model takes the first of a pair, rather than both.
-
-    `least` and `most` are how many positional arguments its forward takes. `first` is the pair's first item.
-    If the job has a loss or metrics, a pair is (inputs, target).
-    """
-    has_targets = job.loss is not None or bool(job.metrics)
-    if job.call == "kwargs":
-        return isinstance(first, Mapping)
-    if job.call == "one" or least < 2 <= most:
-        return has_targets
-    return most < 2 or (has_targets and isinstance(first, tuple | list))
-
-
-def positional_arguments(model: nn.Module) -> tuple[int, float]:
-    """How many positional arguments the model's forward takes, at least and at most; 0 and inf if unknown."""
-    if isinstance(model, torch.jit.ScriptModule):
-        forward: Any = model.forward
-        given = [one for one in forward.schema.arguments[1:] if not one.kwarg_only]
-        return sum(not one.has_default_value() for one in given), len(given)
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # a C function may have no signature
-        return 0, float("inf")
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    return sum(one.default is one.empty for one in positional), float("inf") if takes_any else len(positional)
+        if rows < 2 or is_torchs(compare) or num_rows(seen, batch_dim) != rows:
+            return None
+        together, size = _sum_and_size(value, rows)
+        # The copies share the loss's parameters, which may be those of a large model.
+        modules = [one for one in (compare, getattr(compare, "__self__", None)) if isinstance(one, nn.Module)]
+        shared = {id(one): one for module in modules for one in module.parameters()}
+
+        def loss_of(start: int, stop: int) -> float:
+            trial: Compare = copy.deepcopy(compare, dict[int, Any](shared))
+            rows_of_piece = map_leaves(_copied, cut(seen, start, stop, batch_dim))
+            return _sum_and_size(trial(*rows_of_piece), stop - start)[0]
+
+        with preserved(_device_of(seen)):
+            first, others = loss_of(0, 1), loss_of(1, rows)
+            room = size * (1e-5 if is_exact and isinstance(value, torch.Tensor) else 1e-4 if is_exact else 5e-3)
+            if not abs(together - first - others) > room:  # also where one is no number
+                return None
+            same = abs(loss_of(0, rows) - together) <= room
+    except Exception:  # a user's loss may take no single row, or the device has no memory for another call
+        return None
+    return Apart(first, others, together) if same and math.isfinite(first + others + together) else None
 
 
-def _pairs_of(batch: Any) -> str:
-    """How such a batch's items become pairs."""
-    if isinstance(batch, Mapping):
-        return f"name keys of its items, like inputs: [x] and target: y (it has {listed(batch)}); or "
-    if isinstance(batch, tuple | list) and len(batch) > 2:
-        return "a model of several inputs takes items like ((a, b), target); or "
-    return ""
+def is_torchs(compare: Compare) -> bool:
+    """Return whether a loss is one of torch's own classes, whose losses are those of single rows."""
+    while isinstance(compare, functools.partial):
+        inner = [one for one in (compare.func, *compare.args) if isinstance(one, nn.Module)]
+        compare = inner[0] if inner else compare.func
+    return (type(compare) if isinstance(compare, nn.Module) else compare).__module__.startswith("torch.nn.")
 
 
-def _described(batch: Any) -> str:
-    return f"a {type(batch).__qualname__}" + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+def _sum_and_size(value: Any, rows: int) -> tuple[float, float]:
+    """Return the sum of a loss, and the scale of its rounding: the size of its numbers, or its weight if larger."""
+    weighed = weighted_sum(value, rows, "the loss")
+    if isinstance(value, torch.Tensor):
+        numbers = value.double()
+        return float(numbers.sum()), float(numbers.abs().sum())
+    total = float(weighed.sum)
+    return total, max(abs(total), float(weighed.weight))
 
 
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, tuple | list) and len(batch) == 2
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
 
 
-Step: TypeAlias = Callable[[nn.Module, Any], Any]
-
-
-class StepOutput(NamedTuple):
-    """The results of a step on one shard; a user's step may leave out all but the loss.
-
-    `compare` is the loss function, which made `loss` of `outputs` and `target`; None with a user's step.
-    """
-
-    loss: Any = None
-    outputs: Any = None
-    target: Any = None
-    compare: Compare | None = None
-
-
-OnShard: TypeAlias = Callable[[Shard, Any, StepOutput], None]  # gets each shard with its batch and output
-
-NAMED = ("loss", "outputs", "target")
-
-Row: TypeAlias = list[float] | torch.Tensor  # sums and weights of a shard; on a GPU a tensor, float64
-
-
-def build_step(job: Job, world: World) -> Step:
-    """The user's step, or the plain one: the model on the inputs, the loss on its outputs and the target.
-
-    If the model is on several devices, the target is moved to the device of the outputs.
-    """
-    if job.step is not None:
-        step: Step = bound("step", job.step)
-        return step
-    loss = None if job.loss is None else build_loss(job.loss, world.devices[-1], job.batch_dim)
-    has_several = len(world.devices) > 1
-
-    def plain_step(model: nn.Module, batch: Any) -> StepOutput:
-        inputs, target = model_inputs(job, batch), batch[1]
-        with raising("model", lambda error: told(model, error) or one_row_told(error) or it_got(inputs)):
-            outputs = call_model(model, inputs, job.call)
-        if has_several:
-            target = beside(outputs, target)
-        if loss is None:
-            return StepOutput(None, outputs, target)
-        with raising("loss", lambda _: got(outputs, target)):
-            return StepOutput(loss(outputs, target), outputs, target, loss)
-
-    return plain_step
-
-
-def told(model: nn.Module, error: BaseException) -> str:
-    """A hint on an error of code that runs the model: tensors on two devices, or shards."""
-    return mixed_devices(model, error) or shards_told(error)
-
-
-def beside(outputs: Any, target: Any) -> Any:
-    """The target, moved to the device of the first tensor of the outputs."""
-    device = next((leaf.device for leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)), None)
-    return target if device is None else map_leaves(lambda leaf: moved(leaf, device), target)
-
-
-def run_step(step: Step, model: nn.Module, batch: Any) -> StepOutput:
-    """Call a step; it returns a loss, or a mapping `{"loss": ..., "outputs": ..., "target": ...}`.
-
-    Raises ModelError if the step raises, or if its mapping has no loss or other keys.
-    """
-    with raising("step", lambda error: told(model, error) or shapes_told(error, batch)):
-        given = step(model, batch)
-    if isinstance(given, StepOutput):
-        return given
-    if not isinstance(given, Mapping):
-        return StepOutput(given)
-    if "loss" not in given or not given.keys() <= set(NAMED):
-        raise ModelError(
-            f"step returned a mapping with the keys {list(given)}; it must hold 'loss', and may hold 'outputs' and "
-            "'target'"
-        )
-    return StepOutput(**given)
-
-
-class Metrics:
-    """The loss, and the metrics that are functions of (outputs, target), as sums and weights.
-
-    They follow the loss contract of `dp_ray.engine.step`.
-    """
-
-    def __init__(self, functions: Mapping[str, Compare], batch_dim: int = 0) -> None:
-        self.functions = dict(functions)
-        self._batch_dim = batch_dim
-        self._asked: set[str] = set()
-
-    def names(self, has_loss: bool) -> list[str]:
-        """The names of what is measured, the loss first."""
-        return [*["loss"] * has_loss, *self.functions]
-
-    def loss(self, step_output: StepOutput, rows: int) -> Weighted:
-        """The sum and weight of the loss of a shard of `rows` rows; raises what `weighted_sum` raises."""
-        return self._weighted_sum("the loss", step_output.compare, step_output.loss, step_output, rows)
-
-    def __call__(self, step_output: StepOutput, rows: int) -> list[Weighted]:
-        """The sum and weight of each metric of a shard of `rows` rows.
-
-        Raises ModelError if a metric raises or breaks the loss contract, or if the step gave no outputs.
-        """
-        measured = []
-        for name, function in self.functions.items():
-            if step_output.outputs is None:
-                raise ModelError(
-                    f"metrics.{name}: the step gave no outputs; return them: {{'loss': ..., 'outputs': ...}}"
-                )
-            with raising(f"metrics.{name}", lambda _: got(step_output.outputs, step_output.target)):
-                value = function(step_output.outputs, step_output.target)
-            measured.append(self._weighted_sum(f"metrics.{name}", function, value, step_output, rows))
-        return measured
-
-    def _weighted_sum(
-        self, what: str, function: Compare | None, value: Any, step_output: StepOutput, rows: int
-    ) -> Weighted:
-        """A value's sum and weight; if its size may not come from its rows, that is asked once."""
-        weighed = weighted_sum(value, rows, what)
-        if function is None or what in self._asked:
-            return weighed
-        seen = step_output.outputs, step_output.target
-        if may_not_be_of_rows(value, rows, *seen, self._batch_dim):
-            self._asked.add(what)
-            if (given := numbers_given(function, *seen, self._batch_dim)) is not None:
-                size = f"{what} returned a tensor of size {list(value.shape)} for a shard of {rows} rows"
-                check_numbers(size, *given, got(*seen))
-        return weighed
-
-
-def check_numbers(says: str, one: int, two: int, hint: str) -> None:
-    """Raise ModelError if so many numbers for one row and for two show that they are not of single rows."""
-    if 0 < one == two:
-        raise ModelError(
-            f"{says}, and returns as many numbers for one row as for two: so they are not one for each row, but one "
-            "for each class, say; return one number for each row, or (sum, weight)"
-        )
-    if one > 0 and two == 4 * one:
-        raise ModelError(
-            f"{says}, and returns four times as many numbers for two rows as for one: each output has been compared "
-            f"with each target; give both the same size, or return one number for each row{hint}"
-        )
-
-
-def row_of(measured: list[Weighted], device: torch.device) -> Row:
-    """Sums and weights, 2 * names of them: sum, weight, sum, weight ... Those on a GPU stay there."""
-    numbers = [number for one in measured for number in one]
-    if not is_gpu(device) and all(map(_can_be_read, numbers)):
-        return [number.item() if isinstance(number, torch.Tensor) else number for number in numbers]
-    return torch.stack([_scalar(number, device) for number in numbers])
-
-
-def as_tensor(row: Row, device: torch.device) -> torch.Tensor:
-    """A row as a tensor on the device, float64."""
-    return row if isinstance(row, torch.Tensor) else torch.tensor(row, dtype=torch.float64, device=device)
-
-
-def _can_be_read(number: torch.Tensor | float) -> bool:
-    """Whether a number can be read without waiting for a GPU: it is on the CPU, and no fake tensor."""
-    return number.is_cpu if type(number) is torch.Tensor else not isinstance(number, torch.Tensor)
-
-
-def _scalar(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """The number on the device, without waiting for the device."""
-    if isinstance(number, torch.Tensor):
-        return number.detach().to(device, torch.float64).reshape(())
-    return torch.full((), number, dtype=torch.float64, device=device)
+def _device_of(tree: Any) -> torch.device:
+    devices = (leaf.device for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor))
+    return next(devices, torch.device("cpu"))

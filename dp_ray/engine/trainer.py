@@ -1,6 +1,6 @@
-"""The state of a training on one worker, and its step: the whole batch's gradient, then the update.
+"""A training on one worker. `Trainer.step` is the page to begin reading at: one global batch, then the update.
 
-The gradient of a whole batch: forward and backward of this worker's shards, reduced over all workers.
+`BatchGradient.compute` runs this worker's shards, forward and backward, and sums their gradients over all workers.
 """
 
 import functools
@@ -13,8 +13,8 @@ from torch import nn
 
 from dp_ray.engine.buffers import Buffers, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
-from dp_ray.engine.model import ShardSize, advised, gpu_room, remove_hooks, shapes_told, synchronise
-from dp_ray.engine.optimizer import Schedule, runs_users_code
+from dp_ray.engine.model import ShardSize, advised, batch_hint, synchronise
+from dp_ray.engine.optimizer import runs_users_code
 from dp_ray.engine.quarantine import Real, as_planned
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.reduce import (
@@ -23,7 +23,6 @@ from dp_ray.engine.reduce import (
     ShardLoss,
     ShardSums,
     Work,
-    check_one_type,
     for_trial,
     make_gradients_dense,
     sparse_parameters,
@@ -33,9 +32,10 @@ from dp_ray.engine.sharded.rounds import StandIns
 from dp_ray.engine.sharded.state import Sharded, whole_tensors
 from dp_ray.engine.step import Metrics, OnShard, Step
 from dp_ray.engine.update import OptimizerStep, average_of, load_part
-from dp_ray.engine.user_code import at, loaded, place, raising
+from dp_ray.engine.user_code import locating, location, next_batch, reraise_as
 from dp_ray.engine.votes import MISSING, VOTES, LossWatch, Stats, StopVote
 from dp_ray.engine.world import World, is_gpu
+from dp_ray.errors import JobError
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices
 from dp_ray.plan.order import derive_seed
@@ -43,256 +43,7 @@ from dp_ray.plan.split import Shard, Split, num_filled
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.tree import copied
 
-
-class BatchGradient:
-    """Computes the gradient of the summed loss of a batch, divided by the batch's rows, on every worker.
-
-    `optimizer_step` scales the loss, if the job has a loss scaler. The reduction is built in the first step.
-    `while_waiting` is called once a step, on CPUs, while the gradients are summed over the workers.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        model: nn.Module,
-        loss: ShardLoss,
-        optimizer_step: OptimizerStep,
-        world: World,
-        clock: StepClock,
-        sharded: Sharded | None = None,
-        while_waiting: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._job = job
-        self._while_waiting = while_waiting
-        self._clock = clock
-        self._world = world
-        self._optimizer_step = optimizer_step
-        self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        self._sparse = sparse_parameters(model)
-        self.buffers = Buffers(model, job.compile, () if sharded is None else sharded.blocks)
-        self._seeds = ForwardSeeds(job.seed, model, world.device)
-        self._loss = loss
-        self._reduction: Reduction | None = None
-        self._step = 0
-        self._sharded = sharded
-        self._stand_ins = StandIns(world)
-        self.flops: Flops | None = None
-        self.running: tuple[Any, int] | None = None  # the shard that runs, or that an error has ended: batch, rows
-
-    def close(self) -> None:
-        """Stop the reduction's threads, and let the model be freed."""
-        remove_hooks(self._parameters.values())
-        if self._reduction is not None:
-            self._reduction.close()
-
-    def compute(
-        self,
-        split: Split,
-        step: int,
-        shards: Sequence[Shard],
-        batches: Iterator[tuple[Indices, Any]],
-        on_shard: OnShard,
-        stats: Stats,
-        real: Real = as_planned,
-    ) -> None:
-        """Set the gradients of step `step`, of which this worker runs `shards`; every rank calls this.
-
-        Sums `stats` over the workers; by then each shard with rows is in them, and the number of samples set aside.
-        `real` gives a shard without those.
-        """
-        self._step = step
-        start, stop = split.batch(step)
-        # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
-        # only once `stats` is summed; then `weigh_gradients` corrects it. Of most losses the weight is the rows.
-        rows = stop - start
-        if self._sharded is not None:
-            batches = self._stand_ins.look(shards, batches, real)
-        pending = [loaded(batches, place(shard))[1] for shard in shards[:1]]
-        shards = [real(shard) for shard in shards]
-        filled = [shard for shard in shards if shard.rows]
-        if missing := sum(len(shard.missing) for shard in shards):
-            stats.set_aside(missing)
-        if self._reduction is None:
-            if filled and filled[0] is shards[0] and self._counts_flops:
-                self.flops = self._counted(shards[0], pending[0])
-            self._reduction = self._build_reduction(shards[:1], pending, stats)
-        self._reduction.begin([shard.shard for shard in filled], num_filled(rows, split.shards))
-        stand_ins = 0 if self._sharded is None else self._stand_ins.missing(split, step, len(filled))
-        self.buffers.begin(len(filled))
-        if shards and shards[0].shard == 0 and not shards[0].rows:
-            self.buffers.keep()  # without shard 0, the step leaves the buffers as they are
-        for shard in shards:
-            batch = pending.pop() if pending else loaded(batches, place(shard))[1]
-            if not shard.rows:
-                continue
-            if shard is not filled[0]:
-                self.buffers.restore()
-            self._shard(shard, batch, rows, stats, shard is filled[-1] and not stand_ins, on_shard)
-        self._rest(stats, f"step {step}", stand_ins, has_rows=bool(filled))
-        self.buffers.finish()
-        self._reduction.finish()
-        self._clock.enter(Part.OTHER)
-
-    @property
-    def _counts_flops(self) -> bool:
-        """Whether this worker counts operations: it runs a shard alone, which a sharded model does not allow."""
-        return self._job.flops and self._world.rank == 0 and self._sharded is None
-
-    def _rest(self, stats: Stats, where: str, stand_ins: int, has_rows: bool) -> None:
-        """What this worker runs after its own shards, because the others wait for it."""
-        assert self._reduction is not None
-        self._stand_in(stats, where, stand_ins)
-        if self._sharded is not None and self._stand_ins.found is None:
-            self._without_rows(stats)
-        elif not has_rows and self._world.world_size > 1 and not stand_ins:
-            self._clock.enter(Part.BACKWARD)
-            self._last_backward(self._reduction, self._reduction.replica(None, 0), stats, where)
-
-    def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any], stats: Stats) -> Reduction:
-        """The reduction for the job; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
-        if self._sharded is not None:
-            given = self._loss, self._sharded, self._job.find_unused_parameters
-            if not self._job.bitwise:
-                return ShardedReduction(*given)
-            return TreeShardedReduction(*given, self._job.num_shards, self._job.may_lose_rows)
-        parameters = list(self._parameters.values())
-        sums = ShardSums(parameters, self._job.num_shards) if self._job.bitwise else None
-        if self._world.world_size == 1:
-            return Reduction(self._loss, sums, self._sparse)
-        check_one_type(parameters)
-        unused = self._job.find_unused_parameters
-        if unused == "auto":
-            unused = self._finds_unused(shards, batches)
-        return DdpReduction(
-            self._loss,
-            sums,
-            self._world,
-            self._parameters,
-            self._sparse,
-            bool(unused),
-            stats.numbers.numel(),
-            functools.partial(self._clock.enter, Part.EXCHANGE),
-        )
-
-    def _send(self, reduction: Reduction, stats: Stats) -> Work:
-        """Start to sum the stats over the workers, unless they go with the gradients, and to share the buffers."""
-        work = reduction.exchange(stats.numbers)
-        self.buffers.share()
-        return work
-
-    def _counted(self, shard: Shard, batch: Any) -> Flops:
-        """The operations of a row of a shard, counted in a trial that changes no state."""
-        self.buffers.begin(2)
-        counted = functools.partial(self._try, self._loss, shard, batch)
-        flops = counted_flops(counted, shard.rows, self._job, self._world.device)
-        self.buffers.restore()
-        self._optimizer_step.drop_gradients()
-        return flops
-
-    def _try(self, replica: nn.Module, shard: Shard, batch: Any) -> None:
-        """Forward and backward of a shard on this worker alone, with a copy of the batch: a model may write it."""
-        _backward(self._forward(replica, shard, copied(batch)), place(shard), batch)
-
-    def _finds_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
-        """Whether any worker's first shard leaves a parameter without a gradient; this trial changes no state."""
-        found = torch.zeros(1, device=self._world.device)
-        self.buffers.begin(2)
-        with for_trial(self._loss, self._sparse, self._job.compile) as replica:
-            for shard, batch in zip(shards, batches, strict=True):
-                if not shard.rows:
-                    found += 1  # it cannot show that all parameters are used
-                    continue
-                self._try(replica, shard, batch)
-                sparse = {id(one) for one in self._sparse}
-                found += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
-        self.buffers.restore()
-        self._optimizer_step.drop_gradients()
-        with waiting("the other workers' first shards"):
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-            return bool(found.item())
-
-    def _shard(self, shard: Shard, batch: Any, rows: int, stats: Stats, is_last: bool, on_shard: OnShard) -> None:
-        """Forward and backward of a shard; the reduction begins in the last one's backward."""
-        reduction = self._reduction
-        assert reduction is not None
-        self.running = batch, shard.rows
-        with reduction.shard(is_last):
-            loss = self._forward(reduction.replica, shard, batch)
-            found = self._loss.found
-            assert found.row is not None
-            stats.put(shard.shard, found.row)
-            on_shard(shard, batch, found.step_output)
-            if shard.shard == 0:
-                self.buffers.keep()
-            self._clock.enter(Part.BACKWARD)
-            if is_last:
-                reduction.before_last()
-                self._last_backward(reduction, loss / rows, stats, place(shard), batch)
-            else:
-                _backward(self._optimizer_step.scaled(loss / rows), place(shard), batch)
-        reduction.after(shard.shard, is_last)
-        self.running = None
-        if not is_last:
-            self._clock.enter(Part.OTHER)
-
-    def _stand_in(self, stats: Stats, where: str, count: int) -> None:
-        """Run the last `count` rounds of a step, in which this worker has no rows."""
-        for left in reversed(range(count)):
-            self._round_without_rows(stats, where, is_last=left == 0)
-
-    def _round_without_rows(self, stats: Stats, where: str, is_last: bool) -> None:
-        """Forward and backward of a round in which this worker has no rows, with a loss of zero."""
-        reduction = self._reduction
-        assert reduction is not None and self._stand_ins.found is not None
-        batch, rows = self._stand_ins.found
-        self._clock.enter(Part.FORWARD)
-        with reduction.shard(is_last), reduction.standing_in():
-            loss = reduction.replica(copied(batch), rows) * 0.0
-            if is_last:
-                self._last_backward(reduction, loss, stats, where)
-            else:
-                _backward(self._optimizer_step.scaled(loss), where)
-
-    def _without_rows(self, stats: Stats) -> None:
-        """The end of a step whose samples were all set aside: no worker runs the model."""
-        assert self._reduction is not None
-        if (work := self._send(self._reduction, stats)) is not None:
-            work.wait()
-
-    def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
-        self._clock.enter(Part.FORWARD)
-        self._seeds.begin(shard)
-        with at(place(shard)), self.buffers.forward():
-            loss: torch.Tensor = replica(batch, shard.rows)
-        self._clock.enter(Part.OTHER)
-        return loss
-
-    def _last_backward(
-        self, reduction: Reduction, loss: torch.Tensor, stats: Stats, where: str, batch: Any = None
-    ) -> None:
-        """The step's last backward; `stats` and buffers are sent with the gradients, beside them, or after it."""
-        reduction.carry(stats.numbers)
-        work = None if reduction.waits_later else self._send(reduction, stats)
-        with reduction.backward():
-            _backward(self._optimizer_step.scaled(loss), where, batch)
-        reduction.check(self._step)
-        if reduction.waits_later:
-            work = self._send(reduction, stats)
-            self._while_waiting()
-        with reduction.backward():
-            for parameters in reduction.summed():
-                self._optimizer_step.take_norms(parameters)
-            if work is not None:
-                work.wait()
-        reduction.unload()
-
-
-def _backward(loss: torch.Tensor, where: str, batch: Any = None) -> None:
-    with raising(f"{where}: backward", lambda error: "" if batch is None else shapes_told(error, batch)):
-        loss.backward()  # type: ignore[no-untyped-call]
-
-
-WRITTEN = "written"  # what forwards write and the model's own state lacks, in a checkpoint
+WRITTEN = "written"  # the key, in a checkpoint, of what forwards write and the model's own state lacks
 
 
 class Update(NamedTuple):
@@ -300,8 +51,8 @@ class Update(NamedTuple):
 
     `sums` are float64 [2 * names + 2]: sum and weight of the loss and of each metric; then the votes to stop, and the
     number of samples that were set aside. `learning_rate` is that of the first parameter group. `gradient_norm` is
-    the norm of the whole batch's gradient before clipping. `stops` tells the worker to stop because one of the
-    workers asked for it; all workers get it after the same step.
+    the norm of the whole batch's gradient before clipping. `stops` asks the worker to stop because one of the workers
+    asked for it; all workers get it after the same step.
     """
 
     sums: torch.Tensor
@@ -336,13 +87,14 @@ class Trainer:
         self.model = model
         self.sharded = sharded
         self._clock = clock or SilentClock()
-        self.real: Real = as_planned
+        self.without_set_aside: Real = as_planned
         self._job = job
         self._world = world
         if job.bitwise:
             make_gradients_dense(model)  # the fixed tree adds only dense ones
         self.called = called
         self.optimizer_step = OptimizerStep(job, model, world.device, sharded)
+        self.schedule = self.optimizer_step.schedule
         self.average = average_of(job, model, sharded, self.optimizer_step.aligned)
         if not model.training:  # a loaded model may be in eval mode; if only parts are, the user wants them so
             model.train()
@@ -354,59 +106,6 @@ class Trainer:
         self._stop_vote = StopVote()
         self._seeds_update = bool(job.hooks.given) or any(map(runs_users_code, (job.optimizer, job.scheduler)))
         self.watch: LossWatch | None = None
-
-    @property
-    def flops(self) -> Flops | None:
-        """The operations of a row, if the job asks for them, this is rank 0 and it has run a step."""
-        return self._gradient.flops
-
-    @property
-    def schedule(self) -> Schedule:
-        """The job's learning-rate schedule."""
-        return self.optimizer_step.schedule
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step, of the first parameter group."""
-        return self.optimizer_step.learning_rate
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that later steps depend on; its tensors are the live ones, not copies."""
-        state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        written = self._gradient.buffers.state()
-        return {**state, WRITTEN: written} if written else state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
-        written, buffers = whole_tensors(state.get(WRITTEN, {})), self._gradient.buffers
-        buffers.make(written)
-        make_room(self.model, state["model"])
-        for name, part in self._parts().items():
-            if name == "ema" and name not in state:
-                continue  # another run's checkpoint: the average starts from its weights
-            if self.sharded is None:
-                load_part(name, part, state.get(name))
-            elif name == "model":
-                self.sharded.load_weights(state[name], "the checkpoint")
-            elif name == "ema":
-                part.load_state_dict(state[name])
-            else:
-                load_part(name, part, self.sharded.rows_of(part, state.get(name)))
-        buffers.load(written)
-
-    def _parts(self) -> dict[str, Any]:
-        average = {} if self.average is None else {"ema": self.average}
-        return {"model": self.model, **self.optimizer_step.parts, **average}
-
-    def synchronise(self) -> None:
-        """Give every rank rank 0's weights; every rank calls this, once they are loaded."""
-        synchronise(self.model)
-        if self.average is not None:
-            self.average.begin()
-
-    def close(self) -> None:
-        """Stop the threads of the reduction, and let the model be freed."""
-        self._gradient.close()
 
     def step(
         self,
@@ -424,32 +123,19 @@ class Trainer:
         """
         stats = Stats(split.shards, 1 + len(self.measure_names), self._world)
         if wants_stop:
-            stats.vote()
-        with advised(self._job, f"step {step}", _size_of(split, shards), lambda: self._that_fit(split)):
-            self._gradient.compute(split, step, shards, batches, on_shard, stats, self.real)
+            stats.vote()  # before the gradients: the vote rides on their all-reduce
+        # Only after an out-of-memory error is it computed how many shards would fit.
+        shards_that_fit = functools.partial(self._shards_that_fit, split)
+        with advised(self._job, f"step {step}", _size_of(split, shards), shards_that_fit):
+            self._gradient.compute(split, step, shards, batches, on_shard, stats, self.without_set_aside)
         self._clock.enter(Part.UPDATE)
         with advised(self._job, f"step {step}", None):
             update = self._update(split, step, stats)
         self._clock.enter(Part.OTHER)
         return update
 
-    def _that_fit(self, split: Split) -> int | None:
-        is_whole = self.sharded is None
-        return _shards_that_fit(self._job, self._world, split, self._gradient.running) if is_whole else None
-
-    def sums_of(
-        self, split: Split, step: int, shards: Sequence[Shard], batches: Iterator[tuple[Indices, Any]]
-    ) -> list[float]:
-        """The sum and weight of a step's loss, and then of each metric: the step without its update."""
-        stats = Stats(split.shards, 1 + len(self.measure_names), self._world)
-        with advised(self._job, f"step {step}", _size_of(split, shards)):
-            self._gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.real)
-        self.optimizer_step.skip()
-        sums: list[float] = stats.numbers.sum(0).tolist()
-        return sums[:VOTES]
-
     def _update(self, split: Split, step: int, stats: Stats) -> Update:
-        """Update the parameters from their gradients."""
+        """Update the parameters from their gradients, which are the same on all workers, and so are all decisions."""
         if self._seeds_update:  # what runs until the next read may draw: the same numbers on all workers
             seed_all(derive_seed(self._job.seed, "update", step // split.steps, step), self._world.device)
         sums, rate = stats.numbers.sum(0), self.optimizer_step.learning_rate
@@ -457,30 +143,349 @@ class Trainer:
         if self.watch is not None:
             self.watch.take(step, known[0])
         start, stop = split.batch(step)
-        if self._job.may_lose_rows and _has_no_rows(self._job, self.real(split.whole(step)), known[MISSING]):
+        if self._job.may_lose_rows and self._lost_all_rows(split, step, known[MISSING]):
             norm = self.optimizer_step.skip()
         else:
             norm = self.optimizer_step.apply(known[1], stop - start, step)
+        # An update that fp16 skipped is none: the average takes in no weights twice.
         if self.average is not None and not self.optimizer_step.has_skipped:
             self.average.update()
         return Update(sums, rate, norm, self._stop_vote.stops(known[VOTES]))
 
+    def _lost_all_rows(self, split: Split, step: int, missing: torch.Tensor | float) -> bool:
+        """Return whether all samples of a step are skipped or set aside; `missing` were, over all workers."""
+        whole, on_error = self.without_set_aside(split.whole(step)), self._job.on_error
+        # To read `missing` waits for the device: only where the quarantine has room for that many samples.
+        is_possible = on_error is not None and whole.rows <= on_error.quarantine
+        return whole.rows == 0 or (is_possible and int(missing) == whole.stop - whole.start)
 
-def _has_no_rows(job: Job, whole: Shard, missing: torch.Tensor | float) -> bool:
-    """Whether a batch has lost all of its rows; a step waits for the device only if that many may be."""
-    is_possible = job.on_error is not None and whole.rows <= job.on_error.quarantine
-    return whole.rows == 0 or (is_possible and int(missing) == whole.stop - whole.start)
+    def _shards_that_fit(self, split: Split) -> int | None:
+        """Estimate, after an out-of-memory error, the fewest shards that fit; None where there is no estimate."""
+        world, running = self._world, self._gradient.running
+        is_on_one_gpu = world.device.type == "cuda" and len(world.devices) == 1
+        if self.sharded is not None or running is None or not is_on_one_gpu:
+            return None
+        from dp_ray.engine.memory import shards_that_fit  # its imports take a second
+
+        # What torch keeps for itself is this worker's to use too.
+        room = int(torch.cuda.mem_get_info(world.device)[0] + torch.cuda.memory_reserved(world.device))
+        return shards_that_fit(self._job, split, world.world_size, *running, room)
+
+    def sums_of(
+        self, split: Split, step: int, shards: Sequence[Shard], batches: Iterator[tuple[Indices, Any]]
+    ) -> list[float]:
+        """Run a step without its update; return the sum and weight of its loss, and then of each metric."""
+        stats = Stats(split.shards, 1 + len(self.measure_names), self._world)
+        with advised(self._job, f"step {step}", _size_of(split, shards)):
+            self._gradient.compute(split, step, shards, batches, lambda *_: None, stats, self.without_set_aside)
+        self.optimizer_step.skip()
+        sums: list[float] = stats.numbers.sum(0).tolist()
+        return sums[:VOTES]
+
+    @property
+    def flops(self) -> Flops | None:
+        """The operations of a row, if the job asks for them, this is rank 0 and it has run a step."""
+        return self._gradient.flops
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step, of the first parameter group."""
+        return self.optimizer_step.learning_rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that later steps depend on; its tensors are the live ones, not copies."""
+        state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
+        written = self._gradient.buffers.state()
+        return {**state, WRITTEN: written} if written else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned; raises ModelError if it belongs to another model or optimizer."""
+        written, buffers = whole_tensors(state.get(WRITTEN, {})), self._gradient.buffers
+        # The buffers that forwards had made must be there before the weights are loaded, and their values after it.
+        buffers.make(written)
+        make_room(self.model, state["model"])
+        for name, part in self._parts().items():
+            if name == "ema" and name not in state:
+                continue  # another run's checkpoint: the average starts from its weights
+            if self.sharded is None:
+                load_part(name, part, state.get(name))
+            elif name == "model":
+                self.sharded.load_weights(state[name], "the checkpoint")
+            elif name == "ema":
+                part.load_state_dict(state[name])
+            else:
+                load_part(name, part, self.sharded.rows_of(part, state.get(name)))
+        buffers.load(written)
+
+    def _parts(self) -> dict[str, Any]:
+        """Return what has a state, by its key in a checkpoint; the model comes first, since the average needs it."""
+        average = {} if self.average is None else {"ema": self.average}
+        return {"model": self.model, **self.optimizer_step.parts, **average}
+
+    def synchronise(self) -> None:
+        """Give every rank rank 0's weights; every rank calls this, once they are loaded."""
+        synchronise(self.model)
+        if self.average is not None:
+            self.average.begin()
+
+    def close(self) -> None:
+        """Stop the threads of the reduction, and let the model be freed."""
+        self._gradient.close()
 
 
 def _size_of(split: Split, shards: Sequence[Shard]) -> ShardSize:
     return ShardSize(shards[0].rows if shards else 0, split.largest_batch, split.shards)
 
 
-def _shards_that_fit(job: Job, world: World, split: Split, running: tuple[Any, int] | None) -> int | None:
-    """After an out-of-memory error: an estimate of the fewest shards that fit; None if there is none."""
-    room = gpu_room(world)
-    if running is None or room is None:
-        return None
-    from dp_ray.engine.memory import shards_that_fit  # its imports take a second
+class BatchGradient:
+    """Computes the gradient of the summed loss of a batch, divided by the batch's rows, on every worker.
 
-    return shards_that_fit(job, split, world.world_size, *running, room)
+    `optimizer_step` scales the loss, if the job has a loss scaler. The reduction is built in the first step, whose
+    batches tell what DDP must expect. `while_waiting` is called once a step, on CPUs, while gradients are summed.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        loss: ShardLoss,
+        optimizer_step: OptimizerStep,
+        world: World,
+        clock: StepClock,
+        sharded: Sharded | None = None,
+        while_waiting: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._job = job
+        self._while_waiting = while_waiting
+        self._clock = clock
+        self._world = world
+        self._optimizer_step = optimizer_step
+        self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self._sparse = sparse_parameters(model)
+        self.buffers = Buffers(model, job.compile, () if sharded is None else sharded.blocks)
+        self._seeds = ForwardSeeds(job.seed, model, world.device)
+        self._loss = loss
+        self._reduction: Reduction | None = None
+        self._step = 0
+        self._sharded = sharded
+        self._stand_ins = StandIns(world)
+        self.flops: Flops | None = None
+        self.running: tuple[Any, int] | None = None  # the shard that runs, or that an error has ended: batch, rows
+
+    def compute(
+        self,
+        split: Split,
+        step: int,
+        shards: Sequence[Shard],
+        batches: Iterator[tuple[Indices, Any]],
+        on_shard: OnShard,
+        stats: Stats,
+        without_set_aside: Real = as_planned,
+    ) -> None:
+        """Set the gradients of step `step`, of which this worker runs `shards`; every rank calls this.
+
+        Sums `stats` over the workers; by then each shard with rows is in them, and the number of samples set aside.
+        `without_set_aside` gives a shard without those.
+        """
+        self._step = step
+        start, stop = split.batch(step)
+        # Losses are divided by these rows first. The true divisor is the weight of the whole batch, which is known
+        # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Of most losses the weight is the rows.
+        rows = stop - start
+        if self._sharded is not None:
+            batches = self._stand_ins.look(shards, batches, without_set_aside)
+        # What is set aside of all shards of a step is known once its first shard is loaded.
+        pending = [next_batch(batches, location(shard))[1] for shard in shards[:1]]
+        shards = [without_set_aside(shard) for shard in shards]
+        filled = [shard for shard in shards if shard.rows]
+        if missing := sum(len(shard.missing) for shard in shards):
+            stats.set_aside(missing)
+        if self._reduction is None:
+            if filled and filled[0] is shards[0]:
+                self._count_flops(shards[0], pending[0])
+            self._reduction = self._build_reduction(shards[:1], pending, stats)
+        self._reduction.begin([shard.shard for shard in filled], num_filled(rows, split.shards))
+        dummy_rounds = 0 if self._sharded is None else self._stand_ins.missing(split, step, len(filled))
+        self.buffers.begin(len(filled))
+        if shards and shards[0].shard == 0 and not shards[0].rows:
+            self.buffers.keep()  # without shard 0, the step leaves the buffers as they are
+        for shard in shards:
+            # A shard without rows has a batch too, which must be taken for the next shard to get its own.
+            batch = pending.pop() if pending else next_batch(batches, location(shard))[1]
+            if shard.rows:
+                if shard is not filled[0]:
+                    self.buffers.restore()
+                is_last = shard is filled[-1] and not dummy_rounds
+                self._run_shard(self._reduction, shard, batch, rows, stats, is_last, on_shard)
+        self._run_with_others(self._reduction, stats, dummy_rounds, has_rows=bool(filled))
+        self.buffers.finish()
+        self._reduction.finish()
+        self._clock.enter(Part.OTHER)
+
+    def _run_shard(
+        self,
+        reduction: Reduction,
+        shard: Shard,
+        batch: Any,
+        rows: int,
+        stats: Stats,
+        is_last: bool,
+        on_shard: OnShard,
+    ) -> None:
+        """Run forward and backward of a shard; the reduction begins in the last one's backward."""
+        self.running = batch, shard.rows
+        with reduction.shard(is_last):
+            loss = self._forward(reduction.replica, shard, batch)
+            result = self._loss.result
+            assert result.row is not None
+            stats.put(shard.shard, result.row)
+            on_shard(shard, batch, result.step_output)
+            if shard.shard == 0:
+                self.buffers.keep()
+            self._clock.enter(Part.BACKWARD)
+            if is_last:
+                self._last_backward(reduction, loss / rows, stats, location(shard), batch)
+            else:
+                _backward(self._optimizer_step.scaled(loss / rows), location(shard), batch)
+        reduction.after(shard.shard, is_last)
+        self.running = None
+        if not is_last:
+            self._clock.enter(Part.OTHER)
+
+    def _forward(self, replica: nn.Module, shard: Shard, batch: Any) -> torch.Tensor:
+        self._clock.enter(Part.FORWARD)
+        self._seeds.begin(shard)
+        with locating(location(shard)), self.buffers.forward():
+            loss: torch.Tensor = replica(batch, shard.rows)
+        self._clock.enter(Part.OTHER)
+        return loss
+
+    def _last_backward(
+        self, reduction: Reduction, loss: torch.Tensor, stats: Stats, where: str, batch: Any = None
+    ) -> None:
+        """Run the step's last backward; `stats` and buffers go with the gradients, beside them, or after it."""
+        reduction.before_last(stats.numbers)
+        # Where the backward itself waits for the other workers, what is sent later would wait for it.
+        work = None if reduction.waits_later else self._send(reduction, stats)
+        with reduction.backward():
+            _backward(self._optimizer_step.scaled(loss), where, batch)
+        reduction.check(self._step)
+        if reduction.waits_later:
+            work = self._send(reduction, stats)
+            self._while_waiting()
+        with reduction.backward():
+            for parameters in reduction.summed():
+                self._optimizer_step.take_norms(parameters)
+            if work is not None:
+                work.wait()
+
+    def _send(self, reduction: Reduction, stats: Stats) -> Work:
+        """Start to sum the stats over the workers, unless they go with the gradients, and to share the buffers."""
+        work = reduction.exchange(stats.numbers)
+        self.buffers.share()
+        return work
+
+    def _run_with_others(self, reduction: Reduction, stats: Stats, dummy_rounds: int, has_rows: bool) -> None:
+        """Run, after this worker's own shards, what the other workers wait for."""
+        where = f"step {self._step}"
+        for left in reversed(range(dummy_rounds)):
+            self._dummy_round(reduction, stats, where, is_last=left == 0)
+        if self._sharded is not None and self._stand_ins.found is None:
+            # All samples of the step are set aside, so no worker runs the model; but the votes are summed.
+            work = self._send(reduction, stats)
+            if work is not None:
+                work.wait()
+        elif not has_rows and self._world.world_size > 1 and not dummy_rounds:
+            self._clock.enter(Part.BACKWARD)
+            self._last_backward(reduction, reduction.replica(None, 0), stats, where)
+
+    def _dummy_round(self, reduction: Reduction, stats: Stats, where: str, is_last: bool) -> None:
+        """Run forward and backward of a round in which this worker has no rows, with a loss of zero."""
+        assert isinstance(reduction, ShardedReduction) and self._stand_ins.found is not None
+        batch, rows = self._stand_ins.found
+        self._clock.enter(Part.FORWARD)
+        with reduction.shard(is_last), reduction.standing_in():
+            loss = reduction.replica(copied(batch), rows) * 0.0
+            if is_last:
+                self._last_backward(reduction, loss, stats, where)
+            else:
+                _backward(self._optimizer_step.scaled(loss), where)
+
+    def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any], stats: Stats) -> Reduction:
+        """Build the job's reduction; with `find_unused_parameters: auto`, the first shards show if DDP must look."""
+        job = self._job
+        if self._sharded is not None:
+            looks = job.find_unused_parameters
+            if not job.bitwise:
+                return ShardedReduction(self._loss, self._sharded, looks)
+            return TreeShardedReduction(self._loss, self._sharded, looks, job.num_shards, job.may_lose_rows)
+        parameters = list(self._parameters.values())
+        sums = ShardSums(parameters, job.num_shards) if job.bitwise else None
+        if self._world.world_size == 1:
+            return Reduction(self._loss, sums, self._sparse)
+        types = {one.device.type for one in parameters}
+        if len(types) > 1:
+            raise JobError(
+                f"devices: must be of one type if there are several workers, got {' and '.join(sorted(types))}"
+            )
+        unused = job.find_unused_parameters
+        return DdpReduction(
+            self._loss,
+            sums,
+            self._world,
+            self._parameters,
+            self._sparse,
+            self._leave_unused(shards, batches) if unused == "auto" else bool(unused),
+            stats.numbers.numel(),
+            functools.partial(self._clock.enter, Part.EXCHANGE),
+        )
+
+    def _leave_unused(self, shards: Sequence[Shard], batches: Sequence[Any]) -> bool:
+        """Return whether any worker's first shard leaves a parameter without a gradient, by a trial."""
+        unused = torch.zeros(1, device=self._world.device)
+        self.buffers.begin(2)
+        with for_trial(self._loss, self._sparse, self._job.compile) as replica:
+            for shard, batch in zip(shards, batches, strict=True):
+                if not shard.rows:
+                    unused += 1  # it cannot show that all parameters are used
+                    continue
+                self._try(replica, shard, batch)
+                sparse = {id(one) for one in self._sparse}
+                unused += any(one.grad is None for one in self._parameters.values() if id(one) not in sparse)
+        self.buffers.restore()
+        self._optimizer_step.drop_gradients()
+        with waiting("the other workers' first shards"):
+            dist.all_reduce(unused, dist.ReduceOp.MAX)
+            return bool(unused.item())
+
+    def _count_flops(self, shard: Shard, batch: Any) -> None:
+        """Count the operations of a row of a shard in a trial, if the job asks for them; rank 0 does."""
+        # Of a sharded model, no worker can run a shard alone.
+        if not self._job.flops or self._world.rank != 0 or self._sharded is not None:
+            return
+        self.buffers.begin(2)
+        trial = functools.partial(self._try, self._loss, shard, batch)
+        self.flops = counted_flops(trial, shard.rows, self._job, self._world.device)
+        self.buffers.restore()
+        self._optimizer_step.drop_gradients()
+
+    def _try(self, replica: nn.Module, shard: Shard, batch: Any) -> None:
+        """Run forward and backward of a shard on this worker alone, with a copy of the batch: a model may write it.
+
+        The caller restores the buffers and drops the gradients, so that the trial changes no state.
+        """
+        _backward(self._forward(replica, shard, copied(batch)), location(shard), batch)
+
+    def close(self) -> None:
+        """Stop the reduction's threads, and let the model be freed."""
+        # A hook on a gradient may hold the model, as a method of it does, and torch keeps these hooks where the
+        # garbage collector does not look: the model would never be freed.
+        for parameter in self._parameters.values():
+            (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).clear()
+        if self._reduction is not None:
+            self._reduction.close()
+
+
+def _backward(loss: torch.Tensor, where: str, batch: Any = None) -> None:
+    with reraise_as(f"{where}: backward", lambda error: "" if batch is None else batch_hint(error, batch)):
+        loss.backward()  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
-"""Tries a step of a job on one worker, to see whether its devices hold it; no worker waits for another meanwhile.
+"""Try a step of a job on one worker, to see whether its devices hold it; no worker waits for another meanwhile.
 
-The model, its gradients, the optimizer's state and the worker's shards are all in memory, as in the job. What comes
-of the step means nothing. The model is made for the trial, and is gone after it.
+Begin at `why_not`. The model, its gradients, the optimizer's state and the worker's shards are all in memory, as in
+the job. The numbers of the step mean nothing. The model is made for the trial, and is gone after it.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ Run = Callable[..., Any]
 
 
 class Data(NamedTuple):
-    """A dataset, the job that reads it, how that cuts it, and the key that names it."""
+    """A dataset, the job that reads it, its split into shards, and the key that names it."""
 
     job: Job
     dataset: Any
@@ -54,7 +54,7 @@ class Data(NamedTuple):
 
 
 def why_not(job: Job, world: World, data: Data, evaluated: Data | None) -> str:
-    """Why this worker's devices do not hold its shards of a step; empty if they do. Every rank calls this.
+    """Return why this worker's devices do not hold its shards of a step; empty if they do. Every rank calls this.
 
     A training's step runs twice, since the first one makes the optimizer's state. `evaluated` is the data of its
     evaluations, which run a step too. Raises what the user's code raises, but for memory.
@@ -67,7 +67,7 @@ def why_not(job: Job, world: World, data: Data, evaluated: Data | None) -> str:
             raise
         return str(error).splitlines()[0].rstrip(".")
     finally:
-        free_memory()
+        free_memory()  # here, where the frames of the trial, which hold its model, are gone
 
 
 def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
@@ -79,7 +79,11 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
     )
     world = world.with_inputs_on(input_device(job, model, world.devices))
     called, passes = compiled(model, job), OwnPasses(sharded)
-    kept_free = [_headroom(device) for device in world.devices if device.type == "cuda"]
+    kept_free = []
+    for device in world.devices:
+        if device.type == "cuda":
+            size = int(HEADROOM * torch.cuda.get_device_properties(device).total_memory)
+            kept_free.append(torch.empty(size, dtype=torch.uint8, device=device))
     if job.task == "train":
         training = TrialTraining(with_schedule(job, data.split), world, model, called, sharded)
         for most in (1, None):  # the first pass makes the optimizer's state
@@ -89,17 +93,11 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
     for one in (evaluated, data if job.task == "evaluate" else None):
         if one is not None:
             _evaluate(job, world, model, called, passes, one)
-    del kept_free
-
-
-def _headroom(device: torch.device) -> torch.Tensor:
-    """A part of a GPU's memory, which is not there for the trial."""
-    size = int(HEADROOM * torch.cuda.get_device_properties(device).total_memory)
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    del kept_free  # not before: it keeps its memory free until all has run
 
 
 def _shards(world: World, data: Data) -> Work:
-    """The first step's shards of this worker; those of rank 0 if it has none."""
+    """Return the first step's shards of this worker; those of rank 0 if it has none."""
     split = replace(data.split, max_steps=1)
     mine = Work(split, world.world_size, world.rank)
     return mine if any(shards for _, shards in mine) else Work(split, world.world_size)
@@ -107,23 +105,25 @@ def _shards(world: World, data: Data) -> Work:
 
 @contextmanager
 def _reading(world: World, data: Data, pick: Run | None = None) -> Iterator[tuple[Work, Iterator[Batch], Real]]:
-    """The shards, their indices and batches on the worker's device, and what is left of each without bad samples."""
+    """Give the shards, their indices and batches on the worker's device, and what drops a shard's bad samples."""
     job = data.job.model_copy(update={"loader": Loader(pin_memory=data.job.loader.pin_memory)})
     work, quarantine = _shards(world, data), None
     if job.on_error is not None:
-        quarantine = Quarantine(job, find_reference(job, data.dataset, data.key), lambda shard, bad: None)
+        quarantine = Quarantine(find_reference(job, data.dataset, data.key), lambda shard, bad: None)
     with closing(load_good(job, data.dataset, work, world.device, quarantine, pick, data.key)) as batches:
         yield work, batches, as_planned if quarantine is None else quarantine.real
 
 
 def _loaded(world: World, data: Data, most: int | None = None) -> Generator[tuple[Shard, Any, bool]]:
-    """At most so many shards, their batches, and whether each is the last; those without good rows are left out."""
+    """Yield at most so many shards, their batches, and whether each is the last; drop those without good rows."""
     with _reading(world, data) as (work, batches, real):
         for _, shards in work:
-            for shard in (planned := shards[:most]):
+            planned = shards[:most]
+            for shard in planned:
                 batch = next(batches)[1]
-                if (left := real(shard)).rows:
-                    yield left, batch, shard is planned[-1]
+                good = real(shard)
+                if good.rows:
+                    yield good, batch, shard is planned[-1]
 
 
 class TrialTraining:
@@ -140,24 +140,33 @@ class TrialTraining:
         loss = ShardLoss(called, build_step(job, world), build_metrics(job)[0], job, world.device)
         self._trained = [one for one in model.parameters() if one.requires_grad]
         self._has_buckets = sharded is None and world.world_size > 1
-        self._reduction = _reduction(job, loss, self._trained, sharded)
+        self._reduction: Reduction
+        if sharded is None:
+            self._reduction = Reduction(loss, ShardSums(self._trained, job.num_shards) if job.bitwise else None, ())
+        elif job.bitwise:
+            self._reduction = TreeShardedReduction(loss, sharded, False, job.num_shards, False)
+        else:
+            self._reduction = ShardedReduction(loss, sharded, False)
 
     def step(self, data: Data, most: int | None) -> None:
-        """Forward and backward of at most so many of this worker's shards, and the optimizer's step."""
+        """Run forward and backward of at most so many of this worker's shards, and the optimizer's step."""
         (planned,) = (shards[:most] for _, shards in _shards(self._world, data))
         buckets = self._buckets(len(planned))
         filled = num_filled(data.split.largest_batch, data.split.shards)
         self._reduction.begin([shard.shard for shard in planned], filled)
         with closing(_loaded(self._world, data, most)) as loaded:
             for shard, batch, is_last in loaded:
-                self._shard(shard, batch, is_last, data.split.largest_batch)
+                with self._reduction.shard(is_last):
+                    loss = self._reduction.replica(batch, shard.rows) / data.split.largest_batch
+                    loss.backward()
+                self._reduction.after(shard.shard, is_last)
         if not isinstance(self._reduction, ShardedReduction):
             self._reduction.finish()
         self._optimizer_step.rehearse()
         del buckets
 
     def _buckets(self, shards: int) -> list[torch.Tensor]:
-        """The memory of DDP's buckets. They hold the gradients themselves if the worker runs a single shard."""
+        """Allocate DDP's buckets. They hold the gradients themselves if the worker runs a single shard."""
         if not self._has_buckets:
             return []
         made = [torch.zeros_like(one) for one in self._trained]
@@ -166,51 +175,34 @@ class TrialTraining:
                 one.grad = bucket
         return made
 
-    def _shard(self, shard: Shard, batch: Any, is_last: bool, rows: int) -> None:
-        with self._reduction.shard(is_last):
-            loss = self._reduction.replica(batch, shard.rows) / rows
-            loss.backward()
-        self._reduction.after(shard.shard, is_last)
 
-
-def _reduction(job: Job, loss: ShardLoss, trained: Sequence[nn.Parameter], sharded: Sharded | None) -> Reduction:
-    if sharded is None:
-        return Reduction(loss, ShardSums(trained, job.num_shards) if job.bitwise else None, ())
-    if job.bitwise:
-        return TreeShardedReduction(loss, sharded, False, job.num_shards, False)
-    return ShardedReduction(loss, sharded, False)
-
-
+@dataclass(eq=False)
 class OwnPasses(Passes):
     """The passes of a worker that is alone, whether its model is whole or sharded."""
 
-    def __init__(self, sharded: Sharded | None) -> None:
-        self._sharded = sharded
+    sharded: Sharded | None
 
     def run(self, function: Run, *args: Any) -> Any:
         """Call a function that runs the model."""
-        return function(*args) if self._sharded is None else self._sharded.run(function, *args)
+        return function(*args) if self.sharded is None else self.sharded.run(function, *args)
 
     def end(self) -> bool:
         """Free what the last forward has left gathered."""
-        if self._sharded is not None:
-            self._sharded.end_of_evaluation()
+        if self.sharded is not None:
+            self.sharded.end_of_evaluation()
         return True
 
 
-def _nothing(*_: Any) -> None:
-    """What is done with the outputs of a trial."""
-
-
 def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, passes: Passes, data: Data) -> None:
-    """A prediction's step, with what it computes of the outputs."""
+    """Run a prediction's step, with what it computes of the outputs."""
     pick = PredictInputs(job, model, lambda text: None)
     with _reading(world, data, pick) as (work, batches, real):
-        predict(called, job, world.device, work, batches, _nothing, _nothing, real=real, passes=passes)
+        no_shard, no_step = lambda *_: None, lambda step: None
+        predict(called, job, world.device, work, batches, no_shard, no_step, real=real, passes=passes)
 
 
 def _evaluate(job: Job, world: World, model: nn.Module, called: nn.Module, passes: Passes, data: Data) -> None:
-    """An evaluation's step."""
+    """Run an evaluation's step."""
     step, measures = build_step(job, world), build_metrics(job)[0]
     with evaluating(model), torch.no_grad(), autocast(job.precision, world.device):
         for shard, batch, _ in _loaded(world, data):

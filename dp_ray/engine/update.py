@@ -1,10 +1,11 @@
-"""Update the parameters from the whole batch's gradient: unscale, weigh, clip, step.
+"""Update the parameters from the whole batch's gradient: unscale, weigh, clip, step. Begin at `OptimizerStep.apply`.
 
-The moving average of the weights of a sharded model: each worker averages its own part of them.
+`ShardedAverage` is the moving average of a sharded model's weights: each worker averages its own part of them.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from dp_ray.engine.optimizer import (
     Schedule,
     averaged_model,
     build_optimizer,
-    build_scaler,
     load_optimizer,
     norms_of,
     scale_by,
@@ -35,25 +35,19 @@ from dp_ray.engine.sharded.state import (
     sharded_as,
     whole_tensors,
 )
-from dp_ray.engine.user_code import raising, shards_told
+from dp_ray.engine.user_code import reraise_as, shards_hint
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import is_sharded, local
 from dp_ray.text import listed
 
-SHAPED = "keeps state of another shape than its parameters, of which strategy: fsdp cannot give each worker a part"
-UNSHARDED = {
-    torch.optim.Adafactor: SHAPED,
-    torch.optim.Rprop: "writes where gradients changed their sign, which torch cannot do in shards (strategy: fsdp)",
-}
-
 
 class OptimizerStep:
     """A job's optimizer, scheduler and fp16 scaler, and their step.
 
     Norm and clipping are over what the optimizer updates. `left_out` are the parameters that require a gradient and
-    that it was not given: their gradients are dropped in each step, or they would grow from step to step.
+    that it does not hold: their gradients are dropped in each step, or they would grow from step to step.
     """
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, sharded: Sharded | None = None) -> None:
@@ -65,12 +59,15 @@ class OptimizerStep:
         if self._is_exact:
             check_elementwise(self.optimizer)
         if sharded is not None and self.aligned is None:
-            _check_takes_shards(self.optimizer)
+            for kind, reason in UNSHARDED.items():
+                if isinstance(self.optimizer, kind):
+                    raise JobError(f"optimizer: {kind.__name__} {reason}; take another one, like torch.optim:AdamW")
         if self.aligned is not None:
             self.aligned.optimizer = self.optimizer
         self._sharded = sharded
         self.schedule = Schedule(job.scheduler, self.optimizer)
-        self.scaler = build_scaler(job, device)
+        # The scaler checks the reduced gradients, so all ranks skip the same steps.
+        self.scaler = torch.amp.GradScaler(device.type) if job.precision == "fp16" else None
         self._unscaled: Any = self.optimizer if sharded is None else UnscaledParts(self.optimizer, sharded)
         self._grad_clip = job.grad_clip
         self.has_skipped = False  # whether the last step has left the parameters as they were
@@ -78,19 +75,19 @@ class OptimizerStep:
         self._of_model = [(one, instead.get(id(one), one)) for one in trained]
         self._parameters: list[nn.Parameter] = []
         self.left_out: list[nn.Parameter] = []
-        self._num_given = 0
+        self._num_held = 0
         self._find_left_out()
-        self._known: dict[int, torch.Tensor] = {}
+        self._known: dict[int, torch.Tensor] = {}  # norms of gradients, by the parameter's id, before `apply`
         self._has_weighed = False
 
     def _find_left_out(self) -> None:
-        """Tell what the optimizer updates from what it was not given; its groups may have grown."""
+        """Sort the parameters into those that the optimizer updates and the others; its groups may have grown."""
         count = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if count != self._num_given:
-            given = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
-            self._num_given = count
-            self._parameters = [mine for _, mine in self._of_model if id(mine) in given]
-            self.left_out = [one for one, mine in self._of_model if id(mine) not in given]
+        if count != self._num_held:
+            held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+            self._num_held = count
+            self._parameters = [mine for _, mine in self._of_model if id(mine) in held]
+            self.left_out = [one for one, mine in self._of_model if id(mine) not in held]
 
     @property
     def learning_rate(self) -> float:
@@ -122,13 +119,13 @@ class OptimizerStep:
         return {"optimizer": optimizer, "scheduler": self.schedule.scheduler, "scaler": self.scaler}
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on: for fp16 the scaled one."""
+        """Return the loss to call backward on: for fp16 the scaled one."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def take_norms(self, parameters: Sequence[torch.Tensor]) -> None:
         """Compute the norms of gradients that will not change before `apply`, unless it must weigh or unscale them.
 
-        To be called while this worker waits for the others' gradients. Where the last step's were weighed, it does
+        Called while this worker waits for the others' gradients. Where the last step's were weighed, it does
         nothing: the next ones will be too.
         """
         if self.scaler is None and self._sharded is None and not self._has_weighed:
@@ -155,10 +152,10 @@ class OptimizerStep:
         norm = self._norm(gradients, with_gradient)
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        with raising(f"step {step}: optimizer", shards_told), self._updating():
+        with reraise_as(f"step {step}: optimizer", shards_hint), self._updating():
             self.has_skipped = self._step()
         if not self.has_skipped:
-            with raising(f"step {step}: scheduler"):
+            with reraise_as(f"step {step}: scheduler"):
                 self.schedule.after_step()
         self.drop_gradients()
         return norm
@@ -167,7 +164,7 @@ class OptimizerStep:
         """Update the parameters by the gradients as they are, without other workers, to make the state."""
         if self.aligned is not None:
             self.aligned.take()
-        with raising("optimizer", shards_told), self._updating():
+        with reraise_as("optimizer", shards_hint), self._updating():
             self.optimizer.step()
         self.drop_gradients()
 
@@ -180,7 +177,7 @@ class OptimizerStep:
         return self.aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
 
     def _updating(self) -> AbstractContextManager[object]:
-        """The context of an update."""
+        """Return the context of an update."""
         if self._is_exact:
             return one_thread(self._parameters[0])
         return nullcontext() if self._sharded is None else one_at_a_time(self.optimizer)
@@ -212,42 +209,41 @@ class OptimizerStep:
             return bool(self.scaler.get_scale() < scale)
 
 
+SHAPED = "keeps state of another shape than its parameters, of which strategy: fsdp cannot give each worker a part"
+UNSHARDED = {
+    torch.optim.Adafactor: SHAPED,
+    torch.optim.Rprop: "writes where gradients changed their sign, which torch cannot do in shards (strategy: fsdp)",
+}
+
+
+@dataclass(eq=False)
 class UnscaledParts:
-    """The optimizer of a sharded model as the fp16 scaler is to see it: with this worker's parts of the gradients.
+    """A sharded model's optimizer as the fp16 scaler sees it: with this worker's parts of the gradients.
 
     The scaler itself takes no sharded gradients beside whole ones, and would ask the other workers on the device of
     the gradients, where an offloaded model has no collectives. So it gets plain tensors, and one gradient more. That
     is infinite on all workers if any of them has a gradient that is not finite: so all skip the same updates.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sharded: Sharded) -> None:
-        self._optimizer = optimizer
-        self._sharded = sharded
+    optimizer: torch.optim.Optimizer
+    sharded: Sharded
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """What holds the gradients to unscale. The scaler asks for it once a step, on every rank."""
-        given = [one.grad for group in self._optimizer.param_groups for one in group["params"]]
-        gradients = [numbers for one in given if one is not None and (numbers := numbers_of(one)).numel()]
-        return [{"params": [_holder(one) for one in [*gradients, self._sharded.infinite_if_any(gradients)]]}]
+        """The tensors whose gradients are to be unscaled. The scaler asks for them once a step, on every rank."""
+        whole = [one.grad for group in self.optimizer.param_groups for one in group["params"]]
+        parts = [numbers_of(one) for one in whole if one is not None]
+        gradients = [one for one in parts if one.numel()]
+        holders = []
+        for gradient in [*gradients, self.sharded.infinite_if_any(gradients)]:
+            holder = gradient.detach()  # in the same memory
+            holder.grad = gradient
+            holders.append(holder)
+        return [{"params": holders}]
 
     def step(self) -> None:
         """Update the parameters; the scaler calls it if all gradients are finite."""
-        self._optimizer.step()
-
-
-def _check_takes_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Raise JobError for an optimizer of torch's that cannot update shards."""
-    for kind, reason in UNSHARDED.items():
-        if isinstance(optimizer, kind):
-            raise JobError(f"optimizer: {kind.__name__} {reason}; take another one, like torch.optim:AdamW")
-
-
-def _holder(gradient: torch.Tensor) -> torch.Tensor:
-    """A tensor that has the gradient, in the same memory."""
-    holder = gradient.detach()
-    holder.grad = gradient
-    return holder
+        self.optimizer.step()
 
 
 @contextmanager
@@ -261,18 +257,18 @@ def one_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         {key: group[key] for key in ("foreach", "fused") if key in group} for group in mixed
     ]
     try:
-        for group, given in zip(mixed, before, strict=True):
-            group.update(dict.fromkeys(given, False))
+        for group, keys in zip(mixed, before, strict=True):
+            group.update(dict.fromkeys(keys, False))
         yield
     finally:
-        for group, given in zip(mixed, before, strict=True):
-            group.update(given)
+        for group, keys in zip(mixed, before, strict=True):
+            group.update(keys)
 
 
 def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor | float, rows: int) -> bool:
-    """Turn gradients of sum / rows into those of sum / weight, in place; with a weight of 0 they become 0.
+    """Turn gradients of sum / rows into those of sum / weight, in place; return whether they may have changed.
 
-    Returns whether they may have changed.
+    With a weight of 0 they become 0.
     """
     if isinstance(weight, torch.Tensor):  # without waiting for the device
         scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
@@ -294,16 +290,6 @@ def load_part(name: str, part: Any, state: Any) -> None:
         raise ModelError(f"the checkpoint's {name} does not fit this job's: {error}") from None
 
 
-class _Parts(nn.Module):
-    """What this worker holds of the parameters, and the buffers, in the same memory."""
-
-    def __init__(self, parameters: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(one, requires_grad=False) for one in parameters)
-        for number, one in enumerate(buffers):
-            self.register_buffer(f"buffer_{number}", one)
-
-
 class ShardedAverage:
     """The average of this worker's part of each parameter; evaluations run the model with the average in its place.
 
@@ -318,19 +304,19 @@ class ShardedAverage:
         self._averaged = averaged_model(job, _Parts(self._live(), self._buffers))
 
     def called(self, called: nn.Module) -> nn.Module:
-        """What evaluations call: the model itself."""
+        """Return the module that evaluations call: the model itself."""
         return called
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While the block runs, the average is in the model's place."""
-        mine, averages = self._of_model(), self._of_average()
-        kept = _copies(mine)
-        copy_all(mine, averages)
+        """Put the average in the model's place while the block runs."""
+        weights, averages = self._of_model(), self._of_average()
+        before = _copies(weights)
+        copy_all(weights, averages)
         try:
             yield
         finally:
-            copy_all(mine, kept)
+            copy_all(weights, before)
 
     def begin(self) -> None:
         """Start from the model's weights, unless a checkpoint has given the average already."""
@@ -343,30 +329,30 @@ class ShardedAverage:
             take_in(self._averaged, self._live(), self._buffers)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The average, sharded as the model is, by the names of the model's own tensors."""
-        there: list[Any] = [*self._parameters, *self._buffers]
+        """Return the average, sharded as the model is, by the names of the model's own tensors."""
+        tensors: list[Any] = [*self._parameters, *self._buffers]
         averages = {
             id(one): sharded_as(one, mine) if is_sharded(one) else mine
-            for one, mine in zip(there, self._of_average(), strict=True)
+            for one, mine in zip(tensors, self._of_average(), strict=True)
         }
         state = self._model.state_dict(keep_vars=True)
         return {name: averages.get(id(one), one) for name, one in state.items() if isinstance(one, torch.Tensor)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What the average of a whole model gives, with sharded tensors."""
+        """Return the state that the average of a whole model has, with sharded tensors."""
         return {"n_averaged": self._averaged.n_averaged, **{INNER + key: one for key, one in self.tensors().items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load this worker's rows of a state whose tensors are stored, by way of the model."""
-        mine = self._of_model()
-        kept = _copies(mine)
+        weights = self._of_model()
+        before = _copies(weights)
         self._sharded.load_weights(weights_of_average(state), "the checkpoint's ema")
-        copy_all(self._of_average(), mine)
-        copy_all(mine, kept)
+        copy_all(self._of_average(), weights)
+        copy_all(weights, before)
         self._averaged.n_averaged.copy_(whole_tensors(state["n_averaged"]))
 
     def _live(self) -> list[torch.Tensor]:
-        """What is averaged: of each parameter what the optimizer has updated."""
+        """Return the tensors to average: of each parameter the part that the optimizer updates."""
         return [
             local(one.detach()) if (part := self._aligned.get(id(one))) is None else part.flat.detach()
             for one in self._parameters
@@ -376,7 +362,7 @@ class ShardedAverage:
         return [*(local(one.detach()) for one in self._parameters), *self._buffers]
 
     def _of_average(self) -> list[torch.Tensor]:
-        """The average of each parameter's part, in the part's shape, and the buffers beside it."""
+        """Return the average of each parameter's part, in the part's shape, and the buffers beside it."""
         averages = [one.detach() for one in self._averaged.module.parameters()]
         inner = [
             mine if (part := self._aligned.get(id(one))) is None else part.inner(mine).view(local(one).shape)
@@ -385,15 +371,25 @@ class ShardedAverage:
         return [*inner, *self._averaged.module.buffers()]
 
 
-def average_of(
-    job: Job, model: nn.Module, sharded: Sharded | None, aligned: AlignedParts | None
-) -> Average | ShardedAverage | None:
-    """The average of the weights, if the job keeps one."""
-    if job.ema is None:
-        return None
-    return Average(job, model) if sharded is None else ShardedAverage(job, sharded, aligned)
+class _Parts(nn.Module):
+    """This worker's parts of the parameters, and the buffers, in the same memory."""
+
+    def __init__(self, parameters: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(one, requires_grad=False) for one in parameters)
+        for number, one in enumerate(buffers):
+            self.register_buffer(f"buffer_{number}", one)
 
 
 @torch.no_grad()
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [one.clone() for one in tensors]
+
+
+def average_of(
+    job: Job, model: nn.Module, sharded: Sharded | None, aligned: AlignedParts | None
+) -> Average | ShardedAverage | None:
+    """Return the average of the weights, if the job keeps one."""
+    if job.ema is None:
+        return None
+    return Average(job, model) if sharded is None else ShardedAverage(job, sharded, aligned)

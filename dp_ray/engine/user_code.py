@@ -1,4 +1,7 @@
-"""Wrap errors of the user's code: the message names the job's key that raised, and what it got."""
+"""Wrap errors of the user's code: the message names the job's key that raised, and its inputs.
+
+`reraise_as` says which code raised, `locating` in which step and shard; the hints say what to change.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +17,13 @@ from dp_ray.plan.split import Shard
 from dp_ray.text import listed
 
 Loaded = TypeVar("Loaded")
-_ENDED_LOADER = re.compile(
+_LOADER_ENDED = re.compile(
     r"DataLoader worker \((?P<who>pid(?:\(s\))? [\d, ]+)\) (exited unexpectedly|is killed by signal)"
 )
 
 
 @contextmanager
-def raising(
+def reraise_as(
     what: str, hint: Callable[[BaseException], str] = lambda error: "", kind: type[Error] = ModelError
 ) -> Iterator[None]:
     """Turn an exception of the block into a `kind` of Error: `loss raised ValueError: ...`, then the hint.
@@ -34,92 +37,94 @@ def raising(
     except (Exception, SystemExit) as error:
         if kind is ModelError and passes(error):
             raise
-        if (ended := ended_loader(error)) is not None:
+        ended = _loader_error(error)
+        if ended is not None:
             raise ended from None
-        raise kind(said(what, error, hint(error))) from error
+        raise kind(error_text(what, error, hint(error))) from error
 
 
 @contextmanager
-def at(where: str) -> Iterator[None]:
-    """Put the place, like `step 3, shard 1`, before the block's error; a JobError is about no place, and passes."""
+def locating(where: str) -> Iterator[None]:
+    """Put a location, like `step 3, shard 1`, before the block's error; a JobError is about no step, and passes."""
     try:
         yield
     except JobError:
         raise
     except Error as error:
-        placed = type(error)(f"{where}: {error}")
+        located = type(error)(f"{where}: {error}")
         for note in getattr(error, "__notes__", ()):  # the user's frames in a loader process
-            placed.add_note(note)
-        raise placed from error
+            located.add_note(note)
+        raise located from error
     except (Exception, SystemExit) as error:
         if passes(error):
             raise
-        if (ended := ended_loader(error)) is not None:
+        ended = _loader_error(error)
+        if ended is not None:
             raise DataError(f"{where}: {ended}") from None
-        raise ModelError(said(where, error)) from error
+        raise ModelError(error_text(where, error)) from error
 
 
-def ended_loader(error: BaseException) -> DataError | None:
-    """What to raise for torch's error that a process of a DataLoader has ended; None for another error.
+def _loader_error(error: BaseException) -> DataError | None:
+    """Return the error to raise for torch's, that a process of a DataLoader has ended; None for another error.
 
-    It comes from a signal's handler, so wherever the worker is just then.
+    torch raises it in a signal's handler, so wherever the worker is just then.
     """
-    found = _ENDED_LOADER.search(str(error))
-    if found is None or not isinstance(error, RuntimeError):
+    match = _LOADER_ENDED.search(str(error))
+    if match is None or not isinstance(error, RuntimeError):
         return None
-    return loader_has_ended(f" ({found['who']})")
+    return loader_ended_error(f" ({match['who']})")
 
 
-def loader_has_ended(who: str = "") -> DataError:
-    """What to raise if a process of a DataLoader has ended; `who` names it."""
+def loader_ended_error(who: str = "") -> DataError:
+    """Return the error to raise if a process of a DataLoader has ended; `who` names it."""
     return DataError(
         f"a process of the loader has ended in the midst of its work{who}, as where the system kills one because "
         "memory, or /dev/shm, is full: take fewer loader.processes or a smaller loader.prefetch"
     )
 
 
-def loaded(batches: Iterator[Loaded], where: str) -> Loaded:
-    """The next batch; the error of one that cannot be loaded says where it belongs, like `step 3, shard 1`."""
-    with at(where):
+def next_batch(batches: Iterator[Loaded], where: str) -> Loaded:
+    """Return the next batch; the error of one that cannot be loaded says its location, like `step 3, shard 1`."""
+    with locating(where):
         return next(batches)
 
 
 def read_many(many: Callable[[list[int]], Any], indices: list[int], name: str) -> Any:
-    """The samples that a dataset's `__getitems__` gives; raises DataError, naming it, unless it is one for each."""
-    what = f"samples {listed(indices)}"
-    with raising(f"{what} of {name}", kind=DataError):
+    """Return the samples of a dataset's `__getitems__`; raises DataError, naming it, unless it is one for each."""
+    samples = f"samples {listed(indices)}"
+    with reraise_as(f"{samples} of {name}", kind=DataError):
         items = many(list(indices))
     if isinstance(items, list | tuple) and len(items) == len(indices):
         return items
-    got = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
-    raise DataError(f"{name}'s __getitems__ gave {got} for {what}: it must give a list of one item for each")
+    returned = f"{len(items)} items" if isinstance(items, list | tuple) else f"a {type(items).__qualname__}"
+    raise DataError(f"{name}'s __getitems__ gave {returned} for {samples}: it must give a list of one item for each")
 
 
-def place(shard: Shard) -> str:
-    """A shard's step and number, for messages."""
+def location(shard: Shard) -> str:
+    """Return a shard's step and number, for messages."""
     return f"step {shard.step}, shard {shard.shard}"
 
 
-def said(what: str, error: BaseException, hint: str = "") -> str:
-    """The message of an error: what raised, the exception's type and text, and the hint."""
+def error_text(what: str, error: BaseException, hint: str = "") -> str:
+    """Return the message of an error: the code that raised, the exception's type and text, and the hint."""
     text = text_of(error).rstrip("." if hint else None)
     return f"{what} raised {type(error).__name__}" + (f": {text}" if text else "") + hint
 
 
-def got(outputs: Any, target: Any) -> str:
-    """A hint for a loss or a metric: the dtypes and sizes that it got."""
+def describe_compared(outputs: Any, target: Any) -> str:
+    """Return a hint for a loss or a metric: the dtypes and sizes that it got."""
     return f"; it got outputs {dtypes_and_sizes(outputs)}, target {dtypes_and_sizes(target)}"
 
 
-def one_row_told(error: BaseException) -> str:
-    """A hint where BatchNorm trains on a shard of a single row; else empty."""
+def one_row_hint(error: BaseException) -> str:
+    """Return a hint for BatchNorm that trains on a shard of a single row; else empty."""
     if "Expected more than 1 value per channel" not in str(error):
         return ""
     return "; this shard has one row: choose batch_size and shards so that each has two"
 
 
-def shards_told(error: BaseException) -> str:
-    """A hint where code meets the shards of parameters; else empty."""
+def shards_hint(error: BaseException) -> str:
+    """Return a hint for code that meets the shards of parameters; else empty."""
     if not any(one in str(error) for one in ("DTensor", "tensor subclass", "Sharding propagation")):
         return ""
     return (
@@ -128,17 +133,18 @@ def shards_told(error: BaseException) -> str:
     )
 
 
-def it_got(inputs: Any) -> str:
-    """A hint for a model: the dtypes and sizes that it got."""
+def describe_input(inputs: Any) -> str:
+    """Return a hint for a model: the dtypes and sizes that it got."""
     return f"; it got {dtypes_and_sizes(inputs)}"
 
 
 def dtypes_and_sizes(value: Any) -> str:
-    """The dtypes and sizes of nested tensors: `float32 [4, 3]`, `(int64 [4], {mask: bool [4, 9]})`."""
+    """Return the dtypes and sizes of nested tensors: `float32 [4, 3]`, `(int64 [4], {mask: bool [4, 9]})`."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {dtypes_and_sizes(one)}" for key, one in value.items()) + "}"
     if isinstance(value, tuple | list):
-        return "(" + ", ".join(dtypes_and_sizes(one) for one in value[:4]) + ", ..." * (len(value) > 4) + ")"
+        parts = [dtypes_and_sizes(one) for one in value[:4]]
+        return "(" + ", ".join([*parts, "..."] if len(value) > 4 else parts) + ")"
     return f"a {type(value).__qualname__}"

@@ -1,10 +1,8 @@
-"""What the workers sum in a step beside the gradients.
+"""The numbers that the workers sum in a step beside the gradients (`Stats`), and what they decide by these sums.
 
-Let all workers agree on when to stop, without a collective of its own.
-
-Ends a training at a loss that is NaN or infinite, for `stop_on_nan`: all workers after the same step.
-
-Between two steps, a worker reports its progress, and stops if it is asked to.
+All workers see the same sums after the same step. So they stop together (`StopVote`), and end a training together at
+a loss that is NaN or infinite (`LossWatch`, for `stop_on_nan`), without a collective of its own. `StepControl` is the
+interface of a worker's loop between two steps.
 """
 
 import math
@@ -32,11 +30,11 @@ class Stats:
     """
 
     def __init__(self, shards: int, measures: int, world: World) -> None:
-        size, device = (shards, 2 * measures + 2), world.device
+        size = shards, 2 * measures + 2
         self._own = worker_shards(shards, world.world_size, world.rank).start
         self._cells: Any
-        if is_gpu(device):
-            self._cells = self.numbers = torch.zeros(size, dtype=torch.float64, device=device)
+        if is_gpu(world.device):
+            self._cells = self.numbers = torch.zeros(size, dtype=torch.float64, device=world.device)
         else:  # numpy sets a few cells of the same memory sooner than torch
             self._cells = np.zeros(size)
             self.numbers = torch.from_numpy(self._cells)
@@ -65,7 +63,7 @@ class Lagged:
         self._numbers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
     def take(self, number: torch.Tensor | float) -> float | None:
-        """Add this step's number, a scalar; returns that of `lag` steps before, None if there is none."""
+        """Add this step's number, a scalar; return that of `lag` steps before, None if there is none."""
         if not isinstance(number, torch.Tensor):
             return number
         here = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
@@ -75,7 +73,7 @@ class Lagged:
         return _read(*self._numbers.popleft()) if len(self._numbers) > self._lag else None
 
     def ahead(self) -> list[float]:
-        """The numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
+        """Return the numbers that `take` has not returned yet; this waits for the device, and takes none of them."""
         return [_read(*one) for one in self._numbers]
 
 
@@ -97,7 +95,7 @@ class StopVote:
         self._votes = Lagged(self.LAG)
 
     def stops(self, votes: torch.Tensor | float) -> bool:
-        """Add this step's votes, the number of workers that ask to stop; returns whether to stop now."""
+        """Add this step's votes, the number of workers that ask to stop; return whether to stop now."""
         return bool(self._votes.take(votes))
 
 
@@ -106,7 +104,7 @@ class NotFinite(ModelError):
 
 
 class LossWatch:
-    """Looks at the sum of each step's losses over all workers, which is the same on each of them.
+    """Watches the sum of each step's losses over all workers, which is the same on each of them.
 
     On a GPU it is read as many steps later as a stop request, so that no step waits for the GPU. `run_dir` is the
     run's directory, for the message.
@@ -115,54 +113,53 @@ class LossWatch:
     def __init__(self, run_dir: str) -> None:
         self._sums = Lagged(StopVote.LAG)
         self._run_dir = run_dir
-        self._read = 0  # steps whose sums were read
+        self._num_read = 0  # steps whose sums were read
         self._first: int | None = None  # the first step of this attempt
-        self._found: tuple[int, float] | None = None
+        self._not_finite: tuple[int, float] | None = None  # the first such step, and its sum
 
     def take(self, step: int, total: torch.Tensor | float) -> None:
         """Take in the sum of a step's losses."""
         self._first = step if self._first is None else self._first
-        found = self._sums.take(total)
-        if found is not None:
-            self._note(found)
-            self._read += 1
+        earlier = self._sums.take(total)
+        if earlier is not None:
+            self._note(earlier)
 
     @property
     def has_found(self) -> bool:
         """Whether a loss that was read is not finite; the same on all workers after the same step."""
-        return self._found is not None
+        return self._not_finite is not None
 
     def is_finite(self) -> bool:
-        """Whether all losses so far are finite; this waits for the device."""
-        return self._found is None and all(map(math.isfinite, self._sums.ahead()))
+        """Return whether all losses so far are finite; this waits for the device."""
+        return self._not_finite is None and all(map(math.isfinite, self._sums.ahead()))
 
     def check(self) -> None:
         """Raise NotFinite, on all workers after the same step, if a loss that was read is not finite."""
-        if self._found is not None:
-            step, total = self._found
+        if self._not_finite is not None:
+            step, total = self._not_finite
             raise NotFinite(
                 f"step {step}: the loss is {total}, and stop_on_nan is true; look at its rows: "
                 f"{replay_command(self._run_dir, step)}"
             )
 
     def check_all(self) -> None:
-        """The same for all steps so far; every rank calls this after its last step."""
+        """Check the losses of all steps so far; every rank calls this after its last step."""
         for total in self._sums.ahead():
             self._note(total)
-            self._read += 1
         self.check()
 
     def _note(self, total: float) -> None:
-        if self._found is None and not math.isfinite(total):
-            self._found = (self._first or 0) + self._read, total
+        if self._not_finite is None and not math.isfinite(total):
+            self._not_finite = (self._first or 0) + self._num_read, total
+        self._num_read += 1
 
 
 class StopRequested(Error):
-    """The worker stopped between two steps, as it was asked, and kept all its work; this is no failure."""
+    """The worker stopped between two steps on request, and kept all its work; this is no failure."""
 
 
 class StepControl:
-    """What a worker's loop calls between two steps; this base class asks the worker for nothing.
+    """The interface of a worker's loop between two steps; this base class requests nothing of the worker.
 
     `wants_stop` asks the worker to stop once all workers agree, or after its current step if it is the only one.
     `take_save` asks, once, to keep the work so far now. `slows` says whether `take_delay` may ask to sleep.
@@ -172,25 +169,25 @@ class StepControl:
     slows = False
 
     def before(self, step: int) -> None:
-        """The worker is about to run `step`."""
+        """Note that the worker is about to run `step`."""
 
     def touch(self) -> None:
-        """The worker is still at work in its step, on an evaluation for instance."""
+        """Note that the worker is still at work in its step, on an evaluation for instance."""
 
     def through(self) -> None:
-        """The worker has run its last step; its remaining writes have no time limit."""
+        """Note that the worker has run its last step; its remaining writes have no time limit."""
 
     def take_save(self) -> bool:
-        """Whether to keep the work so far now; true once for each request."""
+        """Return whether to keep the work so far now; true once for each request."""
         return False
 
     def take_delay(self, rank: int) -> float:
-        """The seconds by which the worker's current step is to be slower; 0 from its second call in a step on."""
+        """Return by how many seconds to slow down the current step; 0 from the second call in a step on."""
         return 0.0
 
     def leave(self) -> None:
-        """Called when this worker has kept all its work: wait until the others have, then raise StopRequested."""
+        """Wait until all workers have kept their work, as this one has; then raise StopRequested."""
         raise StopRequested("stopped as it was asked")
 
     def end(self) -> None:
-        """The worker has nothing left to run."""
+        """Note that the worker has nothing left to run."""

@@ -1,8 +1,7 @@
 """A worker's place among the others (rank, node, devices), and collectives that also work in one process.
 
-Why a collective failed, or a process group could not be formed.
-
-torch raises the same few exceptions for every cause: only their texts tell a lost worker from a mistake in the job.
+The second half says why a collective failed, or a process group could not be formed. torch raises the same few
+exceptions for every cause: only their texts tell a lost worker from a mistake in the job.
 """
 
 import functools
@@ -26,7 +25,7 @@ TIMEOUT = timedelta(minutes=30)  # of a collective, as Ray Train sets it; `timeo
 
 @functools.cache
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device is a GPU; each look at a device's `type` makes a string."""
+    """Return whether a device is a GPU; cached, since each look at a device's `type` makes a string."""
     return device.type == "cuda"
 
 
@@ -51,7 +50,7 @@ class World:
         return self.all_devices or (self.device,)
 
     def with_inputs_on(self, device: torch.device) -> "World":
-        """A copy whose inputs go to `device`."""
+        """Return a copy whose inputs go to `device`."""
         return replace(self, device=device)
 
     def __str__(self) -> str:
@@ -82,9 +81,9 @@ def form_group(backend: str, store: TCPStore, world: World) -> None:
 
 
 def bound_gpu(backend: str, world: World) -> torch.device | None:
-    """The GPU for which NCCL connects at once, not in the first collective; None if it has to wait for that.
+    """Return the GPU for which NCCL connects at once, not in the first collective; None if it has to wait for that.
 
-    Where a worker has several GPUs, NCCL connects for each one that is used: a group bound to one refuses the others.
+    If a worker has several GPUs, NCCL connects for each one that is used: a group bound to one refuses the others.
     """
     gpus = {one for one in world.devices if one.type == "cuda"}
     if "nccl" not in backend or len(gpus) != 1 or not dist.is_nccl_available():
@@ -94,23 +93,23 @@ def bound_gpu(backend: str, world: World) -> torch.device | None:
 
 
 def new_group(backend: str | None = None) -> Any:
-    """Another group of all workers, with the same time-out: NCCL's default is 10 minutes. Every rank calls this."""
+    """Make another group of all workers; every rank calls it. NCCL's default time-out is 10 minutes."""
     return dist.new_group(backend=backend, timeout=TIMEOUT)
 
 
 def has_peers() -> bool:
-    """Whether other workers run beside this one, in its process group."""
+    """Return whether other workers run beside this one, in its process group."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_rank_0() -> bool:
-    """Whether this is rank 0 of the process group; True without a process group."""
+    """Return whether this is rank 0 of the process group; True without a process group."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def broadcast(text: str) -> str:
-    """Rank 0's text on every rank; without a process group, the text itself. Every rank calls this."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Return rank 0's text on every rank; without a process group, the text itself. Every rank calls this."""
+    if not has_peers():
         return text
     texts = [text]
     with waiting("rank 0"):
@@ -119,8 +118,8 @@ def broadcast(text: str) -> str:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Every rank's value on every rank, in rank order; without a process group, one value. Every rank calls this."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Return every rank's value, in rank order; without a process group, the own one. Every rank calls this."""
+    if not has_peers():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     with waiting("all ranks"):
@@ -135,11 +134,13 @@ def check_rows(key: str, rows: int, on_driver: Mapping[str, int]) -> None:
     that the driver found.
     """
     holders: dict[int, list[str]] = {on_driver[key]: ["the driver"]} if key in on_driver else {}
-    for rank, found in enumerate(gathered(rows)):
-        holders.setdefault(found, []).append(f"rank {rank}")
+    for rank, length in enumerate(gathered(rows)):
+        holders.setdefault(length, []).append(f"rank {rank}")
     if len(holders) > 1:
-        says = "; ".join(f"{found} rows on {', '.join(where)}" for found, where in holders.items())
-        raise DataError(f"{key}: its length differs: {says}; all must read the same data: see what each node holds")
+        lengths = "; ".join(f"{length} rows on {', '.join(where)}" for length, where in holders.items())
+        raise DataError(
+            f"{key}: its length differs: {lengths}; all must read the same data: see what each node holds"
+        )
 
 
 class Cause(Enum):
@@ -175,7 +176,7 @@ _CAUSES = {
 
 
 def failed_collective(error: BaseException) -> FailedCollective | None:
-    """What an error says of the process group; None if it is about something else."""
+    """Return the cause of an error of the process group; None if the error is about something else."""
     if not isinstance(error, RuntimeError):
         return None
     text = str(error).partition("\nException raised from ")[0]  # C++ frames follow
@@ -183,37 +184,39 @@ def failed_collective(error: BaseException) -> FailedCollective | None:
         return FailedCollective(Cause.LOST_PEER, _line(text))
     if not isinstance(error, dist.DistError) and not _OF_A_GROUP.search(text):
         return None
-    found = (cause for cause, pattern in _CAUSES.items() if re.search(pattern, text))
-    return FailedCollective(next(found, Cause.UNKNOWN), _line(text))
+    causes = (cause for cause, pattern in _CAUSES.items() if re.search(pattern, text))
+    return FailedCollective(next(causes, Cause.UNKNOWN), _line(text))
 
 
 def failed_in_group(error: BaseException) -> FailedCollective | None:
-    """What an error says of the process group in which this process is; None without one, and for other errors."""
+    """Return the cause of an error of this process's group; None without one, and for other errors."""
     failed = failed_collective(error) if dist.is_initialized() else None
+    # A worker that is alone has lost no peer: the user's code has a connection of its own.
     needs_peers = failed is not None and failed.cause in (Cause.LOST_PEER, Cause.UNKNOWN)
     return None if needs_peers and not has_peers() else failed
 
 
 def passes(error: BaseException) -> bool:
-    """Whether an error is the process group's, and so none of the user code in which it was raised.
+    """Return whether an error is the process group's, and so none of the user code in which it was raised.
 
-    Memory that runs out in a collective is told like that which runs out elsewhere: with where, and what to change.
+    Memory that runs out in a collective is reported as elsewhere: with the location, and what to change.
     """
     failed = failed_in_group(error)
     return failed is not None and failed.cause is not Cause.OUT_OF_MEMORY
 
 
 def error_of(failed: FailedCollective) -> Error:
-    """What to raise: a WorkerError if another worker is, or may be, lost; a JobError for what no retry mends."""
+    """Return a WorkerError if another worker is, or may be, lost; a JobError for what no retry mends."""
     line = failed.line
     match failed.cause:
         case Cause.NOT_BUILT:
             advice = "install a torch with CUDA on every node, or set gpus_per_worker: 0 to run on CPUs"
             return JobError(f"this worker's torch cannot do collectives between GPUs: {line}; {advice}")
         case Cause.SHARED_GPU:
-            advice = "set gpus_per_worker: 1 or more without devices, so that each worker has its own; with 0.5 and "
+            advice = "set gpus_per_worker: 1 or more without devices, so that each worker has its own"
             return JobError(
-                f"two workers use the same GPU, as NCCL never does: {line}; {advice}the like they share one"
+                f"two workers use the same GPU, as NCCL never does: {line}; {advice}; with 0.5 and the like they "
+                "share one"
             )
         case Cause.MISUSED:
             advice = "check gpus_per_worker, devices and NCCL's variables; env: {NCCL_DEBUG: WARN} has NCCL say more"
@@ -228,13 +231,13 @@ def error_of(failed: FailedCollective) -> Error:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error: of a failed collective the line that tells the cause, else all of it."""
+    """Return the text of an error: of a failed collective the line that tells the cause, else all of it."""
     failed = failed_collective(error)
     return str(error) if failed is None else failed.line
 
 
 def _line(text: str) -> str:
-    """The line that tells the cause: NCCL has it last, after its result code and what that may mean."""
+    """Return the line that tells the cause: NCCL has it last, after its result code and what that may mean."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
-    told = [line for line in lines if not line.startswith("Last error:")]
-    return told[-1] if told else lines[-1]
+    causes = [line for line in lines if not line.startswith("Last error:")]
+    return causes[-1] if causes else lines[-1]

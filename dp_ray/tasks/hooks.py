@@ -22,7 +22,7 @@ from torch import nn
 from dp_ray.engine.model import autocast, tensors_of
 from dp_ray.engine.step import OnShard, StepOutput, of_neighbours
 from dp_ray.engine.trainer import Trainer, Update
-from dp_ray.engine.user_code import raising
+from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import JobError, ModelError
@@ -197,7 +197,7 @@ class Hooks:
     def _call(self, name: str, view: TrainingView) -> None:
         hook = self._hooks.get(name)
         if hook is not None:
-            with raising(f"step {view.step}: hooks.{name}"):
+            with reraise_as(f"step {view.step}: hooks.{name}"):
                 hook(view)
 
 

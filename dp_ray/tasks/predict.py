@@ -13,7 +13,7 @@ from dp_ray.engine.quarantine import as_planned, load_good
 from dp_ray.engine.sharded.rounds import passes_of
 from dp_ray.engine.step import PredictInputs
 from dp_ray.engine.timed_loader import StepTimes
-from dp_ray.engine.user_code import place
+from dp_ray.engine.user_code import location
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
 from dp_ray.errors import DataError, ModelError
@@ -139,9 +139,9 @@ class OutputKeeper:
         try:
             self.writer.on_shard(shard, indices, outputs, carried)
         except (ModelError, DataError) as error:
-            raise type(error)(f"{place(shard)}: {error}") from error
+            raise type(error)(f"{location(shard)}: {error}") from error
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{place(shard)}: the outputs cannot be kept: {error}") from error
+            raise ModelError(f"{location(shard)}: the outputs cannot be kept: {error}") from error
 
     def on_step(self, step: int) -> None:
         """Note that this worker has finished its shards of `step`."""

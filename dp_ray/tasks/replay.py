@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from dp_ray.engine.evaluation import build_metrics
+from dp_ray.engine.inspect_step import Findings, Loaded, Place, StepInspection
 from dp_ray.engine.loading import Skipping
-from dp_ray.engine.look import Findings, Loaded, Look, Place
 from dp_ray.engine.model import compiled, input_device, synchronise
 from dp_ray.engine.quarantine import load_good
 from dp_ray.engine.step import build_step
@@ -188,7 +188,7 @@ class Rerun(NamedTuple):
 
     replayed: Replayed
     findings: Findings
-    look: Look
+    look: StepInspection
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def run_again(context: ReplayContext, choice: StepChoice) -> Iterator[Rerun]:
             raise JobError(f"--step {choice.step}: the training began at step {begun}, from init_from")
         context = context._replace(world=world)
         loaded = _run_steps_before(context, trainer, split, state, dataset, choice.step)
-        look = Look(job, model, step, world.device)
+        look = StepInspection(job, model, step, world.device)
         loss = None
         if choice.shard is None:
             with look.unchanged():
@@ -294,7 +294,7 @@ def _run_steps_before(
     job, world, run, history, say = context
     _check_watched(trainer, state.step, wanted, history)
     quarantine = unkept_quarantine(job, "dataset", dataset, run)
-    trainer.real = Skipping(job, dataset) if quarantine is None else quarantine.real
+    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.real
     say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
     times = StepTimes()
     until = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step)
@@ -311,7 +311,7 @@ def _run_steps_before(
     ):
         loop.run(before, batches, world, recorder, lambda *_: None)
         loaded = [(shard, *next(batches)) for shard in split.worker(1, 0, wanted)]
-    return [Loaded(trainer.real(shard), samples, batch) for shard, samples, batch in loaded]
+    return [Loaded(trainer.without_set_aside(shard), samples, batch) for shard, samples, batch in loaded]
 
 
 def _loss(trainer: Trainer, split: Split, step: int, loaded: Sequence[Loaded]) -> float:

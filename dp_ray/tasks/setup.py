@@ -149,14 +149,14 @@ def set_aside(
         return None
     reference = _reference(job, key, dataset, run)
     files = QuarantineFiles(run, key, job.on_error.quarantine, attempt, lambda text: send(Note(text)))
-    return SetAside(Quarantine(job, reference, files.keep, Skipping(job, dataset)), files)
+    return SetAside(Quarantine(reference, files.keep, Skipping(job, dataset)), files)
 
 
 def unkept_quarantine(job: Job, key: str, dataset: Any, run: Storage) -> Quarantine | None:
     """Return the quarantine for steps that are replayed: nothing of what it sets aside is kept."""
     if job.on_error is None:
         return None
-    return Quarantine(job, _reference(job, key, dataset, run), lambda *_: None, Skipping(job, dataset))
+    return Quarantine(_reference(job, key, dataset, run), lambda *_: None, Skipping(job, dataset))
 
 
 def quarantine_of(samples: SetAside | None) -> Quarantine | None:

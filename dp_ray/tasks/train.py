@@ -22,7 +22,7 @@ from dp_ray.engine.sharded.rounds import passes_of, sharded_model
 from dp_ray.engine.step import OnShard, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
-from dp_ray.engine.user_code import raising
+from dp_ray.engine.user_code import reraise_as
 from dp_ray.engine.votes import LossWatch, NotFinite, StepControl
 from dp_ray.engine.world import World, broadcast, check_rows, gathered
 from dp_ray.errors import JobError, StorageError
@@ -82,7 +82,7 @@ def train(
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, training.attempt))
         trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
-        trainer.real = Skipping(job, dataset) if quarantine is None else quarantine.real
+        trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.real
         evaluator = Evaluator(training, trainer, evaluation, control, rows_on_driver)
         stopping = EarlyStopping(job, train_state, split.total_steps)
         hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
@@ -345,7 +345,7 @@ class TrainingLoop:
         measured = self._evaluate(step) if is_evaluated else {}
         if (step + 1) % self.split.steps == 0:
             measured = {**measured, "epoch_loss": train_state.end_epoch()}
-            with raising(f"step {step}: scheduler"):
+            with reraise_as(f"step {step}: scheduler"):
                 self.trainer.schedule.after_epoch({**train_state.measured, "loss": measured["epoch_loss"]})
         if self.early_stopping.take(measured) and not is_evaluated:
             measured |= self._evaluate(step)  # as after the last step

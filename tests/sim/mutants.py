@@ -25,19 +25,19 @@ class Mutant(NamedTuple):
 RACE = "waits for no event behind that"
 REUSE = "may be handed out again"
 MUTANTS = {
-    "the loader's copy is not noted": Mutant("replica.data", "on_device", "record_event", "ddp", 1, RACE),
-    "a batch waits for no copy": Mutant("replica.data", "_wait_for", "wait_event", "ddp", 1, RACE),
-    "a batch may be freed": Mutant("replica.data", "_wait_for", "record_stream", "ddp", 1, REUSE),
-    "a vote's copy is not noted": Mutant("replica.stop_vote", "take", "record", "long", 1, "stopped"),
-    "a vote is read too early": Mutant("replica.stop_vote", "_read", "synchronize", "long", 1, "stopped"),
+    "the loader's copy is not noted": Mutant("engine.loading", "on_device", "record_event", "ddp", 1, RACE),
+    "a batch waits for no copy": Mutant("engine.loading", "_wait_for", "wait_event", "ddp", 1, RACE),
+    "a batch may be freed": Mutant("engine.loading", "_wait_for", "record_stream", "ddp", 1, REUSE),
+    "a vote's copy is not noted": Mutant("engine.votes", "take", "record", "long", 1, "stopped"),
+    "a vote is read too early": Mutant("engine.votes", "_read", "synchronize", "long", 1, "stopped"),
     "a checkpoint waits for no copy": Mutant("rundir.checkpoint", "_stage", "synchronize", "kept", 1, "garbage"),
-    "gradients are not noted": Mutant("replica.reducer", "_begin_exchange", "record_event", "paused", 3, RACE),
-    "an exchange waits for no gradient": Mutant("replica.reducer", "_complete", "wait_event", "paused", 3, RACE),
-    "an exchange's sums may be freed": Mutant("replica.reducer", "_complete", "record_stream", "paused", 3, REUSE),
+    "gradients are not noted": Mutant("engine.reduce", "_begin_exchange", "record_event", "paused", 3, RACE),
+    "an exchange waits for no gradient": Mutant("engine.reduce", "_complete", "wait_event", "paused", 3, RACE),
+    "an exchange's sums may be freed": Mutant("engine.reduce", "_complete", "record_stream", "paused", 3, REUSE),
 }
 METHODS = "wait_event", "wait_stream", "record_event", "record", "synchronize", "record_stream"
 # What orders nothing: the times of a step's parts (a function within another counts for both).
-NO_ORDER = {("replica.step_clock", name, "record") for name in ("clock_on", "record")}
+NO_ORDER = {("engine.clock", name, "record") for name in ("clock_on", "record")}
 
 
 @contextmanager

@@ -1,8 +1,25 @@
-"""The syntax trees of source files."""
+"""The syntax trees of source files, and the order of dp_ray's packages."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+
+# A module imports from its own package and from those before it. CONTRIBUTING.md draws it.
+ORDER = ["text", "tables", "errors", "plan", "storage", "system", "job", "tensors", "data", "engine", "rundir"]
+ORDER += [
+    "outputs",
+    "trackers",
+    "steps",
+    "results",
+    "tasks",
+    "report",
+    "monitor",
+    "cluster",
+    "driver",
+    "sweeps",
+    "cli",
+]
+ORDER += ["__main__"]
 
 
 def nodes_of(path: Path) -> Iterator[ast.AST]:

@@ -1,6 +1,6 @@
-"""A model of which each worker holds a part: torch's `fully_shard` (FSDP2), built shard by shard.
+"""Build a model of which each worker holds a part: torch's `fully_shard` (FSDP2), shard by shard.
 
-Refuses, by name, a model that would train otherwise once its parameters are replaced by shards.
+Begin at `build_sharded`. A model that would train otherwise once shards replace its parameters is refused, by name.
 """
 
 import functools
@@ -33,31 +33,58 @@ from dp_ray.tensors.files import local
 from dp_ray.text import listed
 
 DDP = "take strategy: ddp, or change the model"
+DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Values = Iterator[tuple[int, torch.Tensor]]  # of tensors on the meta device, by their ids there
+Places = dict[int, list[tuple[dict[str, Any], str]]]
 
 
-def check_shardable(model: nn.Module) -> None:
-    """Raise JobError for TorchScript, for hooks of parameters, and for tensors that share memory.
+def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharded:
+    """Build the job's model with the initial weights of `build_model`, holding this worker's shards alone.
 
-    A shard has memory and hooks of its own, and a TorchScript module keeps its parameters.
+    Every rank calls this. `note` gets lines for the user. Raises what `build_model` raises, and JobError for a model
+    that cannot be sharded.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise JobError(f"strategy: fsdp cannot shard {name or 'the model'}, a TorchScript module; {DDP}")
+    model, values, replaced = _on_meta(job, note)
+    places = _places(model)
+    # What the model's code has written into its parameters: an optimizer may go by it.
+    attributes = {name: dict(vars(one)) for name, one in model.named_parameters()}
+    root, current, replicated = shard_in_place(job, world, model)
+    if replicated:
+        sizes = [f"{name} ({one.nbytes} bytes)" for name, one in replicated.items()]
+        note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
+    names = list(replicated)
+    del replicated  # else `replaced.check` would find it among those that keep the old tensors
+    tensors = _materialise(places, world.device, job.fsdp.offload)
+    _tell_modules(model)
+    replaced.check(model)
     for name, one in model.named_parameters():
-        if one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None):
-            raise JobError(
-                f"strategy: fsdp: the parameter {name} has a hook, which its shards would not have; {DDP}, like with "
-                "a hook of the module"
-            )
-    for first, second in _sharing(model):
-        raise JobError(
-            f"strategy: fsdp: {first} and {second} are two tensors in the same memory, and would become two of their "
-            f"own; {DDP}: assign the same Parameter twice"
-        )
+        vars(one).update(attributes[name])
+    for number, whole in values:
+        _copy_rows(tensors[number], whole)
+        del whole  # before the next one is made: so one whole tensor is in memory at a time
+    kept_whole = {name: model.get_parameter(name) for name in names}
+    return Sharded(model, root, kept_whole, current, world, recasts(job))
+
+
+def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule, Round, dict[str, nn.Parameter]]:
+    """Shard a model over the workers; return its root, its rounds, and what stays whole, by name."""
+    make_gradients_dense(model)
+    replicated = _kept_whole(model)
+    recompute_blocks(job, model, [world.device])
+    return *_shard(job, world, model, set(replicated.values())), replicated
+
+
+def recasts(job: Job) -> bool:
+    """Return whether a training casts its weights anew for each operation, and for its backward.
+
+    With `bitwise` it does not: torch adds the gradients of a weight that is used twice before their cast if it keeps
+    the copy, as one process does, and after it else.
+    """
+    return job.precision != "fp32" and not job.bitwise
 
 
 class Replaced:
-    """The tensors of a model before they are replaced, to find out who else keeps them."""
+    """A model's tensors before they are replaced, to find out who else keeps them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {name: weakref.ref(one) for name, one in _named(model)}
@@ -83,12 +110,65 @@ class Replaced:
         return {name: one for name, one in alive.items() if id(one) not in now}
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return itertools.chain(model.named_parameters(), model.named_buffers())
+def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Values, Replaced]:
+    """Build the model on the meta device; return it, the values of its tensors, and its tensors before."""
+    if isinstance(job.model, Target):
+        resolve("model", job.model)
+        seed_all(job.seed)
+        try:
+            made, recording = record(lambda: build("model", job.model))
+            model = as_module(made)
+            _check_no_others(model, recording)
+            replaced = _checked(model)
+            refs: dict[int, list[tuple[int, Ref]]] = defaultdict(list)  # now: its tensors are about to be replaced
+            for _, one in _named(model):
+                if one.is_meta:
+                    ref = recording.ref(one)
+                    refs[ref.memory].append((id(one), ref))
+            return model, _replayed(recording, refs), replaced
+        except CannotDefer as error:
+            reason = str(error).splitlines()[0]
+    else:
+        reason = "it is an object that is made already"
+    model = build_model(job, [CPU])
+    replaced = _checked(model)
+    size = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
+    what = job.model.label if isinstance(job.model, Target) else type(model).__qualname__
+    note(f"fsdp: {what} cannot be built shard by shard, so each worker builds it whole, in {size} bytes: {reason}")
+    return model, _emptied(model), replaced
+
+
+def _checked(model: nn.Module) -> Replaced:
+    """Return the model's tensors, after a check that all can be replaced."""
+    for name, parameter in model.named_parameters():
+        check_has_shape(name, parameter)
+    check_shardable(model)
+    return Replaced(model)
+
+
+def check_shardable(model: nn.Module) -> None:
+    """Raise JobError for TorchScript, for hooks of parameters, and for tensors that share memory.
+
+    A shard has memory and hooks of its own, and a TorchScript module keeps its parameters.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise JobError(f"strategy: fsdp cannot shard {name or 'the model'}, a TorchScript module; {DDP}")
+    for name, one in model.named_parameters():
+        if one._backward_hooks or getattr(one, "_post_accumulate_grad_hooks", None):
+            raise JobError(
+                f"strategy: fsdp: the parameter {name} has a hook, which its shards would not have; {DDP}, like with "
+                "a hook of the module"
+            )
+    for first, second in _sharing(model):
+        raise JobError(
+            f"strategy: fsdp: {first} and {second} are two tensors in the same memory, and would become two of their "
+            f"own; {DDP}: assign the same Parameter twice"
+        )
 
 
 def _sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The names of two tensors that have elements in common."""
+    """Yield the names of two tensors that have elements in common."""
     beside: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, one in _named(model):
         if one.layout is torch.strided and one.numel() and not torch.nn.parameter.is_lazy(one):
@@ -116,108 +196,36 @@ def _overlap(pair: Sequence[torch.Tensor]) -> bool:
     return bool(second.any())
 
 
-DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Fill = Callable[[Callable[[int, torch.Tensor], None]], None]
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
-class Root(nn.Module):
-    """The root of a sharded model: it gathers the parameters outside the blocks, then calls what it is given."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[..., Any], *args: Any) -> Any:
-        """What `run` returns for `args`."""
-        return run(*args)
-
-
-def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharded:
-    """The job's model with the initial weights of `build_model`, of which this worker holds its shards alone.
-
-    Every rank calls this. `note` gets lines for the user. Raises what `build_model` raises, and JobError for a model
-    that cannot be sharded.
-    """
-    model, fill, replaced = _on_meta(job, note)
-    places = _places(model)
-    attributes = _attributes(model)
-    root, current, replicated = shard_in_place(job, world, model)
-    if replicated:
-        sizes = [f"{name} ({one.nbytes} bytes)" for name, one in replicated.items()]
-        note(f"fsdp: each worker holds whole what cannot be sharded: {listed(sizes)}")
-    names = list(replicated)
-    del replicated
-    tensors = _materialise(places, world.device, job.fsdp.offload)
-    _tell_modules(model)
-    replaced.check(model)
-    for name, one in model.named_parameters():
-        vars(one).update(attributes[name])
-    fill(lambda number, whole: _copy_rows(tensors[number], whole))
-    kept_whole = {name: _get(model, name) for name in names}
-    return Sharded(model, root, kept_whole, current, world, recasts(job))
+def _check_no_others(model: nn.Module, recording: Recording) -> None:
+    """Raise CannotDefer if anything keeps a recorded tensor that is neither parameter nor buffer."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise CannotDefer(f"{name}.{key} is a tensor that is neither a parameter nor a buffer")
+    mine = {id(one) for _, tensor in _named(model) for one in (tensor, tensor._base)}
+    if any(id(one) not in mine for one in recording.alive()):
+        gc.collect()
+    for one in recording.alive():
+        if id(one) not in mine:
+            raise CannotDefer(
+                f"something keeps a tensor of shape {list(one.shape)} that is no parameter and no buffer"
+            )
 
 
-def recasts(job: Job) -> bool:
-    """Whether a training casts its weights anew for each operation, and for its backward.
-
-    With `bitwise` it does not: torch adds the gradients of a weight that is used twice before their cast if it keeps
-    the copy, as one process does, and after it else.
-    """
-    return job.precision != "fp32" and not job.bitwise
-
-
-def shard_in_place(job: Job, world: World, model: nn.Module) -> tuple[FSDPModule, Round, dict[str, nn.Parameter]]:
-    """Shard a model over the workers; gives its root, its rounds, and what stays whole, by name."""
-    make_gradients_dense(model)
-    replicated = _kept_whole(model)
-    recompute_blocks(job, model, [world.device])
-    return *_shard(job, world, model, set(replicated.values())), replicated
+def _replayed(recording: Recording, refs: dict[int, list[tuple[int, Ref]]]) -> Values:
+    """Yield the tensors of a recorded model, each when it is made; `refs` are those of each memory."""
+    for memory, storage in replay(recording, list(refs)):
+        for number, ref in refs[memory]:
+            yield number, ref.of(storage)
+        del storage
 
 
-def _on_meta(job: Job, note: Callable[[str], None]) -> tuple[nn.Module, Fill, Replaced]:
-    """The model on the meta device, what gives its tensors one by one, by their ids there, and its tensors before."""
-    if isinstance(job.model, Target):
-        resolve("model", job.model)
-        seed_all(job.seed)
-        try:
-            made, recording = record(lambda: build("model", job.model))
-            model = as_module(made)
-            _check_no_others(model, recording)
-            replaced = _checked(model)
-            return model, _Replay(model, recording), replaced
-        except CannotDefer as error:
-            reason = str(error).splitlines()[0]
-    else:
-        reason = "it is an object that is made already"
-    model = build_model(job, [CPU])
-    replaced = _checked(model)
-    size = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
-    what = job.model.label if isinstance(job.model, Target) else type(model).__qualname__
-    note(f"fsdp: {what} cannot be built shard by shard, so each worker builds it whole, in {size} bytes: {reason}")
-    return model, _emptied(model), replaced
-
-
-class _Replay:
-    """Gives the tensors of a recorded model, each when it is made."""
-
-    def __init__(self, model: nn.Module, recording: Recording) -> None:
-        self._recording = recording
-        self._refs: dict[int, list[tuple[int, Ref]]] = {}
-        for tensor in _tensors_of(model):
-            if tensor.is_meta:
-                ref = recording.ref(tensor)
-                self._refs.setdefault(ref.memory, []).append((id(tensor), ref))
-
-    def __call__(self, give: Callable[[int, torch.Tensor], None]) -> None:
-        def ready(memory: int, storage: torch.UntypedStorage) -> None:
-            for number, ref in self._refs[memory]:
-                give(number, ref.of(storage))
-
-        replay(self._recording, list(self._refs), ready)
-
-
-def _emptied(model: nn.Module) -> Fill:
-    """Move a model's parameters to the meta device; what is returned gives their values."""
+def _emptied(model: nn.Module) -> Values:
+    """Move a model's parameters to the meta device; return their values, each of which is freed once it is read."""
     values: list[tuple[int, torch.Tensor]] = []
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -229,63 +237,22 @@ def _emptied(model: nn.Module) -> Fill:
                 vars(made[id(one)]).update(vars(one))
                 values.append((id(made[id(one)]), one.detach()))
             module._parameters[name] = made[id(one)]
-
-    def fill(give: Callable[[int, torch.Tensor], None]) -> None:
-        while values:
-            give(*values.pop())
-
-    return fill
-
-
-def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _checked(model: nn.Module) -> Replaced:
-    """The model's tensors, which all can be replaced."""
-    for name, parameter in model.named_parameters():
-        check_has_shape(name, parameter)
-    check_shardable(model)
-    return Replaced(model)
-
-
-def _check_no_others(model: nn.Module, recording: Recording) -> None:
-    """Raise CannotDefer if anything keeps a recorded tensor that is neither parameter nor buffer."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                raise CannotDefer(f"{name}.{key} is a tensor that is neither a parameter nor a buffer")
-    mine = {id(one) for tensor in _tensors_of(model) for one in (tensor, tensor._base)}
-    if any(id(one) not in mine for one in recording.alive()):
-        gc.collect()
-    for one in recording.alive():
-        if id(one) not in mine:
-            raise CannotDefer(
-                f"something keeps a tensor of shape {list(one.shape)} that is no parameter and no buffer"
-            )
-
-
-def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What the model's code has written into its parameters, by name: an optimizer may go by it."""
-    return {name: dict(vars(one)) for name, one in model.named_parameters()}
-
-
-Places = dict[int, list[tuple[dict[str, Any], str]]]
+    return (values.pop() for _ in range(len(values)))
 
 
 def _places(model: nn.Module) -> Places:
-    """Where each parameter and buffer stands, by the id of the tensor."""
-    found: Places = {}
+    """Return where each parameter and buffer stands, by the id of the tensor."""
+    places: Places = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, one in held.items():
                 if one is not None:
-                    found.setdefault(id(one), []).append((held, name))
-    return found
+                    places.setdefault(id(one), []).append((held, name))
+    return places
 
 
 def _kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that FSDP cannot shard: scalars, other layouts, complex ones, and those of a second dtype."""
+    """Return the parameters that FSDP cannot shard: scalars, other layouts, complex ones, a second dtype's."""
     bytes_of: dict[torch.dtype, int] = {}
     for one in model.parameters():
         if one.requires_grad and not one.is_complex():
@@ -308,8 +275,8 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     everyone = dist.group.WORLD
     assert everyone is not None, "fsdp runs in a process group"
     mesh = DeviceMesh.from_group(everyone, world.device.type)
-    given = job.fsdp.mixed_precision
-    dtypes = (None, None) if given is None else (DTYPES[given.param], DTYPES[given.reduce])
+    mixed = job.fsdp.mixed_precision
+    dtypes = (None, None) if mixed is None else (DTYPES[mixed.param], DTYPES[mixed.reduce])
     reshard = None if job.fsdp.reshard_after_forward == "auto" else job.fsdp.reshard_after_forward
     offload = CPUOffloadPolicy() if job.fsdp.offload and world.device.type != "cpu" else OffloadPolicy()
     keys: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": whole}
@@ -320,15 +287,28 @@ def _shard(job: Job, world: World, model: nn.Module, whole: set[nn.Parameter]) -
     policy = MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False)  # what the root gets holds targets too
     root = fully_shard(Root(model), mp_policy=policy, **keys)
     if dtypes[0] is not None:
-        model.register_forward_pre_hook(_casting(dtypes[0]), with_kwargs=True)
+        # The model's own inputs: its parameters are gathered in this dtype.
+        model.register_forward_pre_hook(functools.partial(_cast_floats, dtypes[0]), with_kwargs=True)
     # Of the CPUs: to ask over GPUs would wait for the whole forward.
     current = Round(group=new_group("gloo") if dist.get_backend() == "nccl" else None)
     for number, (name, module) in enumerate(root.named_modules()):  # type: ignore[attr-defined]
         if isinstance(module, FSDPModule):
             _set_collectives(module, job, current, name.removeprefix("model."))
             module.register_forward_pre_hook(functools.partial(_note_block, current, number))  # type: ignore[attr-defined]
-    root.set_reduce_scatter_unused_params(True)
+    root.set_reduce_scatter_unused_params(True)  # a worker without a gradient takes part with zeros
     return root, current
+
+
+class Root(nn.Module):
+    """The root of a sharded model: it gathers the parameters outside the blocks, then calls a function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Return what `run` returns for `args`."""
+        return run(*args)
 
 
 def _set_collectives(module: FSDPModule, job: Job, current: Round, name: str) -> None:
@@ -350,17 +330,11 @@ def _note_block(current: Round, number: int, *_: Any) -> None:
     current.runs(number)
 
 
-def _casting(dtype: torch.dtype) -> Callable[..., Any]:
-    """A hook that casts the floating-point inputs of the model, whose parameters are gathered in this dtype."""
-
-    def cast(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
-
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return torch.utils._pytree.tree_map(cast, (args, kwargs))
-
-    return hook
+def _cast_floats(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda one: one.to(dtype) if isinstance(one, torch.Tensor) and one.is_floating_point() else one,
+        (args, kwargs),
+    )
 
 
 def _materialise(places: Places, device: torch.device, is_offloaded: bool) -> dict[int, torch.Tensor]:
@@ -395,7 +369,3 @@ def _copy_rows(tensor: torch.Tensor, whole: torch.Tensor) -> None:
         rows = -(-whole.shape[0] // dist.get_world_size())
         first = rows * dist.get_rank()
         mine.copy_(whole[first : first + mine.shape[0]])
-
-
-def _get(model: nn.Module, name: str) -> nn.Parameter:
-    return model.get_parameter(name)

@@ -1,14 +1,12 @@
 """Build a model without its memory: record how its tensors are made, and make them later, one after another.
 
 `record` runs a constructor with all tensors on torch's meta device, and notes each operation. `replay` runs the notes
-for real, in the same order, and so draws the same random numbers. It hands each tensor over after the last operation
-on it, and frees it. An operation whose result is overwritten later only advances the random numbers. So most models
-are made with the memory of one tensor at a time, and with the bits of a plain constructor.
+for real, in the same order, and so draws the same random numbers. It yields each tensor after the last operation on
+it. An operation whose result is overwritten later only advances the random numbers. So most models are made with the
+memory of one tensor at a time, and with the bits of a plain constructor.
 
-What a constructor sees while it is recorded: meta tensors that say they are on the CPU, and nothing of numbers.
-
-torch answers some questions about a meta tensor without an error, and with another answer than about a real one.
-Here such a question is answered as if the tensor were real, or ends the recording.
+torch answers some questions about a meta tensor otherwise than about a real one, without an error. While a
+constructor is recorded, they are answered as if the tensor were on the CPU, or end the recording.
 """
 
 import gc
@@ -31,49 +29,20 @@ from dp_ray.tensors.files import is_dense
 META = torch.device("meta")
 Tensor = torch.Tensor
 
-# What does not raise an error for a meta tensor, and does something else than for a real one.
-READS = {
-    Tensor.__repr__: "the text",
-    Tensor.__format__: "the text",
-    Tensor.data_ptr: "the address",
-    Tensor.storage: "the storage",
-    Tensor.untyped_storage: "the storage",
-    Tensor._typed_storage: "the storage",
-    Tensor.apply_: "the numbers",
-    Tensor.map_: "the numbers",
-    Tensor.map2_: "the numbers",
-    Tensor.new: "the type",
-}
-MOVES = (Tensor.to, Tensor.cpu, Tensor.type_as, torch.as_tensor, torch.asarray)
-
 
 class CannotDefer(Exception):
-    """A constructor does what cannot be recorded."""
+    """An action of a constructor that cannot be recorded."""
 
 
-@contextmanager
-def plainly() -> Iterator[None]:
-    """While the block runs, operations are those of torch alone: nothing is recorded."""
-    with ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(_disable_current_modes())
-        yield
-
-
-def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the meta device, whatever `AsIfReal` says."""
-    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Meta))
-
-
+@dataclass
 class Failures:
     """The first error in a recording: the constructor, or torch, may catch it and go on another way.
 
-    Without `exact`, a recording need only tell sizes and types, and not the numbers.
+    Without `exact`, a recording need only have the right sizes and types, and not the numbers.
     """
 
-    def __init__(self, exact: bool) -> None:
-        self.first: Exception | None = None
-        self.exact = exact
+    exact: bool
+    first: Exception | None = None
 
     def refuse(self, reason: str) -> None:
         """Raise CannotDefer, because of the numbers."""
@@ -91,7 +60,7 @@ class Failures:
 
 
 class RandomState:
-    """Finds out whether others than the recorded operations draw from torch's random numbers, or set them.
+    """The state of torch's random numbers, to see whether others than the recorded operations draw or set them.
 
     The recording draws a number for each operation that will. So a state that was kept before it is another.
     """
@@ -118,110 +87,6 @@ class RandomState:
         torch.default_generator.set_state(self._first)
 
 
-_ANSWERS = {
-    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
-    Tensor.device.__get__: CPU,
-}
-
-
-class AsIfReal(TorchFunctionMode):
-    """Says that a tensor is on the CPU: constructors of torch and of others leave meta tensors alone.
-
-    Raises CannotDefer for a question that has no right answer, and notes all errors in `failures`.
-    """
-
-    def __init__(self, failures: Failures) -> None:
-        super().__init__()
-        self._failures = failures
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if (answer := _ANSWERS.get(function)) is not None and is_meta(args[0]):
-            return answer
-        with self._failures.noting():
-            return self._answer(function, args, kwargs or {})
-
-    def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(_names_meta(one) for one in (*args, kwargs.get("device"))):
-            self._failures.refuse("it makes tensors on the meta device itself")
-        if torch.is_autocast_enabled("cpu"):
-            self._failures.refuse("it computes under autocast")
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if function in MOVES:
-            return _move(function, args, kwargs)
-        if first is None or not is_meta(first):
-            with plainly() if function is Tensor.__deepcopy__ else nullcontext():
-                return function(*args, **kwargs)
-        if function in READS:
-            self._failures.refuse(f"it reads {READS[function]} of a tensor that is made later")
-        if function is Tensor.__deepcopy__:
-            if type(first) is not Tensor or not first.is_leaf or first.grad is not None or vars(first):
-                self._failures.refuse("it copies a tensor with a history or with attributes")
-            return _deep_copy(first, *args[1:])
-        if function is Tensor.new_tensor:  # torch leaves out the numbers
-            return torch.tensor(*args[1:], **{"dtype": first.dtype, **kwargs})
-        return function(*args, **kwargs)
-
-
-def _names_meta(value: Any) -> bool:
-    return (isinstance(value, torch.device) and value == META) or (isinstance(value, str) and value == "meta")
-
-
-def _move(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A move to the CPU or to another's device: a real tensor is there, and stays the same memory."""
-    first, *others = args
-    if not isinstance(first, Tensor):
-        return function(*args, **kwargs)
-    if function is Tensor.type_as:
-        return first.to(others[0].dtype)
-    if not is_meta(first):
-        return function(first, *[one.dtype if isinstance(one, Tensor) else one for one in others], **kwargs)
-    if function is Tensor.cpu:
-        function, kwargs = Tensor.to, {"device": CPU, **kwargs}
-    if isinstance(other := kwargs.pop("other", None), Tensor):
-        others.insert(0, other)
-    return function(first, *map(_staying, others), **{name: _staying(one) for name, one in kwargs.items()})
-
-
-def _staying(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype
-    is_cpu = isinstance(value, str | torch.device) and torch.device(value).type == "cpu"
-    return META if is_cpu else value
-
-
-def _deep_copy(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
-    """What torch does with a real tensor: tensors that share memory share it in the copy."""
-    if id(tensor) in memo:
-        found: torch.Tensor = memo[id(tensor)]
-        return found
-    copies = memo.setdefault("torch", {})
-    with plainly():
-        storage = tensor.untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8, device=META).set_(storage, 0, (storage.nbytes(),), (1,))
-    if storage._cdata not in copies:
-        copies[storage._cdata] = whole.clone()
-    with plainly():
-        geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
-        made = torch.empty(0, dtype=tensor.dtype, device=META).set_(
-            copies[storage._cdata].untyped_storage(), *geometry
-        )
-        made.requires_grad = tensor.requires_grad
-    memo[id(tensor)] = made
-    return made
-
-
-# Factories whose numbers constructors read, for tables of positions and rates: they are small, and made at once.
-AT_ONCE = {"arange", "linspace", "logspace"}
-WRITES_UNTOLD = {"native_batch_norm": ("running_mean", "running_var")}  # by their schemas they write nothing
-OVERWRITES = {"uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "exponential_", "cauchy_", "log_normal_"}
-
-# Functions of torch.nn.init that draw again until the numbers are within bounds, and that do nothing on meta tensors.
-BY_REJECTION = ("_no_grad_trunc_normal_",)
-
-
 @dataclass(frozen=True)
 class Ref:
     """A tensor of the recording: a view of the memory number `memory`."""
@@ -233,7 +98,7 @@ class Ref:
     offset: int
 
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor in its memory."""
+        """Return the tensor in its memory."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
 
@@ -253,13 +118,8 @@ class Operation:
 
     @property
     def touched(self) -> frozenset[int]:
-        """All memory that it reads, writes or makes."""
+        """Return all memory that it reads, writes or makes."""
         return self.reads | self.writes | {one.memory for _, one in self.made}
-
-    @property
-    def can_be_skipped(self) -> bool:
-        """Whether its effect on the random numbers does not depend on what it reads."""
-        return not self.is_random or self.overwrites is not None or not self.reads
 
 
 @dataclass
@@ -276,7 +136,7 @@ class Recording:
         self.random = RandomState(self.failures)
 
     def memory_of(self, tensor: torch.Tensor) -> int:
-        """The number of a meta tensor's memory; a new one if it was not seen before."""
+        """Return the number of a meta tensor's memory; a new one if it was not seen before."""
         storage = _storage(tensor)
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self.storages)
@@ -284,7 +144,7 @@ class Recording:
         return self._numbers[storage._cdata]
 
     def ref(self, tensor: torch.Tensor) -> Ref:
-        """What `replay` needs to make the tensor again; raises CannotDefer if no operation made its memory."""
+        """Return what makes the tensor again in `replay`; raise CannotDefer if no operation made its memory."""
         if not self.knows(tensor):
             self.failures.refuse("it has memory that no recorded operation has made")
         if tensor.is_conj() or tensor.is_neg():
@@ -293,11 +153,11 @@ class Recording:
         return Ref(self.memory_of(tensor), tensor.dtype, *geometry)
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory was seen before."""
+        """Return whether the tensor's memory was seen before."""
         return _storage(tensor)._cdata in self._numbers
 
     def alive(self) -> list[torch.Tensor]:
-        """The recorded tensors that anything in this process keeps."""
+        """Return the recorded tensors that anything in this process keeps."""
         tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
         return [one for one in tensors if one.device == META and self.knows(one)]
 
@@ -308,12 +168,114 @@ class Recording:
         self.operations.append(operation)
 
 
+def record(build: Callable[[], Any], exact: bool = True) -> tuple[Any, Recording]:
+    """Return what `build` returns, its tensors on the meta device, and how they are made.
+
+    Raises CannotDefer if a constructor reads numbers of its tensors, or does something else that needs them, also
+    if it, or torch, caught the error. The random state is afterwards as before. Without `exact`, the tensors alone
+    are asked for, which have the right sizes and types, and what a constructor does with numbers is no error.
+    """
+    recording = Recording(exact=exact)
+    built = None
+    try:
+        with Recorder(recording), AsIfReal(recording.failures), _replaced(recording):
+            built = build()
+        recording.random.check()
+        failed = recording.failures.first if exact else None
+    except Exception as error:
+        failed = recording.failures.first or error
+    finally:
+        recording.random.restore()
+    if failed is not None:
+        reason = str(failed) if isinstance(failed, CannotDefer) else f"{type(failed).__name__}: {failed}"
+        raise CannotDefer(reason) from failed
+    return built, recording
+
+
 class Memories(dict[int, torch.UntypedStorage]):
     """The memory that is made and not handed over yet, by its number."""
 
 
+def replay(recording: Recording, wanted: Sequence[int]) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """Make the tensors; yield each `wanted` memory, by its number, when it is made. It is not kept after that."""
+    needed = _needed(recording, set(wanted))
+    last = {memory: at for at, one in enumerate(recording.operations) if needed[at] for memory in one.touched}
+    real, missing = Memories(), set(wanted)
+    for at, one in enumerate(recording.operations):
+        if not needed[at] and not one.is_random:
+            continue
+        _run(one, recording, real if needed[at] else Memories())
+        for memory in [memory for memory in one.touched if last.get(memory) == at and needed[at]]:
+            storage = real.pop(memory, None)
+            if memory in missing and storage is not None:
+                missing.remove(memory)
+                yield memory, storage
+            del storage
+    if missing:
+        raise ModelError(
+            f"{len(missing)} of the model's tensors have memory that no operation of its constructor made"
+        )
+
+
+def _needed(recording: Recording, live: set[int]) -> list[bool]:
+    """Return which operations matter to the memory that is wanted in the end; the others' results are overwritten."""
+    needed = []
+    for one in reversed(recording.operations):
+        made = {result.memory for _, result in one.made}
+        # What it draws may depend on what it reads, as with a rejection: then it must run on the right numbers.
+        draws_by_reading = one.is_random and one.overwrites is None and bool(one.reads)
+        matters = bool((one.writes | made) & live) or draws_by_reading
+        if matters:
+            live -= made
+            live -= {one.overwrites} if one.overwrites is not None else set()
+            live |= one.reads
+        needed.append(matters)
+    return needed[::-1]
+
+
+def _run(one: Operation, recording: Recording, real: dict[int, torch.UntypedStorage]) -> None:
+    def made(value: Any) -> Any:
+        if not isinstance(value, Ref):
+            return value
+        if value.memory not in real:
+            size = recording.storages[value.memory].nbytes()
+            real[value.memory] = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
+        return value.of(real[value.memory])
+
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(one.default)
+        with torch.no_grad():
+            results = tree_flatten(one.function(*tree_map(made, one.args), **tree_map(made, one.kwargs)))[0]
+    finally:
+        torch.set_default_dtype(before)
+    for place, ref in one.made:
+        real[ref.memory] = _laid_out(results[place], ref, one, recording)
+
+
+def _laid_out(result: torch.Tensor, ref: Ref, one: Operation, recording: Recording) -> torch.UntypedStorage:
+    """Return the memory of a result, which lies there as it did on the meta device."""
+    geometry = tuple(result.size()), tuple(result.stride()), int(result.storage_offset())
+    if (result.dtype, *geometry) == (ref.dtype, ref.size, ref.stride, ref.offset):
+        return result.untyped_storage()
+    if result.dtype != ref.dtype or geometry[0] != ref.size:
+        raise ModelError(
+            f"{one.function} in the model's constructor gave {result.dtype} of shape {list(result.shape)}, and "
+            f"{ref.dtype} of shape {list(ref.size)} on the meta device"
+        )
+    storage = torch.UntypedStorage(recording.storages[ref.memory].nbytes())  # type: ignore[no-untyped-call]
+    ref.of(storage).copy_(result)
+    return storage
+
+
+# Factories whose numbers constructors read, for tables of positions and rates: they are small, and made at once.
+AT_ONCE = {"arange", "linspace", "logspace"}
+WRITES_UNTOLD = {"native_batch_norm": ("running_mean", "running_var")}  # by their schemas they write nothing
+OVERWRITES = {"uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "exponential_", "cauchy_", "log_normal_"}
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs each operation on the meta device, and notes it."""
+    """A mode that runs each operation on the meta device, and notes it."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -342,7 +304,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _name(function) == "set_" and not all(map(is_meta, given)):
             self._recording.failures.refuse(f"{function} gives a recorded tensor the memory of plain values")
         noted = tree_map(self._noted, (args, kwargs))
-        on_meta = {**kwargs, "device": META} if _takes_device(function) else kwargs
+        takes_device = any(one.name == "device" for one in function._schema.arguments)
+        on_meta = {**kwargs, "device": META} if takes_device else kwargs
         results = function(*tree_map(_as_meta, args), **tree_map(_as_meta, on_meta))
         self._note(function, noted, results, is_random)
         return results
@@ -375,7 +338,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _overwritten(self, function: Any, args: Any) -> int | None:
-        """The memory of which the operation replaces every byte."""
+        """Return the memory of which the operation replaces every byte."""
         if _name(function) not in OVERWRITES or not isinstance(args[0], Ref):
             return None
         first = args[0]
@@ -386,17 +349,175 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return first.memory if is_whole and all(one.memory != first.memory for one in others) else None
 
 
+def _check_moves(function: Any, given: list[torch.Tensor], kwargs: dict[str, Any], failures: Failures) -> None:
+    """Refuse a move to another device, and for one that copies here and would copy no real tensor."""
+    device = kwargs.get("device")
+    if device is None:
+        return
+    if device.type not in ("cpu", "meta"):
+        failures.refuse(f"{function} makes a tensor on {device}")
+    is_move = _name(function) == "_to_copy" and is_meta(given[0]) != (device == META)
+    if is_move and kwargs.get("dtype") in (None, given[0].dtype):
+        failures.refuse("it moves a tensor to the CPU, where it would be already")
+
+
+def _written(function: Any, args: Any, kwargs: Any, kind: type) -> Iterator[Any]:
+    """Yield the arguments that an operation changes, of those of a kind."""
+    untold = WRITES_UNTOLD.get(_name(function), ())
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.name in untold or (argument.alias_info is not None and argument.alias_info.is_write):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (one for one in tree_flatten(value)[0] if isinstance(one, kind))
+
+
+def _kept(plain: torch.Tensor) -> torch.Tensor:
+    """Copy a plain tensor, which may change later, with its strides."""
+    plain = plain.detach()
+    if plain.layout is not torch.strided or not plain.numel():
+        return plain.clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(plain.size(), plain.stride(), strict=True))
+    return plain.as_strided((extent,), (1,)).clone().as_strided(plain.size(), plain.stride(), 0)
+
+
+def _as_meta(value: Any) -> Any:
+    return value.to(META) if isinstance(value, torch.Tensor) and not is_meta(value) else value
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [one for one in tree_flatten(tree)[0] if isinstance(one, torch.Tensor)]
+
+
+def _name(function: Any) -> str:
+    return str(function._schema.name).rpartition("::")[2]
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
+
+
+# What does not raise an error for a meta tensor, and does something else than for a real one.
+READS = {
+    Tensor.__repr__: "the text",
+    Tensor.__format__: "the text",
+    Tensor.data_ptr: "the address",
+    Tensor.storage: "the storage",
+    Tensor.untyped_storage: "the storage",
+    Tensor._typed_storage: "the storage",
+    Tensor.apply_: "the numbers",
+    Tensor.map_: "the numbers",
+    Tensor.map2_: "the numbers",
+    Tensor.new: "the type",
+}
+MOVES = (Tensor.to, Tensor.cpu, Tensor.type_as, torch.as_tensor, torch.asarray)
+_ANSWERS = {
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+    Tensor.device.__get__: CPU,
+}
+
+
+class AsIfReal(TorchFunctionMode):
+    """A mode in which meta tensors say that they are on the CPU: else constructors leave them alone.
+
+    Raises CannotDefer for a question that has no right answer, and notes all errors in `failures`.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        super().__init__()
+        self._failures = failures
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (answer := _ANSWERS.get(function)) is not None and is_meta(args[0]):
+            return answer
+        with self._failures.noting():
+            return self._answer(function, args, kwargs or {})
+
+    def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = [one for one in (*args, kwargs.get("device")) if isinstance(one, str | torch.device)]
+        if any(one in (META, "meta") for one in named):
+            self._failures.refuse("it makes tensors on the meta device itself")
+        if torch.is_autocast_enabled("cpu"):
+            self._failures.refuse("it computes under autocast")
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if function in MOVES:
+            return _move(function, args, kwargs)
+        if first is None or not is_meta(first):
+            with plainly() if function is Tensor.__deepcopy__ else nullcontext():
+                return function(*args, **kwargs)
+        if function in READS:
+            self._failures.refuse(f"it reads {READS[function]} of a tensor that is made later")
+        if function is Tensor.__deepcopy__:
+            if type(first) is not Tensor or not first.is_leaf or first.grad is not None or vars(first):
+                self._failures.refuse("it copies a tensor with a history or with attributes")
+            return _deep_copy(first, *args[1:])
+        if function is Tensor.new_tensor:  # torch leaves out the numbers
+            return torch.tensor(*args[1:], **{"dtype": first.dtype, **kwargs})
+        return function(*args, **kwargs)
+
+
+def _move(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Move to the CPU or to another's device: a real tensor is there, and stays the same memory."""
+    first, *others = args
+    if not isinstance(first, Tensor):
+        return function(*args, **kwargs)
+    if function is Tensor.type_as:
+        return first.to(others[0].dtype)
+    if not is_meta(first):
+        return function(first, *[one.dtype if isinstance(one, Tensor) else one for one in others], **kwargs)
+    if function is Tensor.cpu:
+        function, kwargs = Tensor.to, {"device": CPU, **kwargs}
+    if isinstance(other := kwargs.pop("other", None), Tensor):
+        others.insert(0, other)
+    return function(first, *map(_staying, others), **{name: _staying(one) for name, one in kwargs.items()})
+
+
+def _staying(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype
+    is_cpu = isinstance(value, str | torch.device) and torch.device(value).type == "cpu"
+    return META if is_cpu else value
+
+
+def _deep_copy(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+    """Copy as torch does a real tensor: tensors that share memory share it in the copy."""
+    if id(tensor) in memo:
+        found: torch.Tensor = memo[id(tensor)]
+        return found
+    copies = memo.setdefault("torch", {})
+    with plainly():
+        storage = tensor.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=META).set_(storage, 0, (storage.nbytes(),), (1,))
+    if storage._cdata not in copies:
+        copies[storage._cdata] = whole.clone()
+    with plainly():
+        geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+        made = torch.empty(0, dtype=tensor.dtype, device=META).set_(
+            copies[storage._cdata].untyped_storage(), *geometry
+        )
+        made.requires_grad = tensor.requires_grad
+    memo[id(tensor)] = made
+    return made
+
+
+# Functions of torch.nn.init that draw again until the numbers are within bounds, and that do nothing on meta tensors.
+BY_REJECTION = ("_no_grad_trunc_normal_",)
+
+
 @contextmanager
 def _replaced(recording: Recording) -> Iterator[None]:
-    """While the block runs: functions of torch are others where neither mode sees what they do."""
-    whole = [
-        (init, name, _note_rejections(getattr(init, name), recording)) for name in BY_REJECTION if hasattr(init, name)
-    ]
+    """Replace, while the block runs, functions of torch of which neither mode sees what they do."""
     state = _refusing(torch.get_rng_state, recording, "it reads the state of torch's random numbers")
     kind = _refusing(torch.Tensor.type, recording, "it asks for the type of a tensor that is made later")
+    replacements: list[tuple[Any, str, Any]] = [
+        (init, name, _note_rejections(getattr(init, name), recording)) for name in BY_REJECTION if hasattr(init, name)
+    ]
+    replacements += [(torch, "get_rng_state", state), (torch.random, "get_rng_state", state)]
+    replacements += [(torch.Tensor, "type", kind)]
     with ExitStack() as stack:
-        states = [(torch, "get_rng_state", state), (torch.random, "get_rng_state", state)]
-        for owner, name, new in [*whole, *states, (torch.Tensor, "type", kind)]:
+        for owner, name, new in replacements:
             if name in vars(owner):
                 stack.callback(setattr, owner, name, getattr(owner, name))
             else:
@@ -438,145 +559,15 @@ def _refusing(function: Callable[..., Any], recording: Recording, reason: str) -
     return refused
 
 
-def record(build: Callable[[], Any], exact: bool = True) -> tuple[Any, Recording]:
-    """What `build` returns, its tensors on the meta device, and how they are made.
-
-    Raises CannotDefer if a constructor reads numbers of its tensors, or does something else that needs them, also
-    if it, or torch, caught the error. The random state is afterwards as before. Without `exact`, the tensors alone
-    are asked for, which have the right sizes and types, and what a constructor does with numbers is no error.
-    """
-    recording = Recording(exact=exact)
-    built = None
-    try:
-        with Recorder(recording), AsIfReal(recording.failures), _replaced(recording):
-            built = build()
-        recording.random.check()
-        failed = recording.failures.first if exact else None
-    except Exception as error:
-        failed = recording.failures.first or error
-    finally:
-        recording.random.restore()
-    if failed is not None:
-        reason = str(failed) if isinstance(failed, CannotDefer) else f"{type(failed).__name__}: {failed}"
-        raise CannotDefer(reason) from failed
-    return built, recording
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Run the block's operations as those of torch alone: nothing is recorded."""
+    with ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        yield
 
 
-def replay(recording: Recording, wanted: Sequence[int], ready: Callable[[int, torch.UntypedStorage], None]) -> None:
-    """Make the tensors; `ready` gets each `wanted` memory when it is made, after which it is freed."""
-    needed = _needed(recording, set(wanted))
-    last = {memory: at for at, one in enumerate(recording.operations) if needed[at] for memory in one.touched}
-    real, missing = Memories(), set(wanted)
-    for at, one in enumerate(recording.operations):
-        if not needed[at] and not one.is_random:
-            continue
-        _run(one, recording, real if needed[at] else Memories())
-        for memory in [memory for memory in one.touched if last.get(memory) == at and needed[at]]:
-            storage = real.pop(memory, None)
-            if memory in missing and storage is not None:
-                missing.remove(memory)
-                ready(memory, storage)
-    if missing:
-        raise ModelError(
-            f"{len(missing)} of the model's tensors have memory that no operation of its constructor made"
-        )
-
-
-def _needed(recording: Recording, live: set[int]) -> list[bool]:
-    """Which operations matter to the memory that is wanted at the end; the others' results are overwritten."""
-    needed = []
-    for one in reversed(recording.operations):
-        made = {result.memory for _, result in one.made}
-        matters = bool((one.writes | made) & live) or not one.can_be_skipped
-        if matters:
-            live -= made
-            live -= {one.overwrites} if one.overwrites is not None else set()
-            live |= one.reads
-        needed.append(matters)
-    return needed[::-1]
-
-
-def _run(one: Operation, recording: Recording, real: dict[int, torch.UntypedStorage]) -> None:
-    def made(value: Any) -> Any:
-        if not isinstance(value, Ref):
-            return value
-        if value.memory not in real:
-            size = recording.storages[value.memory].nbytes()
-            real[value.memory] = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
-        return value.of(real[value.memory])
-
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(one.default)
-        with torch.no_grad():
-            results = tree_flatten(one.function(*tree_map(made, one.args), **tree_map(made, one.kwargs)))[0]
-    finally:
-        torch.set_default_dtype(before)
-    for place, ref in one.made:
-        real[ref.memory] = _laid_out(results[place], ref, one, recording)
-
-
-def _laid_out(result: torch.Tensor, ref: Ref, one: Operation, recording: Recording) -> torch.UntypedStorage:
-    """The memory of a result, which lies there as it did on the meta device."""
-    geometry = tuple(result.size()), tuple(result.stride()), int(result.storage_offset())
-    if (result.dtype, *geometry) == (ref.dtype, ref.size, ref.stride, ref.offset):
-        return result.untyped_storage()
-    if result.dtype != ref.dtype or geometry[0] != ref.size:
-        raise ModelError(
-            f"{one.function} in the model's constructor gave {result.dtype} of shape {list(result.shape)}, and "
-            f"{ref.dtype} of shape {list(ref.size)} on the meta device"
-        )
-    storage = torch.UntypedStorage(recording.storages[ref.memory].nbytes())  # type: ignore[no-untyped-call]
-    ref.of(storage).copy_(result)
-    return storage
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [one for one in tree_flatten(tree)[0] if isinstance(one, torch.Tensor)]
-
-
-def _as_meta(value: Any) -> Any:
-    return value.to(META) if isinstance(value, torch.Tensor) and not is_meta(value) else value
-
-
-def _name(function: Any) -> str:
-    return str(function._schema.name).rpartition("::")[2]
-
-
-def _takes_device(function: Any) -> bool:
-    return any(one.name == "device" for one in function._schema.arguments)
-
-
-def _written(function: Any, args: Any, kwargs: Any, kind: type) -> Iterator[Any]:
-    """The arguments that an operation changes, of those of a kind."""
-    untold = WRITES_UNTOLD.get(_name(function), ())
-    for place, argument in enumerate(function._schema.arguments):
-        if argument.name in untold or (argument.alias_info is not None and argument.alias_info.is_write):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (one for one in tree_flatten(value)[0] if isinstance(one, kind))
-
-
-def _check_moves(function: Any, given: list[torch.Tensor], kwargs: dict[str, Any], failures: Failures) -> None:
-    """Refuse a move to another device, and for one that copies here and would copy no real tensor."""
-    device = kwargs.get("device")
-    if device is None:
-        return
-    if device.type not in ("cpu", "meta"):
-        failures.refuse(f"{function} makes a tensor on {device}")
-    is_move = _name(function) == "_to_copy" and is_meta(given[0]) != (device == META)
-    if is_move and kwargs.get("dtype") in (None, given[0].dtype):
-        failures.refuse("it moves a tensor to the CPU, where it would be already")
-
-
-def _kept(plain: torch.Tensor) -> torch.Tensor:
-    """A copy of a plain tensor, which may change later, with its strides."""
-    plain = plain.detach()
-    if plain.layout is not torch.strided or not plain.numel():
-        return plain.clone()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(plain.size(), plain.stride(), strict=True))
-    return plain.as_strided((extent,), (1,)).clone().as_strided(plain.size(), plain.stride(), 0)
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on the meta device, whatever `AsIfReal` says."""
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Meta))

@@ -1,12 +1,13 @@
-"""A step's gradients where each worker holds a part of the model: FSDP sums each worker's slice in the backward.
+"""Sum a step's gradients where each worker holds a part of the model.
 
-`bitwise` where each worker holds a part of the model: gradients are added by the fixed tree in each round.
+FSDP sums each worker's slice in the last round's backward. With `bitwise`, slices are exchanged in each round, and
+added by the fixed tree.
 """
 
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class ShardedReduction(Reduction):
     process. `looks_for_unused` says whether the workers ask each other in each step: True and "auto" do.
     """
 
+    has_peers = True
+
     def __init__(self, loss: ShardLoss, sharded: Sharded, looks_for_unused: bool | str) -> None:
         super().__init__(loss, None, ())
         self._sharded = sharded
@@ -48,7 +51,7 @@ class ShardedReduction(Reduction):
 
     @contextmanager
     def shard(self, is_last: bool) -> Iterator[None]:
-        """The context of a round: gradients are exchanged in the last round's backward only."""
+        """Run a round, of which only the last one's backward exchanges gradients."""
         if is_last != self._exchanges:  # both walk through all modules
             self._sharded.root.set_requires_gradient_sync(is_last)
             self._sharded.root.set_is_last_backward(is_last)
@@ -57,7 +60,7 @@ class ShardedReduction(Reduction):
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """The context of a round in which this worker's gradients count nothing."""
+        """Run a round in which this worker's gradients count nothing."""
         self._is_standing_in = True
         try:
             yield
@@ -68,10 +71,6 @@ class ShardedReduction(Reduction):
         """Start the all-reduce of `stats`, in place."""
         work: Work = dist.all_reduce(stats, async_op=True)
         return work
-
-    def backward(self) -> AbstractContextManager[object]:
-        """The context of the step's last backward, which waits for the other workers."""
-        return waiting("the other workers' gradients")
 
     def after(self, shard: int, is_last: bool) -> None:
         """Do nothing: FSDP keeps the gradients until the last round."""
@@ -90,18 +89,14 @@ class ShardedReduction(Reduction):
                 one.grad = None
 
     def _forward(self, batch: Any, rows: int) -> torch.Tensor:
-        loss: torch.Tensor = self._sharded.run(self._own_loss, batch, rows)
+        # In memory of its own: torch warns of hooks on views.
+        loss: torch.Tensor = self._sharded.run(lambda *args: self.loss(*args).clone(), batch, rows)
         for unit in self._unwatched:  # FSDP gathers a parameter into the same tensor each time
             if (gathered := getattr(unit, "_unsharded_param", None)) is not None:
                 self._watch(gathered, unit.sharded_param)
         if self._exchanges:
             self._sharded.round.ask()
         self._unwatched = [unit for unit in self._unwatched if not hasattr(unit, "_unsharded_param")]
-        return loss
-
-    def _own_loss(self, batch: Any, rows: int) -> torch.Tensor:
-        """The loss in memory of its own: torch warns of hooks on views."""
-        loss: torch.Tensor = self.loss(batch, rows).clone()
         return loss
 
     def _watch(self, gathered: torch.Tensor, parameter: nn.Parameter) -> None:
@@ -120,30 +115,26 @@ class ShardedReduction(Reduction):
             self._sharded.round.used.add(number)
 
     def _unused(self) -> set[int]:
-        """The parameters that no worker used in this step; every rank calls this."""
+        """Return the parameters that no worker used in this step; every rank calls this."""
         if not self._looks:
             return set()
-        trained = [unit.sharded_param for unit in self._units] + list(self._sharded.replicated.values())
-        trained = [one for one in trained if one.requires_grad]
+        every = [*(unit.sharded_param for unit in self._units), *self._sharded.replicated.values()]
+        trained = [one for one in every if one.requires_grad]
         counts = torch.tensor([id(one) in self._used for one in trained], dtype=torch.int32)
         with waiting("the other workers' unused parameters"):
             dist.all_reduce(counts, group=self._sharded.round.group)
-            found = counts.tolist()
-        return {id(one) for one, count in zip(trained, found, strict=True) if not count}
+            users = counts.tolist()
+        return {id(one) for one, count in zip(trained, users, strict=True) if not count}
 
     def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of parameters that each worker holds whole; every rank calls this."""
         for one in parameters:
-            self._sum(one)
-
-    def _sum(self, parameter: nn.Parameter) -> None:
-        """Sum a parameter's gradients over the workers, as numbers without a layout."""
-        if parameter.grad is None or self._sharded.round.is_silent:
-            parameter.grad = torch.zeros_like(parameter)
-        numbers = parameter.grad.detach().contiguous()
-        with waiting("the other workers' gradients"):
-            dist.all_reduce(torch.view_as_real(numbers) if numbers.is_complex() else numbers)
-        parameter.grad.copy_(numbers)
+            if one.grad is None or self._sharded.round.is_silent:
+                one.grad = torch.zeros_like(one)
+            numbers = one.grad.detach().contiguous()  # all workers add them in one order, whatever the strides
+            with waiting("the other workers' gradients"):
+                dist.all_reduce(_viewed(numbers))
+            one.grad.copy_(numbers)
 
 
 def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tensor) -> None:
@@ -181,7 +172,7 @@ class TreeShardedReduction(ShardedReduction):
 
     @contextmanager
     def shard(self, is_last: bool) -> Iterator[None]:
-        """The context of a round, in which all gradients are exchanged."""
+        """Run a round, in which all gradients are exchanged."""
         current = self._sharded.round
         current.number += 1
         current.is_last = is_last
@@ -196,7 +187,7 @@ class TreeShardedReduction(ShardedReduction):
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """The context of a round in which this worker's gradients count nothing."""
+        """Run a round in which this worker's gradients count nothing."""
         with super().standing_in():
             yield
         for one in self._sharded.replicated.values():
@@ -209,7 +200,15 @@ class TreeShardedReduction(ShardedReduction):
     def _sum_replicated(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self.sums is not None
         held, self.sums.held = self.sums.held, {}
-        by_rank = [self._nodes(rank) for rank in range(self._sharded.world.world_size)]
+        size = self._sharded.world.world_size
+        by_rank = [
+            [
+                node
+                for node in nodes(worker_shards(self._shards, size, rank), (0, self._shards))
+                if node[0] < self._filled  # it has rows
+            ]
+            for rank in range(size)
+        ]
         for number, parameter in enumerate(self.sums.parameters):
             if any(parameter is one for one in parameters):
                 sums = {node: [one[number]] for node, one in held.items()}
@@ -218,15 +217,10 @@ class TreeShardedReduction(ShardedReduction):
                     parameter, [None if one is None else one[0] for one in mine], by_rank
                 )
 
-    def _nodes(self, rank: int) -> list[Node]:
-        """A worker's nodes with rows."""
-        mine = worker_shards(self._shards, self._sharded.world.world_size, rank)
-        return [node for node in nodes(mine, (0, self._shards)) if node[0] < self._filled]
-
     def _over_workers(
         self, parameter: nn.Parameter, mine: Sequence[torch.Tensor | None], by_rank: list[list[Node]]
     ) -> torch.Tensor:
-        """A parameter's gradient, from this worker's sums for its nodes and all others'."""
+        """Return a parameter's gradient, from this worker's sums for its nodes and all others'."""
         nothing = zeros_that_add_nothing(_numbers(parameter.detach()))
         rows = [nothing if one is None else _numbers(one) for one in mine]
         rows += [nothing] * (max(map(len, by_rank)) - len(rows))
@@ -249,5 +243,5 @@ def _viewed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's numbers, in one row and without its layout."""
+    """Return a tensor's numbers, in one row and without its layout."""
     return _viewed(tensor).reshape(-1)

@@ -1,12 +1,8 @@
-"""The forward passes of an evaluation: each worker's own, or in rounds if each holds a part of the model.
+"""Run a model whole on each worker (`ddp`), or in rounds if each holds a part of it (`fsdp`).
 
-A batch with which a worker without rows runs the model, because the others cannot gather parameters without it.
-
-Workers that hold parts of a model run it in rounds: in each, all run one shard. One that has fewer shards with rows
-than another runs a stand-in in the missing rounds: its own first batch, or else that of another worker. Its
-loss counts nothing.
-
-How the workers hold a model: whole (`ddp`), or a part of it each (`fsdp`).
+Workers that hold parts of a model cannot gather its parameters without each other. So they run it in rounds: in each,
+all run one shard. One that has fewer shards with rows than another runs a dummy batch in the other rounds: its own
+first batch, or else that of another worker. Its loss counts nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +15,8 @@ import torch.distributed as dist
 
 from dp_ray.engine.items import CarryingBatch
 from dp_ray.engine.sharded.state import Sharded
-from dp_ray.engine.user_code import loaded, place
-from dp_ray.engine.world import World, gathered
+from dp_ray.engine.user_code import location, next_batch
+from dp_ray.engine.world import CPU, World, gathered
 from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices
 from dp_ray.plan.split import Done, Shard, Split, Work
@@ -30,131 +26,28 @@ from dp_ray.tensors.tree import copied, map_leaves
 Batches = Iterator[tuple[Indices, Any]]
 
 
-class StandIn(NamedTuple):
-    """A batch and its number of rows."""
+def sharded_model(job: Job, world: World, note: Callable[[str], None]) -> Sharded | None:
+    """Build the job's model, sharded over the workers; None if each worker is to build it whole.
 
-    batch: Any
-    rows: int
+    A single worker holds it whole, unless `fsdp.mixed_precision` changes the numbers. Every rank calls this.
+    """
+    if not shards_over(job, world):
+        return None
+    from dp_ray.engine.sharded.build import build_sharded  # here: its imports take seconds
 
-
-def rounds(split: Split, step: int, world_size: int, done: Done | None = None) -> int:
-    """How many shards with rows, without those `done`, the worker with most of them has in a step, by the plan."""
-    work = (Work(split, world_size, rank, done or Done(), step) for rank in range(world_size))
-    return max(len(next(iter(one))[1]) for one in work)
-
-
-class StandIns:
-    """Holds the batch that stands in, and counts the rounds in which it must."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.found: StandIn | None = None
-        self._is_agreed = False
-
-    def missing(self, split: Split, step: int, ran: int, done: Done | None = None) -> int:
-        """How many rounds of the step this worker, which has run `ran` shards, runs a stand-in."""
-        return rounds(split, step, self._world.world_size, done) - ran if self.found is not None else 0
-
-    def look(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
-        """The same batches, after the workers have agreed on a stand-in; every rank calls this before each step.
-
-        Until all have one, it loads the whole step, since the first samples may be set aside.
-        """
-        if self._is_agreed:
-            return batches
-        first = [loaded(batches, place(shard)) for shard in shards]
-        filled = [
-            StandIn(batch.batch if isinstance(batch, CarryingBatch) else batch, real(shard).rows)
-            for shard, (_, batch) in zip(shards, first, strict=True)
-            if real(shard).rows
-        ]
-        self._agree(filled[0] if filled else None)
-        return chain(first, batches)
-
-    def _agree(self, mine: StandIn | None) -> None:
-        """Take the worker's own stand-in, or else that of the first rank that has one."""
-        have = gathered(mine is not None)
-        self._is_agreed = any(have)
-        self.found = mine
-        if self._is_agreed and not all(have):
-            first = have.index(True)
-            sent = gathered(_moved(mine, torch.device("cpu")) if self._world.rank == first else None)[first]
-            self.found = mine or _moved(sent, self._world.device)
-
-
-def _moved(one: StandIn | None, device: torch.device) -> StandIn | None:
-    return None if one is None else StandIn(map_leaves(lambda leaf: moved(leaf, device), one.batch), one.rows)
-
-
-class Passes:
-    """The passes of workers that hold the whole model: no worker waits for another."""
-
-    def before(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
-        """The batches to go on with, before a step of which this worker has `shards`; every rank calls this."""
-        return batches
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that runs the model."""
-        return function(*args)
-
-    def missing(self, work: Work, step: int, ran: int) -> Iterator[Any]:
-        """A batch for each further pass that this worker runs in a step of which it has run `ran` shards."""
-        return iter(())
-
-    def agree(self, goes_on: bool) -> bool:
-        """Whether to run the next step: this worker's own decision."""
-        return goes_on
-
-    def end(self) -> bool:
-        """End an evaluation or a prediction, and say that it ran to its end: True."""
-        return True
-
-
-class Rounds(Passes):
-    """The passes of workers that hold a part of the model each: in each round all of them run it."""
-
-    def __init__(self, sharded: Sharded, world: World) -> None:
-        self._sharded = sharded
-        self._stand_ins = StandIns(world)
-
-    def before(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
-        """The batches to go on with, after the workers have agreed on a stand-in; every rank calls this."""
-        return self._stand_ins.look(shards, batches, real)
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that runs the model, with the parameters outside its blocks gathered."""
-        return self._sharded.run(function, *args)
-
-    def missing(self, work: Work, step: int, ran: int) -> Iterator[Any]:
-        """The stand-in, for each round of the step in which this worker has no rows."""
-        found = self._stand_ins.found
-        for _ in range(self._stand_ins.missing(work.split, step, ran, work.done)):
-            assert found is not None
-            yield copied(found.batch)
-
-    def agree(self, goes_on: bool) -> bool:
-        """Whether all workers go on; every rank calls this before each step."""
-        return all(gathered(goes_on))
-
-    def end(self) -> bool:
-        """Free what the last forward has left gathered, and say that it ran to its end: True."""
-        self._sharded.end_of_evaluation()
-        return True
-
-
-def passes_of(sharded: Sharded | None, world: World) -> Passes:
-    """The passes of a model that is sharded, or whole."""
-    return Passes() if sharded is None else Rounds(sharded, world)
+    if job.flops:
+        note("flops: not counted: with strategy: fsdp no worker can run a shard alone")
+    return build_sharded(job, world, note)
 
 
 def shards_over(job: Job, world: World) -> bool:
-    """Whether torch's FSDP runs the model: on several workers, or if it computes in other dtypes."""
+    """Return whether torch's FSDP runs the model: on several workers, or if it computes in other dtypes."""
     return job.is_sharded and (world.world_size > 1 or job.fsdp.mixed_precision is not None)
 
 
 @contextmanager
 def group_of_one(job: Job, world: World) -> Iterator[None]:
-    """While a job runs: a process group, which FSDP needs, for a worker that is alone and has none."""
+    """Have a process group while a job runs, which FSDP needs, on a worker that is alone and has none."""
     if dist.is_initialized() or not shards_over(job, world) or world.world_size > 1:
         yield
         return
@@ -166,15 +59,115 @@ def group_of_one(job: Job, world: World) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sharded_model(job: Job, world: World, note: Callable[[str], None]) -> Sharded | None:
-    """The job's model, sharded over the workers; None if each worker is to build it whole.
+class Passes:
+    """The passes of workers that hold the whole model: no worker waits for another."""
 
-    A single worker holds it whole, unless `fsdp.mixed_precision` changes the numbers. Every rank calls this.
-    """
-    if not shards_over(job, world):
-        return None
-    from dp_ray.engine.sharded.build import build_sharded  # its imports take seconds
+    def before(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
+        """Return the batches to go on with, before a step of which this worker has `shards`; all ranks call this."""
+        return batches
 
-    if job.flops:
-        note("flops: not counted: with strategy: fsdp no worker can run a shard alone")
-    return build_sharded(job, world, note)
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the model."""
+        return function(*args)
+
+    def missing(self, work: Work, step: int, ran: int) -> Iterator[Any]:
+        """Yield a batch for each further pass that this worker runs in a step of which it has run `ran` shards."""
+        return iter(())
+
+    def agree(self, goes_on: bool) -> bool:
+        """Return whether to run the next step: this worker's own decision."""
+        return goes_on
+
+    def end(self) -> bool:
+        """End an evaluation or a prediction, and say that it ran to its end: True."""
+        return True
+
+
+class StandIn(NamedTuple):
+    """A batch and its number of rows."""
+
+    batch: Any
+    rows: int
+
+
+def rounds(split: Split, step: int, world_size: int, done: Done | None = None) -> int:
+    """Return how many shards with rows, without those `done`, the worker with most of them has, by the plan."""
+    work = (Work(split, world_size, rank, done or Done(), step) for rank in range(world_size))
+    return max(len(next(iter(one))[1]) for one in work)
+
+
+class StandIns:
+    """The dummy batch on which the workers have agreed, and the count of the rounds that need it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.found: StandIn | None = None
+        self._is_agreed = False
+
+    def missing(self, split: Split, step: int, ran: int, done: Done | None = None) -> int:
+        """Return how many rounds of the step lack rows here: this worker has run `ran` shards."""
+        return rounds(split, step, self._world.world_size, done) - ran if self.found is not None else 0
+
+    def look(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
+        """Return the same batches, once the workers have agreed on a dummy batch. Every rank calls this each step.
+
+        Until all have one, it loads the whole step, since the first samples may be set aside.
+        """
+        if self._is_agreed:
+            return batches
+        first = [next_batch(batches, location(shard)) for shard in shards]
+        filled = [
+            StandIn(batch.batch if isinstance(batch, CarryingBatch) else batch, real(shard).rows)
+            for shard, (_, batch) in zip(shards, first, strict=True)
+            if real(shard).rows
+        ]
+        mine = filled[0] if filled else None
+        have = gathered(mine is not None)
+        self._is_agreed = any(have)
+        self.found = mine
+        if self._is_agreed and not all(have):  # one without rows takes the batch of the first rank that has one
+            sender = have.index(True)
+            sent = gathered(_moved(mine, CPU) if self._world.rank == sender else None)[sender]
+            self.found = mine or _moved(sent, self._world.device)
+        return chain(first, batches)
+
+
+class Rounds(Passes):
+    """The passes of workers that hold a part of the model each: in each round all of them run it."""
+
+    def __init__(self, sharded: Sharded, world: World) -> None:
+        self._sharded = sharded
+        self._stand_ins = StandIns(world)
+
+    def before(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
+        """Return the batches to go on with, after the workers have agreed on a dummy batch; every rank calls this."""
+        return self._stand_ins.look(shards, batches, real)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the model, with the parameters outside its blocks gathered."""
+        return self._sharded.run(function, *args)
+
+    def missing(self, work: Work, step: int, ran: int) -> Iterator[Any]:
+        """Yield the dummy batch, for each round of the step in which this worker has no rows."""
+        found = self._stand_ins.found
+        for _ in range(self._stand_ins.missing(work.split, step, ran, work.done)):
+            assert found is not None
+            yield copied(found.batch)
+
+    def agree(self, goes_on: bool) -> bool:
+        """Return whether all workers go on; every rank calls this before each step."""
+        return all(gathered(goes_on))
+
+    def end(self) -> bool:
+        """Free what the last forward has left gathered, and say that it ran to its end: True."""
+        self._sharded.end_of_evaluation()
+        return True
+
+
+def passes_of(sharded: Sharded | None, world: World) -> Passes:
+    """Return the passes of a model that is sharded, or whole."""
+    return Passes() if sharded is None else Rounds(sharded, world)
+
+
+def _moved(one: StandIn | None, device: torch.device) -> StandIn | None:
+    return None if one is None else StandIn(map_leaves(lambda leaf: moved(leaf, device), one.batch), one.rows)

@@ -1,21 +1,6 @@
-"""A sharded model as a training uses it: its passes, its gradient's norm, and its state.
+"""A sharded model as a training uses it: its forward, its collectives, its gradient's norm, and its state.
 
-`replica.sharding` builds it. This module does not import torch's FSDP, which takes seconds.
-
-Load a state of whole tensors into a training of which each worker holds a part, row by row.
-
-The norm of a sharded gradient, with the bits that one worker with the whole gradient computes.
-
-A norm's bits depend on the order of its additions. So for each parameter one worker gets the whole gradient, and
-computes its norm. The parameters go round: the first to rank 0, the next to rank 1.
-
-Update a worker's part of each parameter with the bits that an update of the whole parameter gives.
-
-On a CPU an update runs over whole vectors of numbers, and over the last numbers one by one. The two round
-differently. So the optimizer gets each part as a flat tensor that begins and ends where vectors do, filled up
-with zeros.
-
-FSDP's collectives: its all-gather, and its reduce-scatter, which adds by the fixed tree with `bitwise`.
+`build.py` builds it. This module does not import torch's FSDP, which takes seconds. Begin at `Sharded`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,305 +21,6 @@ from dp_ray.plan.tree import Node, climb, fold, parents
 from dp_ray.system.threads import waiting
 from dp_ray.tensors.files import Stored, is_sharded, laid_out, local, rows_of
 from dp_ray.text import listed
-
-
-def load_rows(model: nn.Module, weights: Mapping[str, Stored], where: str, world: World) -> None:
-    """Copy this worker's rows of the weights into a sharded model, one tensor after another.
-
-    Raises ModelError, which names missing, unexpected and mis-sized tensors.
-    """
-    make_room(model, weights)
-    state = model.state_dict()
-    own = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
-    weights = {name: one for name, one in weights.items() if isinstance(one, Stored)}
-    missing, unexpected = own.keys() - weights.keys(), weights.keys() - state.keys()
-    sizes = [
-        f"{name} {list(weights[name].shape)} in place of {list(one.shape)}"
-        for name, one in own.items()
-        if name in weights and tuple(weights[name].shape) != tuple(one.shape)
-    ]
-    kinds = {"missing": sorted(missing), "unexpected": sorted(unexpected), "of another size": sizes}
-    if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names):
-        raise ModelError(f"the weights of {where} are not this model's: {found}")
-    for name, one in own.items():
-        weights[name].copy_to(one, world.world_size, world.rank)
-
-
-def rows_of_optimizer(state: Any, parameters: list[nn.Parameter], world: World) -> Any:
-    """An optimizer's state_dict in which each tensor is what this worker holds of it.
-
-    A tensor of its parameter's size is sharded as the parameter; any other is whole.
-    """
-    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
-        return state
-    by_number = {
-        number: {key: _of_parameter(one, parameters[number], world) for key, one in kept.items()}
-        for number, kept in state["state"].items()
-    }
-    rest = {key: whole_tensors(one) for key, one in state.items() if key != "state"}
-    return {**rest, "state": by_number}
-
-
-def whole_tensors(value: Any) -> Any:
-    """A state in which each stored tensor is read whole."""
-    if isinstance(value, Stored):
-        whole = value.whole()
-        return whole if value.strides is None else laid_out(whole, value.strides)
-    if isinstance(value, dict):
-        return {key: whole_tensors(one) for key, one in value.items()}
-    return type(value)(map(whole_tensors, value)) if isinstance(value, list | tuple) else value
-
-
-def _of_parameter(value: Any, parameter: nn.Parameter, world: World) -> Any:
-    if not isinstance(value, Stored) or not is_sharded(parameter) or tuple(value.shape) != tuple(parameter.shape):
-        return whole_tensors(value)
-    return sharded_as(parameter, value.like(parameter, world.world_size, world.rank).to(local(parameter).device))
-
-
-def sharded_as(parameter: nn.Parameter, rows: torch.Tensor) -> Any:
-    """A tensor that is sharded as a parameter is, of which this worker holds `rows`."""
-    sharded: Any = parameter
-    return type(sharded).from_local(
-        rows,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-CHUNK_BYTES = 1 << 25  # of a worker's slices, sent at once
-
-
-@dataclass(frozen=True)
-class Slice:
-    """This worker's slice of a gradient, flat, and the gradient's shape."""
-
-    numbers: torch.Tensor
-    shape: tuple[int, ...]
-
-    def count(self, world_size: int, rank: int) -> int:
-        """How many numbers a rank's slice has."""
-        first, end = rows_of(self.shape[0], world_size, rank)
-        return (end - first) * torch.Size(self.shape[1:]).numel()
-
-
-def norms_of_slices(slices: Sequence[Slice], world: World, device: torch.device) -> list[torch.Tensor]:
-    """The norm of each whole gradient, of which `slices` are this worker's; every rank calls this."""
-    if not slices:
-        return []
-    found: dict[int, torch.Tensor] = {}
-    for start, stop in _chunks(slices):
-        mine = range(start + (world.rank - start) % world.world_size, stop, world.world_size)
-        whole = _exchanged(slices, start, stop, world, device)
-        found |= dict(zip(mine, norms_of(whole) if whole else [], strict=True))
-    known = norms_of([slices[0].numbers[:0].to(device)])[0]  # for the dtype
-    norms = known.new_zeros(len(slices))
-    for number, norm in found.items():
-        norms[number] = norm
-    with waiting("the other workers' norms"):
-        dist.all_reduce(norms)
-    return list(norms.unbind())
-
-
-def _chunks(slices: Sequence[Slice]) -> Iterator[tuple[int, int]]:
-    """Ranges of gradients to exchange at once, the same on all workers."""
-    cuts, size = [0], 0
-    for number, one in enumerate(slices):
-        size += torch.Size(one.shape).numel() * one.numbers.itemsize
-        if size >= CHUNK_BYTES:
-            cuts.append(number + 1)
-            size = 0
-    yield from pairwise(dict.fromkeys([*cuts, len(slices)]))
-
-
-def _exchanged(
-    slices: Sequence[Slice], start: int, stop: int, world: World, device: torch.device
-) -> list[torch.Tensor]:
-    """The whole gradients that this worker gets, of those from `start` to `stop`."""
-    size, rank = world.world_size, world.rank
-    by_owner = [
-        [one for at, one in enumerate(slices[start:stop], start) if at % size == owner] for owner in range(size)
-    ]
-    sent = torch.cat([one.numbers for theirs in by_owner for one in theirs]).to(device)
-    counts = [sum(one.numbers.numel() for one in theirs) for theirs in by_owner]
-    mine = by_owner[rank]
-    from_each = [sum(one.count(size, sender) for one in mine) for sender in range(size)]
-    received = sent.new_empty(sum(from_each))
-    with waiting("the other workers' gradients"):
-        dist.all_to_all_single(received, sent, from_each, counts)
-    parts = [
-        torch.split(one, [each.count(size, at) for each in mine])
-        for at, one in enumerate(torch.split(received, from_each))
-    ]
-    return [torch.cat([theirs[at] for theirs in parts]).view(one.shape) for at, one in enumerate(mine)]
-
-
-VECTOR = 64  # numbers: a multiple of what torch's CPU kernels take at once, for each dtype and instruction set
-
-# These use of a parameter, its gradient and its state nothing but the number that they update.
-ELEMENTWISE = (
-    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
-    *(optim.RMSprop, optim.Rprop, optim.SGD),
-)
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise JobError for an optimizer whose update of a part may differ from the part of its update."""
-    if type(optimizer) not in ELEMENTWISE:
-        names = listed([one.__name__ for one in ELEMENTWISE])
-        raise JobError(
-            f"optimizer: {type(optimizer).__qualname__} may use all of a parameter to update a part of it, so with "
-            f"strategy: fsdp it cannot be bitwise; take one of torch.optim's {names}, or leave bitwise out"
-        )
-
-
-def span_of(start: int, stop: int, size: int) -> tuple[int, int]:
-    """The vectors that hold the numbers `start` to `stop` of `size`: where the first begins, and the last ends.
-
-    >>> span_of(100, 130, 1000), span_of(960, 1000, 1000), span_of(70, 70, 1000)
-    ((64, 192), (960, 1000), (70, 70))
-    """
-    if start == stop:
-        return start, stop
-    return start - start % VECTOR, min(size, -(-stop // VECTOR) * VECTOR)
-
-
-class Part:
-    """A worker's part of a sharded parameter; `flat` is what the optimizer gets in its place."""
-
-    def __init__(self, parameter: nn.Parameter, world: World) -> None:
-        self.parameter = parameter
-        mine = local(parameter.detach())
-        width = parameter.numel() // parameter.shape[0]
-        start, stop = (row * width for row in rows_of(parameter.shape[0], world.world_size, world.rank))
-        first, end = span_of(start, stop, parameter.numel())
-        self._inner = slice(start - first, stop - first)
-        self._is_whole = (first, end) == (start, stop)
-        self.flat = nn.Parameter(self._filled_up(mine, end - first))
-
-    def take(self) -> None:
-        """Take the part's numbers and gradient; where nothing is to be filled up, they are shared."""
-        gradient = self.parameter.grad
-        mine, size = local(self.parameter.detach()), self.flat.numel()
-        if self._is_whole:
-            self.flat.data = mine.view(-1)
-        else:
-            self.inner(self.flat.detach()).copy_(mine.view(-1))
-        self.flat.grad = None if gradient is None else self._filled_up(local(gradient.detach()), size)
-
-    def give(self) -> None:
-        """Give the updated numbers to the part, and drop its gradient."""
-        if not self._is_whole:
-            local(self.parameter.detach()).view(-1).copy_(self.inner(self.flat.detach()))
-        self.parameter.grad = None
-
-    def inner(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part's own numbers in a flat tensor."""
-        return flat[self._inner]
-
-    def sharded(self, value: Any) -> Any:
-        """A tensor of the optimizer's state as one that is sharded as the parameter is; any other value itself."""
-        if not isinstance(value, torch.Tensor) or value.shape != self.flat.shape:
-            return value
-        return sharded_as(self.parameter, self.inner(value).view(local(self.parameter).shape))
-
-    def flattened(self, value: Any) -> Any:
-        """The inverse of `sharded`."""
-        return self._filled_up(local(value), self.flat.numel()) if is_sharded(value) else value
-
-    def _filled_up(self, mine: torch.Tensor, size: int) -> torch.Tensor:
-        if self._is_whole:
-            return mine.reshape(-1)
-        made = mine.new_zeros(size)
-        self.inner(made).copy_(mine.reshape(-1))
-        return made
-
-
-class AlignedParts:
-    """This worker's parts of all sharded parameters, and the state of the optimizer that updates them."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
-        self.optimizer: Any = None
-        self._world = world
-        self.parts = [Part(one, world) for one in parameters if is_sharded(one)]
-        self._by_flat = {id(one.flat): one for one in self.parts}
-
-    @property
-    def flats(self) -> dict[int, nn.Parameter]:
-        """What the optimizer gets for each parameter, by the parameter's id."""
-        return {id(one.parameter): one.flat for one in self.parts}
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Take all gradients, before an update."""
-        for one in self.parts:
-            one.take()
-
-    @torch.no_grad()
-    def give(self) -> None:
-        """Give back what the update has changed."""
-        for one in self.parts:
-            one.give()
-
-    def total_norm(
-        self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter], device: torch.device
-    ) -> torch.Tensor:
-        """The norm of the whole gradient, to the bit that of one worker; every rank calls this.
-
-        `device` is that of collectives.
-        """
-        parts = [self._by_flat.get(id(one)) for one in parameters]
-        slices = [
-            Slice(part.inner(gradient), part.parameter.shape)
-            for part, gradient in zip(parts, gradients, strict=True)
-            if part is not None
-        ]
-        whole = [one for part, one in zip(parts, gradients, strict=True) if part is None]
-        of_slices = iter(norms_of_slices(slices, self._world, device))
-        of_whole = iter(norms_of(whole) if whole else [])
-        return norm_of_norms([next(of_whole if part is None else of_slices) for part in parts], gradients)
-
-    def originals(self) -> list[nn.Parameter]:
-        """The model's parameters, in the order of the optimizer's groups."""
-        given = [one for group in self.optimizer.param_groups for one in group["params"]]
-        return [self._by_flat[id(one)].parameter if id(one) in self._by_flat else one for one in given]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with sharded tensors for the parts."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return {**state, "state": self._of_parts(state["state"], Part.sharded)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of whole tensors that are stored, or of plain values."""
-        rows = rows_of_optimizer(state, self.originals(), self._world)
-        load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], Part.flattened)})
-
-    def _of_parts(self, state: dict[int, Any], convert: Any) -> dict[int, Any]:
-        given = [one for group in self.optimizer.param_groups for one in group["params"]]
-        found = {number: self._by_flat.get(id(given[number])) for number in state}
-        return {
-            number: kept
-            if (part := found[number]) is None
-            else {key: convert(part, one) for key, one in kept.items()}
-            for number, kept in state.items()
-        }
-
-
-@contextmanager
-def one_thread(parameter: torch.Tensor) -> Iterator[None]:
-    """Update in one thread on a CPU: where several threads cut a tensor is where its vectors end, too."""
-    threads = torch.get_num_threads()
-    is_many = parameter.device.type == "cpu" and threads > 1
-    try:
-        if is_many:
-            torch.set_num_threads(1)
-        yield
-    finally:
-        if is_many:
-            torch.set_num_threads(threads)
-
 
 # torch 2.13 renames them, and deprecates the old names.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -394,12 +80,12 @@ class Collective:
         self._block = block or "the parameters outside the blocks"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a collective."""
+        """Allocate memory for a collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Gather(Collective):
-    """FSDP's all-gather of a block: if a worker does not run the block, the others wait here."""
+    """The all-gather of a block: if a worker does not run the block, the others wait here."""
 
     def __call__(
         self,
@@ -409,8 +95,10 @@ class Gather(Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather the workers' parts of the block."""
-        if self._round.is_alone:
-            _fill(output_tensor, input_tensor, group)
+        if self._round.is_alone:  # its own part, which may lie in the output itself, takes the place of the others'
+            for rank, theirs in enumerate(output_tensor.view(group.size(), -1)):
+                if rank != group.rank():
+                    theirs.copy_(input_tensor.view(-1))
             return None
         with waiting(f"the other workers to gather {self._block}, which all must run (strategy: fsdp)"):
             work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -418,7 +106,7 @@ class Gather(Collective):
 
 
 class SumScatter(Collective):
-    """FSDP's reduce-scatter, which sums: losses are divided by the rows of the whole batch already."""
+    """The reduce-scatter, which sums: losses are divided by the rows of the whole batch already."""
 
     def __call__(
         self,
@@ -448,7 +136,7 @@ class SumScatter(Collective):
 
 
 class TreeScatter(SumScatter):
-    """FSDP's reduce-scatter of one block, which adds the shards' gradients by the fixed tree.
+    """The reduce-scatter of one block, which adds the shards' gradients by the fixed tree.
 
     In each round every worker gets its slice of all workers' gradients. It adds those that are siblings in the tree,
     and keeps the other sums. The last round gives the sum of all; what earlier rounds give means nothing.
@@ -473,7 +161,7 @@ class TreeScatter(SumScatter):
         self._take(received.view(group.size(), -1), output)
 
     def alone(self, gradient: torch.Tensor) -> None:
-        """FSDP's all-reduce hook on a worker that is alone: FSDP does not call its reduce-scatter then."""
+        """Serve as FSDP's all-reduce hook on a worker that is alone, where FSDP calls no reduce-scatter."""
         self._prepare(gradient.view(1, -1))
         self._take(gradient.clone().view(1, -1), gradient)
 
@@ -507,13 +195,6 @@ class TreeScatter(SumScatter):
                 self._held[node] = one.clone()
 
 
-def _fill(gathered: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Put this worker's part, which may be a part of `gathered` itself, in the place of each worker's."""
-    for rank, theirs in enumerate(gathered.view(group.size(), -1)):
-        if rank != group.rank():
-            theirs.copy_(mine.view(-1))
-
-
 def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return right.add_(left)
 
@@ -543,11 +224,28 @@ class Sharded:
         self.root.reshard()
 
     def load_weights(self, weights: Mapping[str, Stored], where: str) -> None:
-        """Load this worker's rows of the weights; raises ModelError if they are not this model's."""
-        load_rows(self.model, weights, where, self.world)
+        """Copy this worker's rows of the weights into the model, one tensor after another.
+
+        Raises ModelError, which names missing, unexpected and mis-sized tensors.
+        """
+        make_room(self.model, weights)
+        state = self.model.state_dict()
+        own = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+        stored = {name: one for name, one in weights.items() if isinstance(one, Stored)}
+        missing, unexpected = own.keys() - stored.keys(), stored.keys() - state.keys()
+        sizes = [
+            f"{name} {list(stored[name].shape)} in place of {list(one.shape)}"
+            for name, one in own.items()
+            if name in stored and tuple(stored[name].shape) != tuple(one.shape)
+        ]
+        kinds = {"missing": sorted(missing), "unexpected": sorted(unexpected), "of another size": sizes}
+        if mistakes := "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names):
+            raise ModelError(f"the weights of {where} are not this model's: {mistakes}")
+        for name, one in own.items():
+            stored[name].copy_to(one, self.world.world_size, self.world.rank)
 
     def rows_of(self, part: Any, state: Any) -> Any:
-        """A stored state of an optimizer, a scheduler or a scaler, with what this worker holds of each tensor."""
+        """Return a stored state of an optimizer, scheduler or scaler, with what this worker holds of each tensor."""
         if isinstance(part, AlignedParts):
             return state
         if not isinstance(part, torch.optim.Optimizer):
@@ -557,7 +255,7 @@ class Sharded:
 
     @property
     def blocks(self) -> Iterator[tuple[nn.Module, list[Any]]]:
-        """The root and each block, with torch's own records of the parameters that are gathered for it."""
+        """Yield the root and each block, with torch's own records of the parameters that are gathered for it."""
         for module in self.root.modules():
             if hasattr(module, "_get_fsdp_state"):
                 group = module._get_fsdp_state()._fsdp_param_group
@@ -565,12 +263,12 @@ class Sharded:
 
     @property
     def units(self) -> Iterator[Any]:
-        """Torch's own record of each sharded parameter."""
+        """Yield torch's own record of each sharded parameter."""
         for _, units in self.blocks:
             yield from units
 
     def total_norm(self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """The norm of the whole gradient, of which `gradients` are this worker's parts; every rank calls this."""
+        """Return the norm of the whole gradient; `gradients` are this worker's parts. Every rank calls this."""
         whole = {id(one) for one in self.replicated.values()}
         is_first = dist.get_rank() == 0
         mine = [
@@ -579,26 +277,27 @@ class Sharded:
             if gradient.numel() and (is_first or id(one) not in whole)
         ]
         device = comm_device(gradients[0].device) if gradients else CPU
-        squares = [torch.linalg.vector_norm(one, dtype=_wide(one.dtype)).double().square().to(device) for one in mine]
+        norms = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in mine]
+        squares = [norm.double().square().to(device) for norm in norms]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         with waiting("the other workers' norms"):
             dist.all_reduce(total)
         return total.sqrt().float()
 
     def infinite_if_any(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A scalar: infinite if a number of any worker's `gradients` is not finite, else 0; every rank calls this."""
+        """Return infinity if any worker's `gradients` are not all finite, else 0: a scalar; every rank calls this."""
         largest = [torch.linalg.vector_norm(one, torch.inf) for one in gradients if one.numel()]
         device = self.world.device
         bad = [one.isfinite().logical_not().to(device) for one in largest]
-        found = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
+        is_any = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
         with waiting("the other workers' gradients"):
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return torch.where(found > 0, torch.inf, 0.0)
+            dist.all_reduce(is_any, dist.ReduceOp.MAX)
+        return torch.where(is_any > 0, torch.inf, 0.0)
 
 
 @contextmanager
 def casting_anew() -> Iterator[None]:
-    """While a sharded model runs: autocast's copies of the gathered weights are freed with their operations.
+    """Free autocast's copies of the gathered weights with their operations, while a sharded model runs.
 
     Else torch keeps a copy of each weight until the forward's end, in case it is cast again, and one until the
     backward, which may need it: in the end, the whole model. What is computed are the same numbers, but for a weight
@@ -624,7 +323,7 @@ class _Cast(NamedTuple):
 
 
 def _without_cast(saved: torch.Tensor) -> Any:
-    """What to keep of a tensor for the backward: of a parameter's cast, only how to make it."""
+    """Return what to keep of a tensor for the backward: of a parameter's cast, only how to make it."""
     cast = saved if saved._base is None else saved._base
     node = cast.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or cast._version:
@@ -638,7 +337,7 @@ def _without_cast(saved: torch.Tensor) -> Any:
 
 
 def _cast_again(kept: Any) -> torch.Tensor:
-    """What was saved for the backward; in it, FSDP has gathered the parameter again."""
+    """Return what was saved for the backward; in it, FSDP has gathered the parameter again."""
     if not isinstance(kept, _Cast):
         saved: torch.Tensor = kept
         return saved
@@ -649,10 +348,291 @@ def _cast_again(kept: Any) -> torch.Tensor:
     return kept.parameter.detach().to(kept.dtype).as_strided(*kept.view)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def comm_device(device: torch.device) -> torch.device:
-    """The device of this group's collectives: gradients that are offloaded are on the CPU."""
+    """Return the device of this group's collectives: gradients that are offloaded are on the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else device
+
+
+def rows_of_optimizer(state: Any, parameters: list[nn.Parameter], world: World) -> Any:
+    """Return an optimizer's state_dict in which each tensor is what this worker holds of it.
+
+    A tensor of its parameter's size is sharded as the parameter; any other is whole.
+    """
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return state
+    by_number = {
+        number: {key: _of_parameter(one, parameters[number], world) for key, one in kept.items()}
+        for number, kept in state["state"].items()
+    }
+    rest = {key: whole_tensors(one) for key, one in state.items() if key != "state"}
+    return {**rest, "state": by_number}
+
+
+def _of_parameter(value: Any, parameter: nn.Parameter, world: World) -> Any:
+    if not isinstance(value, Stored) or not is_sharded(parameter) or tuple(value.shape) != tuple(parameter.shape):
+        return whole_tensors(value)
+    return sharded_as(parameter, value.like(parameter, world.world_size, world.rank).to(local(parameter).device))
+
+
+def whole_tensors(value: Any) -> Any:
+    """Return a state in which each stored tensor is read whole."""
+    if isinstance(value, Stored):
+        whole = value.whole()
+        return whole if value.strides is None else laid_out(whole, value.strides)
+    if isinstance(value, dict):
+        return {key: whole_tensors(one) for key, one in value.items()}
+    return type(value)(map(whole_tensors, value)) if isinstance(value, list | tuple) else value
+
+
+def sharded_as(parameter: nn.Parameter, rows: torch.Tensor) -> Any:
+    """Return a tensor that is sharded as a parameter is, of which this worker holds `rows`."""
+    sharded: Any = parameter
+    return type(sharded).from_local(
+        rows,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+VECTOR = 64  # numbers: a multiple of what torch's CPU kernels take at once, for each dtype and instruction set
+# These use of a parameter, its gradient and its state nothing but the number that they update.
+ELEMENTWISE = (
+    *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
+    *(optim.RMSprop, optim.Rprop, optim.SGD),
+)
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise JobError for an optimizer whose update of a part may differ from the part of its update."""
+    if type(optimizer) not in ELEMENTWISE:
+        names = listed([one.__name__ for one in ELEMENTWISE])
+        raise JobError(
+            f"optimizer: {type(optimizer).__qualname__} may use all of a parameter to update a part of it, so with "
+            f"strategy: fsdp it cannot be bitwise; take one of torch.optim's {names}, or leave bitwise out"
+        )
+
+
+def span_of(start: int, stop: int, size: int) -> tuple[int, int]:
+    """Return where the first vector begins and the last one ends that hold the numbers `start` to `stop` of `size`.
+
+    >>> span_of(100, 130, 1000), span_of(960, 1000, 1000), span_of(70, 70, 1000)
+    ((64, 192), (960, 1000), (70, 70))
+    """
+    if start == stop:
+        return start, stop
+    return start - start % VECTOR, min(size, -(-stop // VECTOR) * VECTOR)
+
+
+class Part:
+    """A worker's part of a sharded parameter; `flat` is what the optimizer gets in its place."""
+
+    def __init__(self, parameter: nn.Parameter, world: World) -> None:
+        self.parameter = parameter
+        mine = local(parameter.detach())
+        width = parameter.numel() // parameter.shape[0]
+        start, stop = (row * width for row in rows_of(parameter.shape[0], world.world_size, world.rank))
+        first, end = span_of(start, stop, parameter.numel())
+        self._inner = slice(start - first, stop - first)
+        self._is_whole = (first, end) == (start, stop)
+        self.flat = nn.Parameter(self._filled_up(mine, end - first))
+
+    def take(self) -> None:
+        """Take the part's numbers and gradient; where nothing is to be filled up, they are shared."""
+        gradient = self.parameter.grad
+        mine, size = local(self.parameter.detach()), self.flat.numel()
+        if self._is_whole:
+            self.flat.data = mine.view(-1)
+        else:
+            self.inner(self.flat.detach()).copy_(mine.view(-1))
+        self.flat.grad = None if gradient is None else self._filled_up(local(gradient.detach()), size)
+
+    def give(self) -> None:
+        """Give the updated numbers to the part, and drop its gradient."""
+        if not self._is_whole:
+            local(self.parameter.detach()).view(-1).copy_(self.inner(self.flat.detach()))
+        self.parameter.grad = None
+
+    def inner(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the part's own numbers in a flat tensor."""
+        return flat[self._inner]
+
+    def sharded(self, value: Any) -> Any:
+        """Return a tensor of the optimizer's state, sharded as the parameter is; any other value as it is."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.flat.shape:
+            return value
+        return sharded_as(self.parameter, self.inner(value).view(local(self.parameter).shape))
+
+    def flattened(self, value: Any) -> Any:
+        """Return the inverse of `sharded`."""
+        return self._filled_up(local(value), self.flat.numel()) if is_sharded(value) else value
+
+    def _filled_up(self, mine: torch.Tensor, size: int) -> torch.Tensor:
+        if self._is_whole:
+            return mine.reshape(-1)
+        made = mine.new_zeros(size)
+        self.inner(made).copy_(mine.reshape(-1))
+        return made
+
+
+class AlignedParts:
+    """A worker's parts of all sharded parameters, updated with the bits that an update of the whole gives.
+
+    On a CPU an update runs over whole vectors of numbers, and over the last numbers one by one. The two round
+    differently. So the optimizer gets each part as a flat tensor that begins and ends where vectors do, filled up
+    with zeros.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
+        self.optimizer: Any = None  # made of `flats`, so it is set later
+        self._world = world
+        self.parts = [Part(one, world) for one in parameters if is_sharded(one)]
+        self._by_flat = {id(one.flat): one for one in self.parts}
+
+    @property
+    def flats(self) -> dict[int, nn.Parameter]:
+        """Return what the optimizer gets for each parameter, by the parameter's id."""
+        return {id(one.parameter): one.flat for one in self.parts}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take all gradients, before an update."""
+        for one in self.parts:
+            one.take()
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """Give back what the update has changed."""
+        for one in self.parts:
+            one.give()
+
+    def total_norm(
+        self, gradients: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> torch.Tensor:
+        """Return the norm of the whole gradient, to the bit that of one worker; every rank calls this.
+
+        `device` is that of collectives.
+        """
+        parts = [self._by_flat.get(id(one)) for one in parameters]
+        slices = [
+            Slice(part.inner(gradient), part.parameter.shape)
+            for part, gradient in zip(parts, gradients, strict=True)
+            if part is not None
+        ]
+        whole = [one for part, one in zip(parts, gradients, strict=True) if part is None]
+        of_slices = iter(norms_of_slices(slices, self._world, device))
+        of_whole = iter(norms_of(whole) if whole else [])
+        return norm_of_norms([next(of_whole if part is None else of_slices) for part in parts], gradients)
+
+    def originals(self) -> list[nn.Parameter]:
+        """Return the model's parameters, in the order of the optimizer's groups."""
+        given = [one for group in self.optimizer.param_groups for one in group["params"]]
+        return [self._by_flat[id(one)].parameter if id(one) in self._by_flat else one for one in given]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, with sharded tensors for the parts."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return {**state, "state": self._of_parts(state["state"], Part.sharded)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of whole tensors that are stored, or of plain values."""
+        rows = rows_of_optimizer(state, self.originals(), self._world)
+        load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], Part.flattened)})
+
+    def _of_parts(self, state: dict[int, Any], convert: Any) -> dict[int, Any]:
+        given = [one for group in self.optimizer.param_groups for one in group["params"]]
+        found = {number: self._by_flat.get(id(given[number])) for number in state}
+        return {
+            number: kept
+            if (part := found[number]) is None
+            else {key: convert(part, one) for key, one in kept.items()}
+            for number, kept in state.items()
+        }
+
+
+@contextmanager
+def one_thread(parameter: torch.Tensor) -> Iterator[None]:
+    """Update in one thread on a CPU: where several threads cut a tensor is where its vectors end, too."""
+    threads = torch.get_num_threads()
+    is_many = parameter.device.type == "cpu" and threads > 1
+    try:
+        if is_many:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        if is_many:
+            torch.set_num_threads(threads)
+
+
+CHUNK_BYTES = 1 << 25  # of a worker's slices, sent at once
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A worker's slice of a gradient, flat, and the gradient's shape."""
+
+    numbers: torch.Tensor
+    shape: tuple[int, ...]
+
+    def count(self, world_size: int, rank: int) -> int:
+        """Return how many numbers a rank's slice has."""
+        first, end = rows_of(self.shape[0], world_size, rank)
+        return (end - first) * torch.Size(self.shape[1:]).numel()
+
+
+def norms_of_slices(slices: Sequence[Slice], world: World, device: torch.device) -> list[torch.Tensor]:
+    """Return the norm of each whole gradient, of which `slices` are this worker's; every rank calls this.
+
+    They have the bits that one worker with the whole gradients computes. A norm's bits depend on the order of its
+    additions. So for each parameter one worker gets the whole gradient, and computes its norm: the first goes to rank
+    0, the next to rank 1, and so on.
+    """
+    if not slices:
+        return []
+    own: dict[int, torch.Tensor] = {}
+    for start, stop in _chunks(slices):
+        mine = range(start + (world.rank - start) % world.world_size, stop, world.world_size)
+        whole = _exchanged(slices, start, stop, world, device)
+        own |= dict(zip(mine, norms_of(whole) if whole else [], strict=True))
+    empty = norms_of([slices[0].numbers[:0].to(device)])[0]  # for the dtype
+    norms = empty.new_zeros(len(slices))
+    for number, norm in own.items():
+        norms[number] = norm
+    with waiting("the other workers' norms"):
+        dist.all_reduce(norms)
+    return list(norms.unbind())
+
+
+def _chunks(slices: Sequence[Slice]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of gradients to exchange at once, the same on all workers."""
+    cuts, size = [0], 0
+    for number, one in enumerate(slices):
+        size += torch.Size(one.shape).numel() * one.numbers.itemsize
+        if size >= CHUNK_BYTES:
+            cuts.append(number + 1)
+            size = 0
+    yield from pairwise(dict.fromkeys([*cuts, len(slices)]))
+
+
+def _exchanged(
+    slices: Sequence[Slice], start: int, stop: int, world: World, device: torch.device
+) -> list[torch.Tensor]:
+    """Return the whole gradients that this worker gets, of those from `start` to `stop`."""
+    size, rank = world.world_size, world.rank
+    by_owner = [
+        [one for at, one in enumerate(slices[start:stop], start) if at % size == owner] for owner in range(size)
+    ]
+    sent = torch.cat([one.numbers for theirs in by_owner for one in theirs]).to(device)
+    counts = [sum(one.numbers.numel() for one in theirs) for theirs in by_owner]
+    mine = by_owner[rank]
+    from_each = [sum(one.count(size, sender) for one in mine) for sender in range(size)]
+    received = sent.new_empty(sum(from_each))
+    with waiting("the other workers' gradients"):
+        dist.all_to_all_single(received, sent, from_each, counts)
+    parts = [
+        torch.split(one, [each.count(size, at) for each in mine])
+        for at, one in enumerate(torch.split(received, from_each))
+    ]
+    return [torch.cat([theirs[at] for theirs in parts]).view(one.shape) for at, one in enumerate(mine)]

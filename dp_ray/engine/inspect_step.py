@@ -1,0 +1,246 @@
+"""Run shards of a step one by one, without an update, to find the row that spoils it.
+
+Begin at `StepInspection`. It finds the loss of each row, and the first module whose output or gradient is not finite.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dp_ray.engine.bad_samples import not_finite
+from dp_ray.engine.buffers import UnchangedBuffers
+from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
+from dp_ray.engine.random import ForwardSeeds, preserved
+from dp_ray.engine.reduce import ShardLoss
+from dp_ray.engine.step import Metrics, Step, StepOutput, run_step, weighted_sum
+from dp_ray.engine.user_code import locating, location, reraise_as
+from dp_ray.errors import ModelError
+from dp_ray.job.job import Job
+from dp_ray.job.samples import Indices
+from dp_ray.plan.split import Shard, Split
+from dp_ray.tensors.scatter import scatter
+from dp_ray.tensors.tree import copied, flatten
+
+
+class RowLosses(NamedTuple):
+    """A number for each row, in the rows' order, and in words what it is; no numbers if they cannot be had."""
+
+    values: list[float]
+    how: str
+
+
+OWN = "what the loss returned for each row"
+MEANS = "the mean of what the loss returned for a row's elements"
+OF_OUTPUTS = "the loss of each row's outputs and target, one row at a time"
+ALONE = "each row run alone, with the model in eval mode: not the numbers of the step itself"
+
+
+class Place(NamedTuple):
+    """A module by its name in the model, empty for the model itself, with its class; what of it; and the shard."""
+
+    module: str
+    kind: str
+    what: str
+    shard: int
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.module or 'the model'} ({self.kind}), in shard {self.shard}"
+
+
+class Loaded(NamedTuple):
+    """A shard that was loaded: its sample indices, and its batch on the device; None if it has no rows."""
+
+    shard: Shard
+    samples: Indices
+    batch: Any
+
+
+class Findings(NamedTuple):
+    """The loss of each row of some shards, and the first place of each kind that is not finite.
+
+    `weights` names a parameter or buffer of the state before the step, `batch` the place in a shard's batch.
+    """
+
+    rows: list[tuple[Loaded, RowLosses]]
+    weights: str | None
+    batch: str | None
+    output: Place | None
+    gradient: Place | None
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite; those of integers are."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    numbers = tensor.detach()
+    return bool(torch.isfinite(numbers if numbers.layout is torch.strided else numbers.coalesce().values()).all())
+
+
+class NotFiniteFinder:
+    """A search of a model's outputs, in the order in which its modules end, then of their gradients.
+
+    It changes no number. `output` and `gradient` are the first places found, None if there are none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.output: Place | None = None
+        self.gradient: Place | None = None
+        self._model = model
+        self._shard = -1
+        self._is_forward = False
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Search while the block runs."""
+        handles = [
+            one.register_forward_hook(partial(self._on_output, name)) for name, one in self._model.named_modules()
+        ]
+        for name, one in self._model.named_modules():
+            kind = type(one).__name__
+            handles += [
+                parameter.register_hook(partial(self._on_gradient, name, kind, f"gradient of parameter {own}"))
+                for own, parameter in one.named_parameters(recurse=False)
+                if parameter.requires_grad
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def forward(self, shard: int) -> Iterator[None]:
+        """Run a shard's forward. Outside of it, as in a backward that runs one again, outputs are not searched."""
+        self._shard, self._is_forward = shard, True
+        try:
+            yield
+        finally:
+            self._is_forward = False
+
+    def _on_output(self, name: str, module: nn.Module, _: Any, outputs: Any) -> None:
+        if not self._is_forward:
+            return
+        kind = type(module).__name__
+        for tensor in flatten(outputs)[0]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if self.output is None and not is_finite(tensor):
+                self.output = Place(name, kind, "output", self._shard)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._on_gradient, name, kind, "gradient of the output"))  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, name: str, kind: str, what: str, gradient: torch.Tensor) -> None:
+        if self.gradient is None and not is_finite(gradient):
+            self.gradient = Place(name, kind, what, self._shard)
+
+
+class StepInspection:
+    """The shards of a step as the training runs them, but for the update: the same seeds, buffers and modes."""
+
+    def __init__(self, job: Job, model: nn.Module, step: Step, device: torch.device) -> None:
+        self.model = model
+        self._job = job
+        self._step = step
+        self._device = device
+        self._loss = ShardLoss(model, step, Metrics({}, job.batch_dim), job, device)
+        self._seeds = ForwardSeeds(job.seed, model, device)
+
+    def find(self, loaded: Sequence[Loaded], split: Split, step: int) -> Findings:
+        """Run forward and backward of each shard with rows; raise ModelError, naming it, for user errors.
+
+        They are shards of a step, or some of them. The model stays as it is.
+        """
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        weights = next((name for name, one in named if not is_finite(one)), None)
+        finder, batch = NotFiniteFinder(self.model), None
+        rows = []
+        with finder.hooked():
+            for one in loaded:
+                where = not_finite(one.batch) if batch is None else ""
+                if where:
+                    batch = f"{where}, in shard {one.shard.shard}"
+                rows.append((one, self._shard(one, split.whole(step).rows, finder)))
+        return Findings(rows, weights, batch, finder.output, finder.gradient)
+
+    def forward(self, one: Loaded) -> torch.Tensor:
+        """Return the sum of a shard's losses."""
+        self._seeds.begin(one.shard)
+        with locating(location(one.shard)):
+            loss: torch.Tensor = self._loss(copied(one.batch), one.shard.rows)
+        return loss
+
+    def _shard(self, one: Loaded, batch_rows: int, finder: NotFiniteFinder) -> RowLosses:
+        size = ShardSize(one.shard.rows, batch_rows, self._job.num_shards)
+        with self.unchanged(), advised(self._job, location(one.shard), size):
+            with finder.forward(one.shard.shard):
+                loss = self.forward(one)
+            step_output = self._loss.result.step_output
+            losses = row_losses(
+                self._job, self._step, self.model, copied(one.batch), step_output, one.shard.rows, self._device
+            )
+            with reraise_as(f"{location(one.shard)}: backward"):
+                (loss / batch_rows).backward()  # type: ignore[no-untyped-call]
+            return losses
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Run the block, then give the model its values of before, and no gradients."""
+        buffers = UnchangedBuffers(self.model)
+        try:
+            with buffers.forward():
+                yield
+            buffers.restore()
+        finally:
+            buffers.put_back()
+            self.model.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def row_losses(
+    job: Job, step: Step, model: nn.Module, batch: Any, step_output: StepOutput, rows: int, device: torch.device
+) -> RowLosses:
+    """Return the loss of each of a shard's `rows` rows, of the step's output for its batch.
+
+    Where the loss is one number for the whole shard, it is computed once more: of each row's outputs and target, or,
+    with a step of the user's, of each row alone. Neither draws from the generators, nor changes buffers.
+    """
+    loss, compare = step_output.loss, step_output.compare
+    if isinstance(loss, torch.Tensor) and loss.ndim:
+        return _own(loss.detach(), rows)
+    try:
+        with preserved(device), autocast(job.precision, device):
+            if compare is not None:
+                pairs = _by_row("the outputs have", (step_output.outputs, step_output.target), rows, job.batch_dim)
+                return RowLosses([_mean(compare(*pair)) for pair in pairs], OF_OUTPUTS)
+            with evaluating(model):
+                batches = _by_row("the batch has", batch, rows, job.batch_dim)
+                return RowLosses([_mean(run_step(step, model, one).loss) for one in batches], ALONE)
+    except Exception as error:  # a user's loss or step may take no single row
+        return RowLosses([], f"not known: one row alone raises {type(error).__name__}: {error}")
+
+
+def _own(losses: torch.Tensor, rows: int) -> RowLosses:
+    """Return each row's mean, of a loss with a dimension for the rows, or with as many elements for each."""
+    numbers = losses.double()
+    at = next((place for place, length in enumerate(numbers.shape) if length == rows), None)
+    by_row = numbers.reshape(rows, -1) if at is None else numbers.movedim(at, 0).reshape(rows, -1)
+    return RowLosses(by_row.mean(1).tolist(), OWN if numbers.numel() == rows else MEANS)
+
+
+def _by_row(what: str, tree: Any, rows: int, batch_dim: int) -> list[Any]:
+    pieces = scatter(tree, rows, batch_dim)
+    if len(pieces) != rows:
+        raise ModelError(f"{what} {len(pieces)} rows, and the shard has {rows}")
+    return pieces
+
+
+def _mean(value: Any) -> float:
+    """Return the loss of one row; 0 where its weight is."""
+    if isinstance(value, torch.Tensor) and not value.ndim:
+        return float(value)  # of a single row, a mean is the row's loss
+    total, weight = weighted_sum(value, 1, "the loss")
+    return float(total) / float(weight) if float(weight) else float(total)
