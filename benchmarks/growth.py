@@ -87,7 +87,7 @@ def _reports_a_second(folder: Path, workers: int) -> float:
     ray.get([replay.ready.remote(channel) for replay in replays])
     path = folder / "shapes.parquet"
     split, tensorboard = Split(workers * steps, workers, workers), TensorBoardWriter(Storage(str(folder)))
-    monitor = Monitor(job, split, ReportFile(path), tensorboard, Console("growth", quiet=True), False)
+    monitor = Monitor(job, split, ReportFile(path), [tensorboard], Console("growth", quiet=True), False)
     started = time.perf_counter()
     with listening(monitor, lambda wait: receive(channel, wait)):
         ray.get([replay.send.remote(channel) for replay in replays])

@@ -29,7 +29,7 @@ from dp_ray.cluster.workers import exports_metrics, gauged
 from dp_ray.engine.clock import PARTS, Part, StepClock, TimedStep
 from dp_ray.engine.votes import StepControl
 from dp_ray.engine.world import World
-from dp_ray.monitor.console import Progressed
+from dp_ray.monitor.console import Progress
 from dp_ray.steps.shapes import Report
 from dp_ray.steps.times import Logged, packed
 from dp_ray.storage import Storage
@@ -243,9 +243,9 @@ def _idle(is_gauged: bool) -> float:
     return (time.process_time() - cpu) / (time.perf_counter() - began)
 
 
-def _progress() -> Progressed:
+def _progress() -> Progress:
     """The progress of a run with two workers and all gauges."""
-    progress = Progressed("benchmark", steps=40, rows=400)
+    progress = Progress("benchmark", steps=40, rows=400)
     progress.start([World(0), World(1)])
     progress.run(0)
     progress.advance(10, 100)

@@ -53,7 +53,7 @@ def following(*messages: Message, nodes: Nodes | None = None) -> Monitor:
     """A monitor of two workers that has taken in the messages."""
     keys = {"model": "a:b", "dataset": "a:c", "batch_size": 10, "workers": 2, "timeouts": {"step": LIMIT}}
     file, tensorboard = ReportFile(io.BytesIO()), TensorBoardWriter(Storage("nowhere"))
-    monitor = Monitor(Job.make(keys, "job"), Split(20, 10, 2), file, tensorboard, Console("job", True), False)
+    monitor = Monitor(Job.make(keys, "job"), Split(20, 10, 2), file, [tensorboard], Console("job", True), False)
     monitor.node_control = nodes or Nodes()
     for message in messages:
         monitor.take(message)
@@ -91,7 +91,7 @@ def test_a_worker_lost_with_its_node_is_told_as_the_nodes_end() -> None:
     monitor = following(*attempts("a"), nodes=Nodes("node 1"))
     for rank in range(2):
         monitor.take(Interrupted(IncidentKind.WORKER, "its process was killed, or crashed", (rank,)))
-    told = [(one.kind, one.ranks, one.nodes) for one in monitor.incidents.interruptions]
+    told = [(one.kind, one.ranks, one.nodes) for one in monitor.incidents.log.interruptions]
     assert told == [("worker", (0,), ("10.0.0.0",)), ("node", (1,), ("10.0.0.1",))]
 
 
@@ -112,10 +112,10 @@ def test_reports_that_come_before_their_attempt_begins_are_given_once() -> None:
     found = Attempts()
     early = [Shapes(name, Report(World(0, 2), 0, {}, [])) for name in ("b", "a", "b")]
     for one in early:
-        found.keep(one)
+        found.hold_early(one)
     for worker in (ready("a", 0), ready("a", 1), ready("b", 0)):
         found.take(worker)
-    assert found.kept() == [early[1]]
+    assert found.take_early() == [early[1]]
     found.take(ready("b", 1))
-    assert (found.kept(), found.kept()) == ([early[0], early[2]], [])
+    assert (found.take_early(), found.take_early()) == ([early[0], early[2]], [])
     assert [found.is_current("a"), found.is_current("b")] == [False, True]

@@ -17,13 +17,13 @@ from rich.console import Console as RichConsole
 
 from dp_ray.engine.world import World
 from dp_ray.monitor import console as status_line
-from dp_ray.monitor.console import Console, Losses, Progressed, StatusLine, _display, rewritten
+from dp_ray.monitor.console import Console, Losses, Progress, StatusLine, _display, rewritten
 from tests.support.screens import as_a_notebook_shows
 
 
-def progressed() -> Progressed:
+def progressed() -> Progress:
     """Two workers in step 95 of 540."""
-    progress = Progressed("job", steps=540, rows=17244)
+    progress = Progress("job", steps=540, rows=17244)
     progress.start([World(0), World(1)])
     progress.run(94)
     progress.advance(95, 3034)
@@ -107,7 +107,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def test_a_terminal_shows_what_goes_on_though_nobody_tells_of_news(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `workers: 0` nobody calls `progress` before the first steps are through."""
-    progress = Progressed("job", steps=10, rows=100)
+    progress = Progress("job", steps=10, rows=100)
     progress.start([World(0)])
     with terminal(monkeypatch) as looked_at, Console("job").live(progress):
         time.sleep(0.6)

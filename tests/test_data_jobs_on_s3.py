@@ -225,7 +225,7 @@ def test_bad_records_of_data_and_of_runs_on_a_store(server: "Server") -> None:
     assert sorted((one["sample_index"], one["carried.id"]) for one in found) == [(4, "row 4"), (30, "row 30")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "ROTTEN", {4})
-        second = execute(retried(run.location, {}), Options(quiet=True), again=reopened)
+        second = execute(retried(run.location, {}), Options(quiet=True), reopen=reopened)
     there = second.sample_index.tolist()
     assert second.quarantined == 1 and sorted(there) == [one for one in numbers if one != 4]
     assert second.carried["id"] == [f"row {one}" for one in there]

@@ -19,7 +19,7 @@ from dp_ray.cluster import workers
 from dp_ray.cluster.workers import GAUGES, exports_metrics, values_of
 from dp_ray.engine.clock import PARTS, TimedStep
 from dp_ray.engine.world import World
-from dp_ray.monitor.console import Progressed
+from dp_ray.monitor.console import Progress
 from dp_ray.steps.shapes import Report
 from dp_ray.steps.times import packed
 from tests.support.cluster import ROOT, Run, free_port, wait_for_port
@@ -27,8 +27,8 @@ from tests.support.cluster import ROOT, Run, free_port, wait_for_port
 PROMETHEUS = shutil.which("prometheus")
 
 
-def progressed() -> Progressed:
-    progress = Progressed("job", steps=40, rows=400)
+def progressed() -> Progress:
+    progress = Progress("job", steps=40, rows=400)
     progress.start([World(0), World(1)])
     progress.run(0)
     progress.advance(10, 100)

@@ -40,7 +40,7 @@ def hang(hangs: Hangs, clock: list[float], step: int, rank: int = 1) -> None:
     clock[0] += LATE
     for one in range(2):
         waits_for = "" if one == rank else "the other workers' gradients"
-        hangs.take(Beat("a", one, step, LATE, READS, waits_for))
+        hangs.watchdog.take(Beat("a", one, step, LATE, READS, waits_for))
 
 
 def test_each_replacement_costs_a_retry(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,19 @@ def test_a_stop_waits_for_neither_torch_nor_ray() -> None:
     assert not {"torch", "ray"} & loaded_by("import dp_ray.rundir.lease, dp_ray.cli.main")
 
 
+def test_ray_train_is_imported_without_ray_data_and_pandas() -> None:
+    """It would import both, which takes a second of a core in the driver, the controller and each worker."""
+    for path in sorted((PACKAGE / "cluster").rglob("*.py")):
+        nodes = list(nodes_of(path))
+        blocks = [node for node in nodes if isinstance(node, ast.With) and "postponed(" in ast.unparse(node.items[0])]
+        postponed = {inner for block in blocks for inner in ast.walk(block)}
+        for node in nodes:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            heavy = [name for name in names if name.startswith(("ray.train", "ray.air"))]
+            assert not heavy or node in postponed, f"{relative(path)} imports {heavy[0]} without `postponed`"
+
+
 def test_no_test_imports_a_test() -> None:
     """What tests share stands in tests/support."""
     for path in sorted((PACKAGE.parent / "tests").rglob("*.py")):

@@ -18,7 +18,7 @@ from dp_ray.driver import in_process
 from dp_ray.engine.world import World
 from dp_ray.job.job import Job
 from dp_ray.monitor import console
-from dp_ray.monitor.console import Console, Progressed
+from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.messages import (
     Failed,
     Interrupted,
@@ -48,7 +48,7 @@ def monitor_of(shapes: bool = False, quiet: bool = False) -> Monitor:
         job,
         Split(20, 10, 2),
         ReportFile(io.BytesIO()),
-        TensorBoardWriter(Storage("nowhere")),
+        [TensorBoardWriter(Storage("nowhere"))],
         Console("job", quiet),
         shapes,
     )
@@ -87,7 +87,7 @@ def test_attempts_are_counted_when_all_their_workers_are_there() -> None:
     monitor = monitor_of(quiet=True)
     for message in (ready("a", 0), ready("a", 1), ready("b", 0), ready("c", 0, 1)):
         monitor.take(message)
-    assert [len(attempt.workers) for attempt in monitor.attempts] == [2, 1]
+    assert [len(attempt.workers) for attempt in monitor.attempts.begun] == [2, 1]
     monitor.close()
 
 
@@ -149,7 +149,7 @@ def test_what_was_sent_before_the_end_is_taken_in() -> None:
     monitor = monitor_of(quiet=True)
     with listening(monitor, receive):
         waiting.extend([ready("b", 0), ready("b", 1)])
-    assert len(monitor.attempts) == 2
+    assert len(monitor.attempts.begun) == 2
     monitor.close()
 
 
@@ -206,7 +206,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_progress_says_what_goes_on_and_how_far_it_is(clock: Clock) -> None:
-    progress = Progressed("job", steps=10, rows=100)
+    progress = Progress("job", steps=10, rows=100)
     assert str(progress) == "starting"
     progress.begin("starting Ray")
     assert str(progress) == "starting Ray"
@@ -229,7 +229,7 @@ def test_progress_says_what_goes_on_and_how_far_it_is(clock: Clock) -> None:
 
 
 def test_progress_of_a_run_that_is_resumed_is_that_of_its_own_steps(clock: Clock) -> None:
-    progress = Progressed("job", steps=10, rows=100)
+    progress = Progress("job", steps=10, rows=100)
     progress.advance(6, 60)
     progress.start([World(0)])
     progress.run(6)

@@ -265,7 +265,7 @@ def retry(run_dir: str, workers: str | None, settings: tuple[str, ...], as_json:
     from dp_ray.driver.from_run import reopened, retried
     from dp_ray.driver.run import Options, execute
 
-    result = execute(retried(run_dir, overrides_of(workers, settings)), Options(**flags), again=reopened)
+    result = execute(retried(run_dir, overrides_of(workers, settings)), Options(**flags), reopen=reopened)
     if as_json:
         click.echo(json_text(result.to_json()))
 

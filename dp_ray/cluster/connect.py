@@ -1,7 +1,4 @@
-"""Finds or starts the cluster, ships the code to it, and rejects a job that can never fit.
-
-Has the process groups of a worker use the network interface with the node's Ray address.
-"""
+"""Finds or starts the cluster, ships the code to it, and rejects a job that can never fit."""
 
 import logging
 import math
@@ -11,13 +8,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
-from ray.train.backend import Backend, BackendConfig
 
 import dp_ray
 from dp_ray.cluster.decisions import Resources, addable, capacity_for, free_for, gpus_by_default, text_of, times
@@ -326,47 +320,3 @@ def _total(nodes: list[dict[str, float]], each: Resources) -> Resources:
 
 def _on(accelerator_type: str | None) -> str:
     return f" on {accelerator_type} nodes" if accelerator_type else ""
-
-
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface with an IP address; None if there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.split("%")[0] == address for one in addresses):
-            return name
-    return None
-
-
-def bind_to_ray_address() -> None:
-    """Have gloo and NCCL use the interface with the node's Ray address, unless the user set one."""
-    interface = interface_of(ray.util.get_node_ip_address())
-    for variable in INTERFACE_VARIABLES:
-        if interface and variable not in os.environ:
-            os.environ[variable] = interface
-
-
-class _WorkerBackend(Backend):  # type: ignore[misc]
-    """The workers choose their interface when they start; each job forms a process group.
-
-    A host with several addresses may resolve its own name to any of them, and gloo would listen there.
-    """
-
-    share_cuda_visible_devices = True  # as of Ray Train's torch backend: NCCL needs it
-
-    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Called by Ray Train when the workers' processes run."""
-        worker_group.execute(bind_to_ray_address)
-
-
-@dataclass
-class WorkerBackendConfig(BackendConfig):  # type: ignore[misc]
-    """Ray Train's settings for `_WorkerBackend`; not a TorchConfig, so that the controller imports no torch."""
-
-    backend: str = "gloo"  # TorchTrainer asks for it; nobody uses it
-
-    @property
-    def backend_cls(self) -> type[Any]:
-        """The backend that Ray Train uses."""
-        return _WorkerBackend

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.train import FailureConfig, ScalingConfig
 
 from dp_ray.cluster.channel import GROUP, IDLE, NOTHING, Ask, Request, Terms, encoded, send
 from dp_ray.cluster.decisions import (
@@ -52,7 +51,7 @@ LOOK_SECONDS = 1.0  # between two checks of the cluster
 class ElasticScalingPolicy(WorkerScaling):
     """Runs as many workers as the nodes that answer have room for, between the session's minimum and maximum."""
 
-    def __init__(self, config: ScalingConfig, wanted: Wanted, channel: Any) -> None:
+    def __init__(self, config: Any, wanted: Wanted, channel: Any) -> None:
         super().__init__(config)
         self.max_workers = wanted.max_workers
         self._wanted = wanted
@@ -184,7 +183,7 @@ def _free(nodes: list[dict[str, Any]], held: Mapping[str, int], each: Resources)
 class RestartPolicy(WorkerRestarts):
     """Remembers a job's earlier failures, and reports each decision to the driver."""
 
-    def __init__(self, config: FailureConfig, channel: Any) -> None:
+    def __init__(self, config: Any, channel: Any) -> None:
         super().__init__(config)
         self._channel = channel
         self._job = IDLE

@@ -32,9 +32,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from dp_ray.cluster.channel import GROUP, Ask, Terms, WorkerConfig, encoded, send
-from dp_ray.cluster.internals.context import place_of_this_worker
+from dp_ray.cluster.internals.context import assigned_devices, place_of_this_worker
 from dp_ray.cluster.internals.core import drain_this_node, raylet_of_this_worker
-from dp_ray.cluster.internals.devices import assigned_devices
 from dp_ray.engine.model import free_memory
 from dp_ray.engine.votes import NotFinite, StepControl, StopRequested
 from dp_ray.engine.world import CPU, Cause, World, error_of, failed_collective, form_group

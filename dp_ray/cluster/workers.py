@@ -17,13 +17,11 @@ from importlib import import_module
 from typing import Any
 
 import ray
-from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dp_ray.cluster.channel import STOP, Terms, WorkerConfig, open_channel, receive
 from dp_ray.cluster.connect import (
-    WorkerBackendConfig,
     check_fits,
     connected,
     is_connected,
@@ -34,16 +32,13 @@ from dp_ray.cluster.connect import (
 )
 from dp_ray.cluster.decisions import Resources, Wanted
 from dp_ray.cluster.fast_start import EarlyConnection
-from dp_ray.cluster.internals.trainer import ControlledTrainer
-from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartCallback, answers_at
-from dp_ray.cluster.worker import train_loop_per_worker
 from dp_ray.engine.clock import PARTS
 from dp_ray.engine.votes import StopRequested
 from dp_ray.errors import Error, JobError, WorkerError
 from dp_ray.job.job import Job
 from dp_ray.job.keys import WorkerKeys
 from dp_ray.monitor.attempts import NodeControl
-from dp_ray.monitor.console import Console, Progressed
+from dp_ray.monitor.console import Console, Progress
 from dp_ray.monitor.faults import Fault
 from dp_ray.monitor.messages import WorkerReady, error_of
 from dp_ray.monitor.monitor import NO_METRIC, Monitor, listening
@@ -51,6 +46,16 @@ from dp_ray.rundir.claim import RunDir
 from dp_ray.system.imports import postponed
 from dp_ray.system.process import own_folder
 from dp_ray.system.threads import repeated
+
+with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
+    from ray.train import LoggingConfig, RunConfig, ScalingConfig
+
+    from dp_ray.cluster.internals.core import put_apart
+    from dp_ray.cluster.internals.train import why_failed
+    from dp_ray.cluster.internals.train_worker import WorkerBackendConfig
+    from dp_ray.cluster.internals.trainer import ControlledTrainer
+    from dp_ray.cluster.policies import ElasticScalingPolicy, RestartPolicy, StartCallback, answers_at
+    from dp_ray.cluster.worker import Assignment, train_loop_per_worker
 
 
 def launch(
@@ -147,7 +152,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 @contextmanager
-def gauged(run: str, progress: Progressed, interruptions: Callable[[], int]) -> Iterator[None]:
+def gauged(run: str, progress: Progress, interruptions: Callable[[], int]) -> Iterator[None]:
     """Keep the gauges of a run up to date while the block runs; without an agent that exports them, do nothing."""
     if not exports_metrics():
         yield
@@ -171,7 +176,7 @@ def exports_metrics() -> bool:
 
 
 def values_of(
-    progress: Progressed, interruptions: int, is_running: bool
+    progress: Progress, interruptions: int, is_running: bool
 ) -> Iterator[tuple[str, dict[str, Any], float]]:
     """The name, the tags besides `run`, and the value of each gauge that has one."""
     yield "dp_ray_running", {}, float(is_running)
@@ -188,12 +193,6 @@ def values_of(
     for part, seconds in zip(PARTS, zip(*each, strict=True), strict=False):
         yield "dp_ray_step_part_seconds", {"part": part}, math.fsum(seconds) / len(each)
 
-
-with postponed("ray.data", "pandas"):  # Ray Train imports both, and hardly ever uses them
-    from dp_ray.cluster.internals.core import put_apart
-    from dp_ray.cluster.internals.train import why_failed
-    from dp_ray.cluster.internals.trainer import ControlledTrainer
-    from dp_ray.cluster.worker import Assignment
 
 CLOSE_SECONDS = 5.0
 LEAVE_SECONDS = 60.0  # more than Ray Train takes to start workers, and to end them
@@ -234,14 +233,14 @@ class Workers:
         terms = Terms(
             self._number, job.max_workers, job.retries, job.task != "evaluate" and not job.finds_shards, is_last
         )
-        self._trainer.when_ended(monitor.end.come)
+        self._trainer.when_ended(monitor.end.has_come.set)
         packed = self._packed(job, claimed, rows, faults)
         try:
             ray.get(self._channel.begin.remote(terms, packed))
             import_module("ray.dag")  # while there is time: ray.shutdown would import it
-            gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.interruptions))
+            gauges = gauged(job.run_name, monitor.progress, lambda: len(monitor.incidents.log.interruptions))
             with gauges, listening(monitor, lambda wait: receive(self._channel, wait), self._abort):
-                monitor.end.wait()
+                monitor.end.has_come.wait()
             if not self._trainer.has_ended:
                 ray.get(self._channel.finish.remote(self._number))
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Checks a job before anything starts: that its targets and devices exist and can be what they are for."""
+"""Check a job before anything starts: that its targets and devices exist and can be what they are for."""
 
 import torch
 

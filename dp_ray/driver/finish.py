@@ -1,4 +1,4 @@
-"""The result of a run, kept whether the run is done, failed or was interrupted."""
+"""Make the result of a run, which is kept whether the run is done, failed or was interrupted; and its last lines."""
 
 import contextlib
 import re
@@ -6,13 +6,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import pyarrow as pa
-
-from dp_ray.engine.clock import Flops, utilization
+from dp_ray.engine.clock import utilization
 from dp_ray.engine.timed_loader import share_of_wait
-from dp_ray.errors import StorageError, frames_of
+from dp_ray.errors import RunInterrupted, StorageError, frames_of
 from dp_ray.job.job import Job
-from dp_ray.monitor.console import Progressed
+from dp_ray.monitor.console import Progress
 from dp_ray.monitor.messages import WorkerReady
 from dp_ray.monitor.monitor import Monitor
 from dp_ray.outputs.files import outputs_path, outputs_sha256
@@ -40,73 +38,8 @@ from dp_ray.steps.times import (
 from dp_ray.storage import Storage
 from dp_ray.text import hide, percent
 
-TELLS_FROM = 5.0  # seconds of a run whose console tells where they went
+TELLS_FROM = 5.0  # seconds of a run, from which on its last lines say where they went
 NEWEST_TIMES = 64  # files of steps' times that a result is about, 4 million rows: it must fit the driver's memory
-
-
-def save_unfinished(
-    result: Result, run: Storage, split: Split, monitor: Monitor | None, carry: Sequence[str] = ()
-) -> None:
-    """Save the result of an unfinished run and, if it had workers, how its driver ended."""
-    with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to raise
-        result.save(run)
-        if has_set_aside(run):
-            merge_quarantine(run, carry, still_missing(run, split) if run.exists(BEFORE_RETRY) else ())
-        if monitor is not None and monitor.attempts:
-            monitor.incidents.interrupted(_driver_end(result, monitor, kept_steps(run, result.task, split))).save(run)
-        run.remove_unfinished(recursive=True)
-
-
-def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
-    """How this driver ends, by an error or a stop; a killed driver cannot record its end."""
-    step = max(monitor.progress.step, kept)
-    if result.status == "failed":
-        return Interruption(
-            IncidentKind.DRIVER, f"ended after step {step} by {str(result.error).splitlines()[0]}", step
-        )
-    step = kept if monitor.planned_stop.is_asked else step  # a planned stop keeps the step after which it stops
-    return Interruption(
-        IncidentKind.DRIVER, f"stopped by {monitor.planned_stop.by or 'an interrupt'} after step {step}", step
-    )
-
-
-def summary_of(result: Result, is_resumed: bool) -> str:
-    """The last line of a run: `done, 1797 rows in 3.2 s, loss 0.1: runs/digits/weights.safetensors`."""
-    told = _metrics_text(result)
-    rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
-    where = result.outputs_path or result.weights_path
-    if result.stopped_early is not None:
-        rows = f"stopped early after {result.stopped_early['step']} of {result.total_steps} steps"
-    rows += f" ({result.quarantined} set aside)" * (result.quarantined > 0)
-    seconds = f"{result.seconds:.1f} s" + " since it was resumed" * is_resumed
-    return f"done, {rows} in {seconds}{told}" + (f": {relative(where)}" if where else "")
-
-
-def _metrics_text(result: Result) -> str:
-    """The metrics; of a training first those of an epoch and of the evaluation, then those of the last batch."""
-    values = measured(result.metrics)
-    is_whole = {name: result.task != "train" or is_of_many(name) for name in values}
-    whole = "".join(f", {name} {value}" for name, value in values.items() if is_whole[name])
-    of_batch = ", ".join(f"{name} {value}" for name, value in values.items() if not is_whole[name])
-    return whole + (f", last batch: {of_batch}" if of_batch else "")
-
-
-def time_lines(result: Result) -> Iterator[str]:
-    """Lines on where the time of the steps went, and what limits the run; a short one has nothing to gain."""
-    is_long = result.seconds >= TELLS_FROM
-    if is_long and result.time_split is not None:
-        yield f"time of the steps: {split_line(result.time_split)}{_outside_text(result)}"
-    if is_long and result.verdict is not None:
-        yield result.verdict
-    if result.flops_per_row is not None:
-        share = "" if result.mfu is None else f", {percent(result.mfu)} of the devices' peak (MFU)"
-        yield f"{result.flops_per_row:,.0f} floating-point operations a row{share}"
-
-
-def _outside_text(result: Result) -> str:
-    """The seconds that are in no step: `; 3.1 s before the first step, 0.4 s after the last`."""
-    before, after = result.seconds_before_steps, result.seconds_after_steps
-    return "" if before is None else f"; {before:.1f} s before the first step, {after or 0.0:.1f} s after the last"
 
 
 def result_of(
@@ -115,18 +48,22 @@ def result_of(
     claimed: RunDir,
     monitor: Monitor | None,
     started: float,
-    status: str,
-    error: BaseException | None = None,
-    is_in_session: bool = False,
+    error: BaseException | None,
+    is_in_session: bool,
 ) -> Result:
-    """Build the result of a run from its directory and its monitor; `started` is a time.monotonic()."""
-    attempts = monitor.attempts if monitor else []
-    incidents = monitor.incidents if monitor else IncidentLog()
-    storage, times = claimed.storage, monitor.task_messages.times if monitor else {}
-    merged = status == "done" and job.task == "predict"
-    trained = status == "done" and job.task == "train"
+    """Build the result of a run from its directory and its monitor; `started` is a time.monotonic().
+
+    `error` is what the run failed with, RunInterrupted if it was stopped, or None if it is done.
+    """
+    status = "done" if error is None else "interrupted" if isinstance(error, RunInterrupted) else "failed"
+    attempts = monitor.attempts.begun if monitor else []
+    incidents = monitor.incidents.log if monitor else IncidentLog()
+    storage = claimed.storage
+    times = monitor.task_messages.times if monitor else {}
+    merged = error is None and job.task == "predict"
+    trained = error is None and job.task == "train"
     seconds = round(time.monotonic() - started, 3)
-    outside = _outside(started, seconds, monitor.progress) if monitor and status == "done" else None
+    outside = _outside(started, seconds, monitor.progress) if monitor and error is None else None
     return Result(
         run_dir=str(storage),
         location=storage.location,
@@ -141,26 +78,26 @@ def result_of(
         shards=job.num_shards,
         batch_dim=job.batch_dim,
         world_sizes=list(incidents.world_sizes),
-        workers=[_told(worker, times) for worker in attempts[-1].workers] if attempts else [],
+        workers=[_worker_values(worker, times) for worker in attempts[-1].workers] if attempts else [],
         data_wait_share=share_of_wait(list(times.values())),
         restarts=len(incidents.interruptions),
         interruptions=incidents.to_json()["interruptions"],
         metrics=summary(storage) if trained else monitor.task_messages.metrics if monitor else {},
         quarantined=count_quarantined(storage),
         seconds=seconds,
-        **_times_told(job, claimed, outside, is_in_session, monitor),
+        **_time_values(job, claimed, outside, is_in_session, monitor),
         outputs_path=outputs_path(storage) if merged else None,
         outputs_sha256=outputs_sha256(storage) if merged else None,
         weights_path=weights_path(storage) if trained else None,
         weights_sha256=weights_sha256(storage) if trained else None,
-        **(_of_training(job, storage, monitor) if trained else {}),
+        **(_training_values(job, storage, monitor) if trained else {}),
         error=None if error is None else hide(f"{type(error).__name__}: {error}"),
         failure=None if error is None else failure_of(error),
     )
 
 
-def _of_training(job: Job, storage: Storage, monitor: Monitor | None) -> dict[str, Any]:
-    """What a result tells of a finished training alone: its best weights, their average, why it stopped early."""
+def _training_values(job: Job, storage: Storage, monitor: Monitor | None) -> dict[str, Any]:
+    """Return the values of a finished training alone: its best weights, their average, why it stopped early."""
     wanted = job.checkpoint.best
     kept = steps_of(storage.child(CHECKPOINTS))
     best = best_of(storage, wanted.metric, wanted.mode, kept) if wanted else None
@@ -173,7 +110,7 @@ def _of_training(job: Job, storage: Storage, monitor: Monitor | None) -> dict[st
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """Where an error was raised, as far as its text tells, and the frames of the user's code."""
+    """Return where an error was raised, as far as its text tells, and the frames of the user's code."""
     text = str(error)
     worker = re.search(r"\brank (\d+) on ([^\s:,]+)", text)
     found = {name: re.search(rf"\b{name} (\d+)", text) for name in ("step", "sample")}
@@ -185,41 +122,36 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _outside(started: float, seconds: float, progress: Progressed) -> Outside | None:
-    """The seconds before a finished run's first step and after its last; None if it had no step to run."""
+def _outside(started: float, seconds: float, progress: Progress) -> Outside | None:
+    """Return the seconds before a finished run's first step and after its last; None if it had no step to run."""
     if progress.first_step_at is None or progress.last_step_at is None:
         return None
     before, after = progress.first_step_at - started, started + seconds - progress.last_step_at
     return Outside(seconds, round(before, 3), round(max(0.0, after), 3))
 
 
-def _times_told(
+def _time_values(
     job: Job, claimed: RunDir, outside: Outside | None, is_in_session: bool, monitor: Monitor | None
 ) -> dict[str, Any]:
-    """What a result tells of the run's times; nothing of files that cannot be read, since they only inform."""
-    found: dict[str, Any] = {}
+    """Return the values of the run's times; none of files that cannot be read, since they only inform."""
+    values: dict[str, Any] = {}
     if outside is not None:
-        found = {"seconds_before_steps": outside.before, "seconds_after_steps": outside.after}
+        values = {"seconds_before_steps": outside.before, "seconds_after_steps": outside.after}
     with contextlib.suppress(StorageError):
         table = read_step_times(claimed.storage, NEWEST_TIMES)
         facts = facts_of(job.describe(), None if claimed.is_resumed else outside, is_in_session)
         verdict = verdict_of(table, facts)
         flops = monitor.task_messages.flops if monitor else None
-        found |= {"time_split": time_split(table), "verdict": verdict and verdict.text}
-        found |= _flops_told(flops, job, table)
-    return found
+        values |= {"time_split": time_split(table), "verdict": verdict and verdict.text}
+        if flops is not None:
+            after_start = steady(table)
+            devices = max(1, job.num_devices * len(worker_splits(after_start)))
+            mfu = utilization(flops, rows_per_second(after_start), devices)
+            values |= {"flops_per_row": flops.per_row, "mfu": mfu}
+    return values
 
 
-def _flops_told(flops: Flops | None, job: Job, table: pa.Table) -> dict[str, Any]:
-    """What a result tells of the operations of a row."""
-    if flops is None:
-        return {}
-    shown = steady(table)
-    devices = job.num_devices * len(worker_splits(shown))
-    return {"flops_per_row": flops.per_row, "mfu": utilization(flops, rows_per_second(shown), max(1, devices))}
-
-
-def _told(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:
+def _worker_values(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[str, Any]:
     world = worker.world
     return {
         "rank": world.rank,
@@ -231,3 +163,66 @@ def _told(worker: WorkerReady, times: Mapping[int, dict[str, float]]) -> dict[st
         "pid": worker.pid,
         **times.get(world.rank, {}),
     }
+
+
+def save_unfinished(
+    result: Result, run: Storage, split: Split, monitor: Monitor | None, carry: Sequence[str] = ()
+) -> None:
+    """Save the result of an unfinished run and, if it had workers, how its driver ended."""
+    with contextlib.suppress(StorageError):  # the storage may be what failed: the first error is the one to raise
+        result.save(run)
+        if has_set_aside(run):
+            merge_quarantine(run, carry, still_missing(run, split) if run.exists(BEFORE_RETRY) else ())
+        if monitor is not None and monitor.attempts.begun:
+            end = _driver_end(result, monitor, kept_steps(run, result.task, split))
+            monitor.incidents.log.interrupted(end).save(run)
+        run.remove_unfinished(recursive=True)
+
+
+def _driver_end(result: Result, monitor: Monitor, kept: int) -> Interruption:
+    """Return how this driver ends, by an error or a stop; a killed driver cannot record its end."""
+    step = max(monitor.progress.step, kept)
+    if result.status == "failed":
+        text = f"ended after step {step} by {str(result.error).splitlines()[0]}"
+    else:
+        step = kept if monitor.planned_stop.is_asked else step  # a planned stop keeps the step after which it stops
+        text = f"stopped by {monitor.planned_stop.by or 'an interrupt'} after step {step}"
+    return Interruption(IncidentKind.DRIVER, text, step)
+
+
+def summary_of(result: Result, is_resumed: bool) -> str:
+    """Return the last line of a run: `done, 1797 rows in 3.2 s, loss 0.1: runs/digits/weights.safetensors`."""
+    rows = f"{result.rows} rows" if result.epochs == 1 else f"{result.epochs} epochs of {result.rows} rows"
+    where = result.outputs_path or result.weights_path
+    if result.stopped_early is not None:
+        rows = f"stopped early after {result.stopped_early['step']} of {result.total_steps} steps"
+    if result.quarantined > 0:
+        rows += f" ({result.quarantined} set aside)"
+    since = " since it was resumed" if is_resumed else ""
+    path = f": {relative(where)}" if where else ""
+    return f"done, {rows} in {result.seconds:.1f} s{since}{_metrics_text(result)}{path}"
+
+
+def _metrics_text(result: Result) -> str:
+    """Return the metrics as text; of a training those of an epoch and of the evaluation come first."""
+    values = measured(result.metrics)
+    is_whole = {name: result.task != "train" or is_of_many(name) for name in values}
+    whole = "".join(f", {name} {value}" for name, value in values.items() if is_whole[name])
+    of_batch = ", ".join(f"{name} {value}" for name, value in values.items() if not is_whole[name])
+    return whole + (f", last batch: {of_batch}" if of_batch else "")
+
+
+def time_lines(result: Result) -> Iterator[str]:
+    """Yield lines on where the time of the steps went, and what limits the run; a short one has nothing to gain."""
+    is_long = result.seconds >= TELLS_FROM
+    if is_long and result.time_split is not None:
+        line = f"time of the steps: {split_line(result.time_split)}"
+        before, after = result.seconds_before_steps, result.seconds_after_steps
+        if before is not None:
+            line += f"; {before:.1f} s before the first step, {after or 0.0:.1f} s after the last"
+        yield line
+    if is_long and result.verdict is not None:
+        yield result.verdict
+    if result.flops_per_row is not None:
+        share = "" if result.mfu is None else f", {percent(result.mfu)} of the devices' peak (MFU)"
+        yield f"{result.flops_per_row:,.0f} floating-point operations a row{share}"

@@ -1,6 +1,7 @@
-"""Builds the job that evaluates a training or predicts with it, in a run directory beside the training's.
+"""Build a job from an earlier run: evaluate a training, predict with it, or retry a prediction's bad samples.
 
-Runs the shards again in which a prediction had set samples aside; what succeeds takes its place in the order.
+An evaluation or prediction gets a run directory beside the training's. A retry runs in the prediction's own: the
+shards run again in which samples were set aside, and what succeeds takes its place in the order.
 """
 
 import itertools
@@ -48,10 +49,12 @@ def follow_up(
     """
     run = located(run_dir)
     kept = _job_kept(run)
-    left_out = (*LEFT_OUT, *["outputs"] * (task == "evaluate"))
-    values = {key: value for key, value in kept.items() if key not in left_out}
-    if "dataset" in overrides:
-        values = _without_eval(values)
+    values = {key: value for key, value in kept.items() if key not in LEFT_OUT}
+    if task == "evaluate":
+        values.pop("outputs", None)
+    if "dataset" in overrides:  # then `eval` is not used, but for its batch size
+        size = (values["eval"] or {}).get("batch_size") or values["batch_size"]
+        values |= {"eval": None, "batch_size": size}
     check_no_objects(run, task, values, overrides)
     which = weights or _evaluated(run, kept)
     values |= {"task": task, "storage": run.parent.location, "init_from": _init_from(run, which)}
@@ -63,19 +66,13 @@ def follow_up(
 
 
 def _job_kept(run: Storage) -> dict[str, Any]:
-    """The job in a training's run.json."""
+    """Return the job in a training's run.json."""
     if not run.exists(RUN):
         raise JobError(f"{run} holds no {RUN}: name the run directory of a training")
     kept = renamed(read_json(run, RUN)["job"])
     if kept["task"] != "train":
         raise JobError(f"{run} is a run of task {kept['task']}, not of a training")
     return kept
-
-
-def _without_eval(values: dict[str, Any]) -> dict[str, Any]:
-    """The job without `eval`, whose batch size becomes the job's."""
-    size = (values["eval"] or {}).get("batch_size") or values["batch_size"]
-    return {**values, "eval": None, "batch_size": size}
 
 
 def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -97,9 +94,10 @@ def check_no_objects(run: Storage, task: str, values: dict[str, Any], overrides:
                 f"{run}: {path} was given as a Python object, which no file holds; set it (--set {path}=...), or "
                 f"call dp_ray.run(task={task!r}, init_from=..., {key}=...)"
             )
-        if isinstance(_named(value), str) and _named(value).startswith("<") and key not in overrides:
+        name = value["target"] if isinstance(value, Mapping) else value
+        if isinstance(name, str) and name.startswith("<") and key not in overrides:
             raise JobError(
-                f"{run}: {key} was given as a Python object ({_named(value)}), which no file holds; name a target "
+                f"{run}: {key} was given as a Python object ({name}), which no file holds; name a target "
                 f"(--set {key}=module:attribute), or call dp_ray.run(task={task!r}, init_from=..., {key}=...)"
             )
 
@@ -116,7 +114,7 @@ def check_no_secrets(run: Storage, values: Mapping[str, Any], overrides: Mapping
 
 
 def _evaluated(run: Storage, kept: Mapping[str, Any]) -> Weights:
-    """The weights that a training has left: the best, else those that it evaluated at its end.
+    """Return which weights a training has left: the best, else those that it evaluated at its end.
 
     One that goes on has left only its last checkpoint.
     """
@@ -127,11 +125,8 @@ def _evaluated(run: Storage, kept: Mapping[str, Any]) -> Weights:
     return "ema" if (kept.get("ema") or {}).get("evaluate") and run.exists(EMA) else "last"
 
 
-def _named(target: Any) -> Any:
-    return target["target"] if isinstance(target, Mapping) else target
-
-
 def _init_from(run: Storage, which: Weights) -> str:
+    """Return where these weights of a run are. Raises JobError if the run lacks them, and says how it gets them."""
     if goes_on(run):
         if which != "last":
             file = BEST if which == "best" else EMA
@@ -155,17 +150,18 @@ def _init_from(run: Storage, which: Weights) -> str:
 
 
 def _free_name(job: Job, default: str) -> str:
-    """The first of NAME, NAME-2, NAME-3 ... that is unused, or that holds this job's unfinished run."""
-    names = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
+    """Return the first of NAME, NAME-2, NAME-3 ... that is unused, or that holds this job's unfinished run."""
     base, asked = Storage(job.storage), job.for_task()
-    return next(name for name in names if _is_free(base.child(name), asked))
-
-
-def _is_free(run: Storage, job: Job) -> bool:
-    if not run.exists(RUN):
-        return run.is_empty()
-    is_done = run.exists(RESULT) and read_json(run, RESULT).get("status") == "done"
-    return not is_done and job.has_fingerprint(read_json(run, RUN).get("fingerprint"))
+    for name in itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2))):
+        run = base.child(name)
+        if not run.exists(RUN):
+            is_free = run.is_empty()
+        else:
+            is_done = run.exists(RESULT) and read_json(run, RESULT).get("status") == "done"
+            is_free = not is_done and asked.has_fingerprint(read_json(run, RUN).get("fingerprint"))
+        if is_free:
+            return name
+    raise AssertionError("the names have no end")
 
 
 def _lines(job: Job, run: Storage, which: Weights, kept: dict[str, Any], overrides: Mapping[str, Any]) -> list[str]:
@@ -189,12 +185,22 @@ NOT_A_PREDICTION = {
 
 
 def retried(run_dir: str, overrides: Mapping[str, Any]) -> Job:
-    """The job of a prediction that is to run again where samples were set aside.
+    """Return the job of a prediction that is to run again where samples were set aside.
 
     Raises JobError if `run_dir` holds no prediction, if it has set nothing aside, or if its job had Python objects.
     """
     run = located(run_dir)
-    job = _job_to_retry(run, overrides)
+    if not run.exists(RUN):
+        raise JobError(f"{run} holds no {RUN}: name the run directory of a prediction")
+    kept = renamed(read_claim(run)["job"])
+    if kept["task"] != "predict":
+        raise JobError(f"retry: {run} is a run of task {kept['task']}; {NOT_A_PREDICTION[kept['task']]}")
+    check_no_objects(run, "predict", {**kept, "eval": None}, {})
+    # Where the run is, not where it was: a copy's run.json names the run that was copied.
+    values = {**kept, "storage": run.parent.location, "name": run.name, "env": {}}
+    job = job_of(values, overrides, run.name)
+    if base_storage(job).child(job.run_name).path != run.path:
+        raise JobError(f"retry: runs in {run} itself; leave name and storage as they are")
     if is_finished(run) and not merged_positions(run):
         raise JobError(f"{run} has set no sample aside, so there is nothing to retry")
     return job
@@ -209,19 +215,3 @@ def reopened(split: Split, run: Storage) -> None:
         reopen(run, split, merged_positions(run))
     if run.exists(BEFORE_RETRY):
         let_files_change(run, "dataset")
-
-
-def _job_to_retry(run: Storage, overrides: Mapping[str, Any]) -> Job:
-    """The job in a prediction's run.json."""
-    if not run.exists(RUN):
-        raise JobError(f"{run} holds no {RUN}: name the run directory of a prediction")
-    kept = renamed(read_claim(run)["job"])
-    if kept["task"] != "predict":
-        raise JobError(f"retry: {run} is a run of task {kept['task']}; {NOT_A_PREDICTION[kept['task']]}")
-    check_no_objects(run, "predict", {**kept, "eval": None}, {})
-    # Where the run is, not where it was: a copy's run.json names the run that was copied.
-    values = {**kept, "storage": run.parent.location, "name": run.name, "env": {}}
-    job = job_of(values, overrides, run.name)
-    if base_storage(job).child(job.run_name).path != run.path:
-        raise JobError(f"retry: runs in {run} itself; leave name and storage as they are")
-    return job

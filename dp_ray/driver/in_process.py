@@ -1,11 +1,10 @@
-"""`workers: 0`: the task runs in the driver's own process, where a debugger can step into it."""
+"""Run a task with `workers: 0`: in the driver's own process, where a debugger can step into it."""
 
 import contextlib
 import copy
 import os
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,18 +35,12 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
     world = World(device=devices[0], all_devices=devices)
     monitor.take(WorkerReady(HERE, world, os.getpid(), ()))
 
-    one_at_a_time = threading.Lock()  # a recorder's thread sends reports, the task's thread the rest
+    control = DriverStepControl(monitor)
 
     def send(what: Any) -> None:
-        with one_at_a_time:
+        with control.one_at_a_time:
             monitor.take(message_of(HERE, what))
             monitor.tick()
-
-    def started(step: int) -> None:
-        with one_at_a_time:
-            monitor.take(Started(HERE, 0, step))
-
-    control = DriverStepControl(started)
 
     def ask_to_stop(signal_name: str) -> bool:
         control.wants_stop = monitor.ask_to_stop(signal_name)
@@ -57,60 +50,21 @@ def run_in_process(job: Job, claimed: RunDir, monitor: Monitor, rows: dict[str, 
         run_task(job, world, claimed.storage, send, control, rows)
 
 
-def with_own_model(job: Job) -> Job:
-    """The job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
-
-    So do the tensors and lists among args: a model may take one as its weights, a scheduler writes into a rate. A
-    dataset is only read. Raises JobError if the model object cannot be copied.
-    """
-    given = {key: getattr(job, key) for key in job.TARGETED if key != "dataset"}
-    job = job.model_copy(update={key: _with_own_args(one) for key, one in given.items() if isinstance(one, Target)})
-    if isinstance(job.model, Target):
-        return job
-    try:
-        return job.model_copy(update={"model": copy.deepcopy(job.model)})
-    except Exception as error:  # a user's __deepcopy__ may raise anything
-        advice = "give its class, or a function that makes it"
-        raise JobError(f"model: the object cannot be copied: {type(error).__name__}: {error}; {advice}") from error
-
-
-def _with_own_args(target: Target) -> Target:
-    """The target with copies of its args; what cannot be copied is taken itself."""
-    args = {}
-    for name, value in target.args.items():
-        args[name] = value
-        with contextlib.suppress(Exception):  # a user's __deepcopy__ may raise anything
-            args[name] = copy.deepcopy(value)
-    return target.model_copy(update={"args": args})
-
-
-def with_own_objects(job: Job) -> Job:
-    """The job with copies of its objects from Python, for a task that must leave them as they are.
-
-    A dataset is only read, and may be large: it is not copied. What cannot be copied is taken itself.
-    """
-    copies: dict[str, Any] = {}
-    for key in job.TARGETED:
-        given = getattr(job, key)
-        if key != "dataset" and given is not None and not isinstance(given, Target):
-            with contextlib.suppress(Exception):  # a user's __deepcopy__ may raise anything
-                copies[key] = copy.deepcopy(given)
-    return job.model_copy(update=copies)
-
-
 class DriverStepControl(StepControl):
     """Step control in the driver's own process: it reports each step that begins to the monitor."""
 
-    def __init__(self, started: Callable[[int], None]) -> None:
-        self._started = started
+    def __init__(self, monitor: Monitor) -> None:
+        self.one_at_a_time = threading.Lock()  # a recorder's thread sends reports, the task's thread the rest
+        self._monitor = monitor
 
     def before(self, step: int) -> None:
         """Report the step that begins to the monitor."""
-        self._started(step)
+        with self.one_at_a_time:
+            self._monitor.take(Started(HERE, 0, step))
 
 
 def devices_here(job: Job) -> tuple[torch.device, ...]:
-    """The devices that the job names, else as many GPUs as a worker takes, else the CPU.
+    """Return the devices that the job names, else as many GPUs as a worker takes, else the CPU.
 
     Raises JobError if this machine has too few GPUs.
     """
@@ -123,3 +77,42 @@ def devices_here(job: Job) -> tuple[torch.device, ...]:
     if (there := torch.cuda.device_count()) < job.num_devices:
         raise JobError(f"gpus_per_worker: this machine has {there} GPUs, {job.num_devices} are wanted")
     return tuple(torch.device("cuda", number) for number in range(job.num_devices))
+
+
+def with_own_model(job: Job) -> Job:
+    """Return the job with a copy of its model object, as each worker on Ray has one: the caller's stays as it is.
+
+    So do the tensors and lists among args: a model may take one as its weights, a scheduler writes into a rate. A
+    dataset is only read. Raises JobError if the model object cannot be copied.
+    """
+    targets = {key: getattr(job, key) for key in job.TARGETED if key != "dataset"}
+    targets = {key: target for key, target in targets.items() if isinstance(target, Target)}
+    args = {key: {name: _copy_of(one) for name, one in target.args.items()} for key, target in targets.items()}
+    job = job.model_copy(
+        update={key: target.model_copy(update={"args": args[key]}) for key, target in targets.items()}
+    )
+    if isinstance(job.model, Target):
+        return job
+    try:
+        return job.model_copy(update={"model": copy.deepcopy(job.model)})
+    except Exception as error:  # a user's __deepcopy__ may raise anything
+        advice = "give its class, or a function that makes it"
+        raise JobError(f"model: the object cannot be copied: {type(error).__name__}: {error}; {advice}") from error
+
+
+def with_own_objects(job: Job) -> Job:
+    """Return the job with copies of its objects from Python, for a task that must leave them as they are.
+
+    A dataset is only read, and may be large: it is not copied. What cannot be copied is taken itself.
+    """
+    objects = {key: getattr(job, key) for key in job.TARGETED if key != "dataset"}
+    copies = {key: _copy_of(one) for key, one in objects.items() if one is not None and not isinstance(one, Target)}
+    return job.model_copy(update=copies)
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a copy, or the value itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a user's __deepcopy__ may raise anything
+        return value

@@ -1,4 +1,4 @@
-"""Replays a step of a training in this process: its loss, its rows, and the first module that is not finite."""
+"""Replay a step of a training in this process: its loss, its rows, and the first module that is not finite."""
 
 import bdb
 import contextlib
@@ -22,13 +22,13 @@ from dp_ray.storage import Storage
 from dp_ray.tasks.replay import ReplayContext, Replayed, Rerun, StepChoice, run_again
 from dp_ray.tasks.task import settings_of
 
-# What a replay is without: it looks on, and runs nothing beside the steps.
+# Keys that a replay sets: it runs the steps alone, in this process.
 WITHOUT: dict[str, Any] = {"workers": 0, "env": {}, "stop_on_nan": False, "flops": False, "profile": None}
 
 
 def replay(
     run_dir: str,
-    wanted: StepChoice,
+    choice: StepChoice,
     show: Callable[[Replayed], None],
     say: Callable[[str], None],
     debugs: bool = False,
@@ -44,13 +44,18 @@ def replay(
     with contextlib.redirect_stdout(sys.stderr):
         devices = devices_here(job)
         world = World(device=devices[0], all_devices=devices)
-        _note_devices(run, world, say)
+        workers = read_json(run, RESULT).get("workers", []) if run.exists(RESULT) else []
+        types = {str(one["device"]).partition(":")[0] for one in workers}
+        if types and types != {world.device.type}:
+            say(
+                f"the run was on {', '.join(sorted(types))}, and this is on {world.device.type}: the last bits differ"
+            )
         try:
-            given = ReplayContext(job, world, run, StepRows(history_so_far(run)), say)
-            with settings_of(job, world), run_again(given, wanted) as again:
-                show(again.replayed)
+            context = ReplayContext(job, world, run, StepRows(history_so_far(run)), say)
+            with settings_of(job, world), run_again(context, choice) as rerun:
+                show(rerun.replayed)
                 if debugs:
-                    _debug(again, say)
+                    _debug(rerun, say)
         except Error as error:
             if debugs and (cause := cause_of(error)) is not None and not isinstance(cause, bdb.BdbQuit):
                 say(str(error))
@@ -63,7 +68,7 @@ def _refuse() -> None:
 
 
 def _job_kept(run: Storage, say: Callable[[str], None]) -> Job:
-    """The job of a training's run.json, to be run in this process."""
+    """Return the job of a training's run.json, to be run in this process."""
     if not run.exists(RUN):
         raise JobError(f"{run} holds no {RUN}: name the run directory of a training")
     kept = renamed(read_claim(run)["job"])
@@ -107,18 +112,10 @@ def _check_can_run(kept: dict[str, Any]) -> None:
         )
 
 
-def _note_devices(run: Storage, world: World, say: Callable[[str], None]) -> None:
-    """Say so if the run's workers had other devices, as far as its result tells."""
-    workers = read_json(run, RESULT).get("workers", []) if run.exists(RESULT) else []
-    there = {str(one["device"]).partition(":")[0] for one in workers}
-    if there and there != {world.device.type}:
-        say(f"the run was on {', '.join(sorted(there))}, and this is on {world.device.type}: the last bits differ")
-
-
-def _debug(again: Rerun, say: Callable[[str], None]) -> None:
+def _debug(rerun: Rerun, say: Callable[[str], None]) -> None:
     """Run a shard once more, with a debugger that stops in the forward of the module to look at."""
-    look, found = again.look, again.findings.output or again.findings.gradient
-    shards = [one for one, _ in again.findings.rows if found is None or one.shard.shard == found.shard]
+    look, found = rerun.look, rerun.findings.output or rerun.findings.gradient
+    shards = [one for one, _ in rerun.findings.rows if found is None or one.shard.shard == found.shard]
     if not shards:
         say("no rows, so there is nothing to debug")
         return

@@ -1,10 +1,6 @@
-"""Runs a job: claims its run directory, starts its workers, follows them, and proves that their files are whole.
+"""Run a job: prepare it, claim its run directory, start and follow its workers, prove that their files are whole.
 
-What will run, worked out before anything is started or written.
-
-Has the workers of a run with `shards: auto` find its number of shards, before the run itself.
-
-Sets up the monitor of a run directory; it continues the reports and incidents of the run's earlier drivers.
+`run` is the public function, `execute` what all ways to run a job share, and an `Execution` one run, step by step.
 """
 
 import contextlib
@@ -25,12 +21,12 @@ from dp_ray.driver.in_process import ONE_AT_A_TIME, run_in_process, with_own_mod
 from dp_ray.driver.planning import dataset_rows, make_plan, taken_over
 from dp_ray.engine.votes import StopRequested
 from dp_ray.engine.world import World
-from dp_ray.errors import Error, JobError, RunInterrupted, StorageError, WorkerError, shorten
+from dp_ray.errors import Error, JobError, RunInterrupted, WorkerError, shorten
 from dp_ray.job.files import job_from
 from dp_ray.job.job import Job
 from dp_ray.monitor.console import Console
 from dp_ray.monitor.faults import Fault, parse_faults
-from dp_ray.monitor.monitor import Monitor, Writer, Writers, progress_noted
+from dp_ray.monitor.monitor import Monitor, Writer, progress_noted
 from dp_ray.outputs.files import prove_outputs
 from dp_ray.outputs.parts import reading
 from dp_ray.plan.costs import Plan, table
@@ -56,155 +52,20 @@ from dp_ray.rundir.claim import (
 )
 from dp_ray.rundir.files import BEFORE_RETRY, SHAPES, recorded_about
 from dp_ray.rundir.history import HISTORY, RECENT, RecentHistory, merge_history
-from dp_ray.rundir.incidents import INCIDENTS, IncidentLog, read_incidents
-from dp_ray.rundir.lease import Lease, take_request
+from dp_ray.rundir.incidents import INCIDENTS
+from dp_ray.rundir.lease import take_request
 from dp_ray.rundir.ledger import FILES, PARTS
 from dp_ray.rundir.listing import PROGRESS
 from dp_ray.rundir.quarantine import QUARANTINE, has_set_aside, merge_quarantine, positions_set_aside
 from dp_ray.rundir.start import LINKS, first_step
-from dp_ray.steps.reports import REPORTS, Journal, ReportFile, read_journal, read_spans
+from dp_ray.steps.reports import REPORTS, ReportFile, read_journal, read_spans
 from dp_ray.steps.shapes import Seen, ShardSpan
-from dp_ray.steps.times import TIMES, StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.system.process import environment
 from dp_ray.system.threads import planned_stops, repeated
 from dp_ray.trackers.feed import RunTrackers
 from dp_ray.trackers.process import check_installed
 from dp_ray.trackers.tensorboard import TensorBoardWriter
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A job as it will run, with the shards of the run that it resumes; its plan, and the faults to inject."""
-
-    job: Job
-    plan: Plan
-    faults: tuple[Fault, ...]
-
-    def cut_as(self, job: Job) -> "Prepared":
-        """The same, with this job's number of shards."""
-        return Prepared(job, make_plan(job, self.plan.rows), self.faults)
-
-
-def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
-    """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
-    job = job.for_task()
-    check_installed(job.trackers or ())
-    faults = parse_faults(inject)
-    if faults and job.max_workers == 0:
-        raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
-    if job.max_workers > 0:
-        check_ray()
-    asked = with_full_init_from(job)
-    job = asked if overwrite else with_shards_of_run(asked, base_storage(asked))
-    building = console.if_slow("building the dataset")
-    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
-        check_targets(job)  # stdout is kept free of what user code prints
-        plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
-    if job.max_workers == 0:
-        job = with_own_model(job)
-    return Prepared(job, plan, faults)
-
-
-def resumption_lines(prepared: Prepared, claimed: RunDir, killed: Lease | None) -> Iterator[str]:
-    """Lines for the user of a resumed run; `killed` is the lease of its last driver, if that was killed."""
-    if not claimed.is_resumed:
-        return
-    split = prepared.plan.split
-    if claimed.lengths:
-        yield f"continues to step {split.total_steps} ({claimed.lengths})"
-    if end := last_end(prepared.job, split, claimed.storage, killed):
-        yield f"the last driver was {end.what}"
-
-
-def with_found_shards(
-    job: Job, plan: Plan, claimed: RunDir, console: Console, on_ray: Callable[[Monitor], None]
-) -> Job:
-    """The job with the number of shards that its workers find; `on_ray` runs it on them, followed by the monitor.
-
-    What happens to them meanwhile is told, and not kept in the run's directory.
-    """
-    monitor = Monitor(job, plan.split, ReportFile(io.BytesIO()), Writers(()), console, shapes=False)
-    try:
-        with console.live(monitor.progress):
-            if job.max_workers == 0:
-                run_in_process(with_own_objects(job), claimed, monitor, plan.rows)
-            else:
-                on_ray(monitor)
-    finally:
-        monitor.close()
-    found = monitor.task_messages.shards_found
-    if found is None:
-        raise WorkerError("shards: auto: the workers ended without a number of shards; run the job again")
-    return job.model_copy(update={"shards": found})
-
-
-@contextmanager
-def monitoring(
-    job: Job, split: Split, claimed: RunDir, console: Console, shapes: bool, trackers: RunTrackers
-) -> Iterator[Monitor]:
-    """A monitor for the block; when the block ends, also by an error, the file of shape reports is complete."""
-    error: BaseException | None = None
-
-    def save_incidents(incidents: IncidentLog) -> None:
-        with contextlib.suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
-            incidents.save(claimed.storage)
-
-    reported = _reported(job, claimed.storage)
-    with claimed.storage.writing(SHAPES) as stream:
-        incidents = read_incidents(claimed.storage) if claimed.is_resumed else IncidentLog()
-        file, writer = ReportFile(stream), Writers(_writers(job, claimed.storage, trackers))
-        journal = Journal(claimed.storage.child(REPORTS))
-        monitor = Monitor(
-            job,
-            split,
-            file,
-            writer,
-            console,
-            shapes,
-            incidents=incidents,
-            save_incidents=save_incidents,
-            journal=journal,
-            times=StepTimeWriter(claimed.storage.child(TIMES)),
-            run_dir=relative(str(claimed.storage)),
-        )
-        monitor.restore(reported)
-        try:
-            with console.live(monitor.progress), progress_noted(claimed.storage, monitor.progress):
-                yield monitor
-        except BaseException as raised:
-            error = raised
-        monitor.close()
-    claimed.storage.child(REPORTS).remove()
-    if error is not None:
-        raise error
-
-
-def _writers(job: Job, run: Storage, trackers: RunTrackers) -> Iterator[Writer]:
-    """What writes the rows of the history, besides the workers."""
-    if job.trackers is None or "tensorboard" in job.trackers:
-        yield TensorBoardWriter(run)
-    yield RecentHistory(run)
-    yield trackers
-
-
-def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, ShardSpan]]:
-    """The shape reports of earlier attempts, only of steps and shards whose work is kept."""
-    done = Done([*ledger.done_ranges(ledger.committed(run)), *_trained(job, run)])
-    spans = read_journal(run.child(REPORTS), done)
-    if run.exists(SHAPES):
-        with reading(run, SHAPES) as file:
-            spans += read_spans(file, done)
-    return sorted(spans, key=lambda one: one[2].first_step)
-
-
-def _trained(job: Job, run: Storage) -> list[Range]:
-    """The steps before the newest checkpoint, from which a training resumes."""
-    steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
-    return [Range(0, steps[-1], 0, job.num_shards)] if steps else []
-
-
-PAGE_SECONDS = 1.0  # how often it is asked whether to import what the page needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,49 +103,73 @@ def options_of(keys: dict[str, Any]) -> Options:
     return Options(**{name: keys.pop(name) for name in names & keys.keys()})
 
 
+@dataclasses.dataclass(frozen=True)
 class ShortErrors:
-    """Within the block, errors of dp_ray show no inner frames of dp_ray, unless `verbose`."""
+    """A block out of which errors of dp_ray show no inner frames of dp_ray, unless `verbose`.
 
-    def __init__(self, verbose: bool) -> None:
-        self._verbose = verbose
+    It is a class because `contextlib.contextmanager` would set the traceback of the error back.
+    """
+
+    verbose: bool
 
     def __enter__(self) -> None:
         """Begin the block."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._verbose or error is None:
+        if self.verbose or error is None:
             return
         if isinstance(error, Error):
             shorten(error)
         elif isinstance(error, RunInterrupted):
-            error.__cause__, error.__suppress_context__, error.__traceback__ = None, True, None
+            error.__cause__ = error.__traceback__ = None
+            error.__suppress_context__ = True
 
 
-OnRay = Callable[[Prepared, RunDir, Monitor, Console], None]
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A job as it will run, with the shards of the run that it resumes; its plan, and the faults to inject."""
+
+    job: Job
+    plan: Plan
+    faults: tuple[Fault, ...]
+
+    def cut_as(self, job: Job) -> "Prepared":
+        """Return the same, with this job's number of shards."""
+        return Prepared(job, make_plan(job, self.plan.rows), self.faults)
+
+
+# Runs a prepared job on workers, which the monitor follows.
+RunOnWorkers = Callable[[Prepared, RunDir, Monitor, Console], None]
 
 
 def execute(
-    job: Job, options: Options, on_ray: OnRay | None = None, again: Callable[[Split, Storage], None] | None = None
+    job: Job,
+    options: Options,
+    workers: RunOnWorkers | None = None,
+    reopen: Callable[[Split, Storage], None] | None = None,
 ) -> Result:
     """Run a job to its end and return its result; the run directory keeps the result, also after a failure.
 
-    `on_ray` runs the workers, by default new ones. `again` makes a finished prediction one that is to be resumed.
+    `workers` are those of a session; by default the run starts its own. `reopen` makes a finished prediction one that
+    is to be resumed.
     """
     started = time.monotonic()
     console = Console(job.run_name, options.quiet)
     prepared = prepare(job, console, options.overwrite, options.inject)
     base = base_storage(prepared.job)
     killed = wait_until_free(base.child(job.run_name), console.say)
-    if prepared.job.finds_shards and not options.overwrite:  # whoever was waited for may have found the number
+    if prepared.job.finds_shards and not options.overwrite:  # the driver before may have found the number meanwhile
         prepared = prepared.cut_as(with_shards_of_run(prepared.job, base))
     job, plan = prepared.job, prepared.plan
-    reopen = again and functools.partial(again, plan.split)
+    again = reopen and functools.partial(reopen, plan.split)
     with contextlib.ExitStack() as until_end:
-        workers = on_ray or _on_own_workers(job, options, console, until_end)
-        claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, reopen)
-        for line in resumption_lines(prepared, claimed, killed):
-            console.say(line)
-        execution = Execution(prepared, claimed, options, console, started, workers, on_ray is not None)
+        runner = workers or _on_own_workers(job, options, console, until_end)
+        claimed = claim(job, base, options.overwrite, plan.rows, plan.split.total_steps, options.resume, again)
+        if claimed.is_resumed and claimed.lengths:
+            console.say(f"continues to step {plan.split.total_steps} ({claimed.lengths})")
+        if claimed.is_resumed and (end := last_end(job, plan.split, claimed.storage, killed)):
+            console.say(f"the last driver was {end.what}")
+        execution = Execution(prepared, claimed, options, console, started, runner, workers is not None)
         until_end.enter_context(held(claimed, lambda: execution.steps_done))
         try:
             return execution.run()
@@ -292,8 +177,28 @@ def execute(
             execution.write_page()
 
 
-def _on_own_workers(job: Job, options: Options, console: Console, until_end: contextlib.ExitStack) -> OnRay:
-    """What runs jobs on workers that the first one starts.
+def prepare(job: Job, console: Console, overwrite: bool = False, inject: str = "") -> Prepared:
+    """Work out what will run, before anything is started or written; raises an Error if the job cannot run."""
+    job = job.for_task()
+    check_installed(job.trackers or ())
+    faults = parse_faults(inject)
+    if faults and job.max_workers == 0:
+        raise JobError("--inject: workers is 0, so the job runs in the driver's process; set workers to at least 1")
+    if job.max_workers > 0:
+        check_ray()
+    asked = with_full_init_from(job)
+    job = asked if overwrite else with_shards_of_run(asked, base_storage(asked))
+    building = console.if_slow("building the dataset")
+    with ONE_AT_A_TIME, contextlib.redirect_stdout(sys.stderr), environment(job.env), building:
+        check_targets(job)  # stdout is kept free of what user code prints
+        plan = make_plan(job, dataset_rows(job), taken_over(asked, job))
+    if job.max_workers == 0:
+        job = with_own_model(job)
+    return Prepared(job, plan, faults)
+
+
+def _on_own_workers(job: Job, options: Options, console: Console, until_end: contextlib.ExitStack) -> RunOnWorkers:
+    """Return a function that runs jobs on workers of its own, which the first job starts.
 
     Raises an Error if a job that replaces another run has no Ray on which it could run: before that run is deleted.
     """
@@ -314,180 +219,211 @@ def _on_own_workers(job: Job, options: Options, console: Console, until_end: con
     return on_ray
 
 
+PAGE_SECONDS = 1.0  # between two looks at whether to import what the page needs
+
+
+@dataclasses.dataclass
 class Execution:
     """The run of a prepared job in a run directory that this driver has claimed."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        claimed: RunDir,
-        options: Options,
-        console: Console,
-        started: float,
-        on_ray: OnRay,
-        is_in_session: bool,
-    ) -> None:
-        self._prepared = prepared
-        self._claimed = claimed
-        self._storage = claimed.storage
-        self._options = options
-        self._console = console
-        self._started = started
-        self._is_in_session = is_in_session
-        self._on_ray = on_ray
-        self._monitor: Monitor | None = None
-        self._trackers: RunTrackers | None = None
-
-    @property
-    def _job(self) -> Job:
-        return self._prepared.job
-
-    @property
-    def _split(self) -> Split:
-        return self._prepared.plan.split
+    prepared: Prepared
+    claimed: RunDir
+    options: Options
+    console: Console
+    started: float
+    workers: RunOnWorkers
+    is_in_session: bool
+    monitor: Monitor | None = None
+    trackers: RunTrackers | None = None
 
     @property
     def steps_done(self) -> int:
-        """How many steps all workers have reported as done."""
-        return self._monitor.progress.step if self._monitor else 0
+        """The number of steps that all workers have reported as done."""
+        return self.monitor.progress.step if self.monitor else 0
 
     def run(self) -> Result:
         """Run the job to its end; its result is kept, also if the run is interrupted or fails."""
-        self._say_what_runs()
-        self._storage.remove_unfinished(recursive=True)
+        storage = self.claimed.storage
+        self.console.say(f"{'resuming in' if self.claimed.is_resumed else 'run directory'} {relative(str(storage))}")
+        for line in self.prepared.plan.remarks:
+            self.console.say(line)
+        storage.remove_unfinished(recursive=True)
         try:
-            if self._job.finds_shards:
+            if self.prepared.job.finds_shards:
                 self._find_shards()
-            # Within this block only: what removes unfinished files would remove the one that is being written.
-            told = table(self._prepared.plan), self._job.max_workers == 0
+            about = recorded_about(storage, table(self.prepared.plan), self.prepared.job.max_workers == 0)
+            look_seconds = RENEW_SECONDS if storage.is_atomic else TELL_SECONDS  # an object store counts each look
+            # `about` within this block only: what removes unfinished files would remove the one that it writes.
             with (
                 planned_stops(self._ask_to_stop) as stop,
-                recorded_about(self._storage, *told),
-                repeated("stop requests", self._look_seconds, lambda: self._heed_request(stop)),
+                about,
+                repeated("stop requests", look_seconds, lambda: self._heed_request(stop)),
             ):
-                self._follow()
-                check_ours(self._claimed)
+                self._follow_workers()
+                check_ours(self.claimed)
                 self._merge()
         except (KeyboardInterrupt, StopRequested) as stopped:
-            interrupted = RunInterrupted(stop_message(self._job, self._storage, self._split, self._options.overwrite))
-            self._keep_unfinished("interrupted", interrupted)
+            job, split = self.prepared.job, self.prepared.plan.split
+            interrupted = RunInterrupted(stop_message(job, storage, split, self.options.overwrite))
+            self._keep_unfinished(interrupted)
             raise interrupted from (None if isinstance(stopped, StopRequested) else stopped)
         except BaseException as error:
-            self._keep_unfinished("failed", error)
+            self._keep_unfinished(error)
             raise
         return self._finish()
 
-    def _say_what_runs(self) -> None:
-        where = relative(str(self._storage))
-        self._console.say(f"{'resuming in' if self._claimed.is_resumed else 'run directory'} {where}")
-        for line in self._prepared.plan.remarks:
-            self._console.say(line)
+    def _find_shards(self) -> None:
+        """Have the workers find the number of shards, and make it the run's.
 
-    @property
-    def _look_seconds(self) -> float:
-        """How often it is looked for a request to stop: an object store counts each look."""
-        return RENEW_SECONDS if self._storage.is_atomic else TELL_SECONDS
+        A monitor shows what happens to them meanwhile; nothing of that is kept in the run's directory.
+        """
+        prepared, job, split = self.prepared, self.prepared.job, self.prepared.plan.split
+        with planned_stops(self._ask_to_stop):
+            monitor = Monitor(job, split, ReportFile(io.BytesIO()), (), self.console, shapes=False)
+            try:
+                with self.console.live(monitor.progress):
+                    if job.max_workers == 0:
+                        run_in_process(with_own_objects(job), self.claimed, monitor, prepared.plan.rows)
+                    else:
+                        self.workers(prepared, self.claimed, monitor, self.console)
+            finally:
+                monitor.close()
+            shards = monitor.task_messages.shards_found
+            if shards is None:
+                raise WorkerError("shards: auto: the workers ended without a number of shards; run the job again")
+            job = job.model_copy(update={"shards": shards})
+        keep_shards(self.claimed, job)
+        self.prepared = prepared.cut_as(job)
+
+    def _follow_workers(self) -> None:
+        """Run the workers to their end, followed by a monitor."""
+        job = self.prepared.job
+        self.trackers = RunTrackers(job, self.claimed.storage, self.console.say)
+        with follow(self.prepared, self.claimed, self.console, self.options.shapes, self.trackers) as monitor:
+            self.monitor = monitor
+            if job.max_workers == 0:
+                run_in_process(job, self.claimed, monitor, self.prepared.plan.rows)
+            else:
+                with repeated("page", PAGE_SECONDS, self._import_page):
+                    self.workers(self.prepared, self.claimed, monitor, self.console)
+
+    def _ask_to_stop(self, signal_name: str) -> bool:
+        return self.monitor is not None and self.monitor.ask_to_stop(signal_name)
 
     def _heed_request(self, stop: Callable[[], object]) -> None:
-        """Stop the run if `dp-ray stop` asks for it; asked again, it stops after its step all the same."""
-        if by := take_request(self._storage, self._claimed.token):
-            self._console.say(f"{by} asks to stop")
-            planned = self._monitor.planned_stop if self._monitor else None
+        """Stop the run if `dp-ray stop` asks for it; asked twice, it stops after its step all the same."""
+        if by := take_request(self.claimed.storage, self.claimed.token):
+            self.console.say(f"{by} asks to stop")
+            planned = self.monitor.planned_stop if self.monitor else None
             if planned is not None:
                 planned.asker = "dp-ray stop"
             if planned is None or not planned.is_asked:
                 stop()
 
-    def _ask_to_stop(self, signal_name: str) -> bool:
-        return self._monitor is not None and self._monitor.ask_to_stop(signal_name)
-
-    def _find_shards(self) -> None:
-        """Have the workers find the number of shards, and make it the run's."""
-        with planned_stops(self._ask_to_stop):
-            plan, claimed = self._prepared.plan, self._claimed
-            job = with_found_shards(self._job, plan, claimed, self._console, self._on_workers)
-        keep_shards(claimed, job)
-        self._prepared = self._prepared.cut_as(job)
-
-    def _on_workers(self, monitor: Monitor) -> None:
-        self._on_ray(self._prepared, self._claimed, monitor, self._console)
-
-    def _follow(self) -> None:
-        """Run the workers to their end, followed by a monitor."""
-        job, prepared = self._job, self._prepared
-        self._trackers = RunTrackers(job, self._storage, self._console.say)
-        with monitoring(
-            job, self._split, self._claimed, self._console, self._options.shapes, self._trackers
-        ) as monitor:
-            self._monitor = monitor
-            if job.max_workers == 0:
-                run_in_process(job, self._claimed, monitor, prepared.plan.rows)
-            else:
-                with repeated("page", PAGE_SECONDS, self._import_page):
-                    self._on_workers(monitor)
-
     def _import_page(self) -> None:
         """Once the workers run, import what the page needs: this process has little to do until they end."""
         if self.steps_done:
-            with contextlib.suppress(Exception):  # whoever writes the page tells
+            with contextlib.suppress(Exception):  # `write_page` says why
                 from dp_ray.report import page  # noqa: F401
 
     def _merge(self) -> None:
         """Prove that the outputs are whole, or merge the pieces of the history."""
-        split, run = self._split, self._storage
-        if self._job.task == "predict":
+        job, split, run = self.prepared.job, self.prepared.plan.split, self.claimed.storage
+        if job.task == "predict":
             prove_outputs(run, split.rows_kept, positions_set_aside(run))
-        elif self._job.task == "train":
-            ended = self._monitor.task_messages.end_of(split.total_steps) if self._monitor else split.total_steps
+        elif job.task == "train":
+            ended = self.monitor.task_messages.end_of(split.total_steps) if self.monitor else split.total_steps
             merge_history(run.child(HISTORY), run, ended, first_step(run))
-        if self._job.on_error is not None or has_set_aside(run):
+        if job.on_error is not None or has_set_aside(run):
             merge_quarantine(run, self._carried)
 
     @property
     def _carried(self) -> Sequence[str]:
         """The keys of the items of which a prediction carries values."""
-        return (self._job.outputs.carry or ()) if self._job.task == "predict" else ()
+        job = self.prepared.job
+        return (job.outputs.carry or ()) if job.task == "predict" else ()
 
-    def _result(self, status: str, error: BaseException | None = None) -> Result:
-        of_run = self._job, self._split, self._claimed, self._monitor, self._started
-        return result_of(*of_run, status, error, self._is_in_session)
+    def _result(self, error: BaseException | None = None) -> Result:
+        job, split = self.prepared.job, self.prepared.plan.split
+        return result_of(job, split, self.claimed, self.monitor, self.started, error, self.is_in_session)
 
-    def _keep_unfinished(self, status: str, error: BaseException) -> None:
-        check_ours(self._claimed)
-        result = self._result(status, error)
-        save_unfinished(result, self._storage, self._split, self._monitor, self._carried)
-        self._end_trackers(status, result)
+    def _keep_unfinished(self, error: BaseException) -> None:
+        check_ours(self.claimed)  # raises if another driver has claimed the run meanwhile: its files must stay
+        result = self._result(error)
+        save_unfinished(result, self.claimed.storage, self.prepared.plan.split, self.monitor, self._carried)
+        self._end_trackers(result)
 
     def _finish(self) -> Result:
         """Save the result of a finished run, and remove the files that only an unfinished run needs."""
-        result = self._result("done")
-        result.save(self._storage)
-        # What `dp-ray retry` needs of a prediction that has set samples aside stays.
-        is_to_retry = result.task == "predict" and result.quarantined > 0
-        for folder in (PARTS, HISTORY, QUARANTINE, LINKS, *[FILES] * (not is_to_retry)):
-            self._storage.child(folder).remove()
-        for name in (INCIDENTS, RECENT, PROGRESS, BEFORE_RETRY, *[ledger.LEDGER] * (not is_to_retry)):
-            self._storage.delete(name)
-        self._storage.remove_unfinished(recursive=True)
+        storage, result = self.claimed.storage, self._result()
+        result.save(storage)  # the run is done: a crash after this line only leaves files that nothing needs
+        folders = [PARTS, HISTORY, QUARANTINE, LINKS]
+        names = [INCIDENTS, RECENT, PROGRESS, BEFORE_RETRY]
+        if result.task != "predict" or result.quarantined == 0:  # else `dp-ray retry` needs them
+            folders.append(FILES)
+            names.append(ledger.LEDGER)
+        for folder in folders:
+            storage.child(folder).remove()
+        for name in names:
+            storage.delete(name)
+        storage.remove_unfinished(recursive=True)
         for line in time_lines(result):
-            self._console.say(line)
-        self._console.say(summary_of(result, self._claimed.is_resumed))
-        self._end_trackers("done", result)
+            self.console.say(line)
+        self.console.say(summary_of(result, self.claimed.is_resumed))
+        self._end_trackers(result)
         return result
 
-    def _end_trackers(self, status: str, result: Result) -> None:
-        if self._trackers is not None:
-            self._trackers.finish(status, result.metrics)
+    def _end_trackers(self, result: Result) -> None:
+        if self.trackers is not None:
+            self.trackers.finish(result.status, result.metrics)
 
     def write_page(self) -> None:
-        """Write the page of the run; a page that cannot be made is told of, and fails no run."""
+        """Write the page of the run; a page that cannot be made has a line, and fails no run."""
         try:
-            from dp_ray.report.page import (
-                REPORT,  # not before: a run does not wait for it at its start
-                write_page,  # not before: a run does not wait for it at its start
-            )
+            # Not before: a run does not wait for this import at its start.
+            from dp_ray.report.page import REPORT, write_page
 
-            write_page(self._storage)
-            self._console.say(f"its page: {relative(str(self._storage))}/{REPORT}")
+            write_page(self.claimed.storage)
+            self.console.say(f"its page: {relative(str(self.claimed.storage))}/{REPORT}")
         except Exception as error:  # whatever it is, the run's result stands
-            self._console.say(f"no page of the run: {type(error).__name__}: {error}")
+            self.console.say(f"no page of the run: {type(error).__name__}: {error}")
+
+
+@contextmanager
+def follow(
+    prepared: Prepared, claimed: RunDir, console: Console, shapes: bool, trackers: RunTrackers
+) -> Iterator[Monitor]:
+    """Follow a run with a monitor, which continues the reports and incidents of the run's earlier drivers.
+
+    When the block ends, also by an error, the file of shape reports is complete.
+    """
+    job, run = prepared.job, claimed.storage
+    error: BaseException | None = None
+    reported = _reported(job, run)  # before the file that it reads is replaced
+    with run.writing(SHAPES) as stream:
+        writers: list[Writer] = [RecentHistory(run), trackers]  # of the history's rows, besides the workers
+        if job.trackers is None or "tensorboard" in job.trackers:
+            writers.insert(0, TensorBoardWriter(run))
+        monitor = Monitor(job, prepared.plan.split, ReportFile(stream), writers, console, shapes, claimed)
+        monitor.shape_reports.restore(reported)
+        try:
+            with console.live(monitor.progress), progress_noted(run, monitor.progress):
+                yield monitor
+        except BaseException as raised:
+            error = raised
+        monitor.close()
+    run.child(REPORTS).remove()  # not before the file is complete: a driver that is killed here loses no report
+    if error is not None:
+        raise error
+
+
+def _reported(job: Job, run: Storage) -> list[tuple[World, Seen, ShardSpan]]:
+    """Return the shape reports of earlier attempts, only of steps and shards whose work is kept."""
+    steps = steps_of(run.child(CHECKPOINTS)) if job.task == "train" else []
+    trained = [Range(0, steps[-1], 0, job.num_shards)] if steps else []  # a training resumes from its last checkpoint
+    done = Done([*ledger.done_ranges(ledger.committed(run)), *trained])
+    spans = read_journal(run.child(REPORTS), done)
+    if run.exists(SHAPES):
+        with reading(run, SHAPES) as file:
+            spans += read_spans(file, done)
+    return sorted(spans, key=lambda one: one[2].first_step)

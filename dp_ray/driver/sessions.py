@@ -1,4 +1,7 @@
-"""A session: workers that stay, with torch imported, and run one job after another."""
+"""A session: workers that stay, with torch imported, and run one job after another.
+
+`session` is the public function; `keys_for` finds the keys of a session that runs several jobs.
+"""
 
 import os
 import threading
@@ -169,17 +172,14 @@ class Session:
             all_workers = self._keys.max_workers * (self.at_a_time or 1)
             of_all = self._keys.model_copy(update={"workers": all_workers})
             opening.enter_context(connected(of_all, self._address, self._verbose))
-            self._share()
+            if self.at_a_time != 1:
+                self.at_a_time = sessions_that_fit(self._keys, self.at_a_time)
+                # If several sessions run at a time, the others use this connection, which then stays.
+                self._is_own = self._is_own and self.at_a_time == 1
             self._folder = opening.enter_context(own_folder())
             self._start_workers(say)
             opening.callback(lambda: self._workers.close(0 if self._is_own else CLOSE_SECONDS))
             self._open = opening.pop_all()
-
-    def _share(self) -> None:
-        """Find how many sessions run at a time: if several, the others use this connection, which then stays."""
-        if self.at_a_time != 1:
-            self.at_a_time = sessions_that_fit(self._keys, self.at_a_time)
-            self._is_own = self._is_own and self.at_a_time == 1
 
     def _start_workers(self, say: Any) -> None:
         self._workers = start_workers(self._keys, self._folder, self._is_own, self._verbose, say)
@@ -246,53 +246,46 @@ class Session:
 
 
 def worker_keys(keys: dict[str, Any]) -> WorkerKeys:
-    """The keys of a session. Raises JobError, which lists every wrong one."""
+    """Validate the keys of a session. Raises JobError, which lists every wrong one."""
     try:
-        found = WorkerKeys.model_validate(keys)
+        checked = WorkerKeys.model_validate(keys)
     except ValidationError as error:
         raise JobError("\n".join(explain(error))) from None
-    if found.max_workers == 0:
+    if checked.max_workers == 0:
         raise JobError("workers: a session needs at least one; `workers: 0` runs without a session")
-    return found
+    return checked
 
 
 def keys_for(jobs: Iterable[Job]) -> WorkerKeys:
-    """The keys of a session that can run each of these jobs. Raises JobError if they contradict each other."""
-    found = [job for job in jobs if job.max_workers > 0]
-    gpus = [gpus for job in found if (gpus := _gpus_of(job)) != "auto"]
-    extra = {name for job in found for name in job.resources_per_worker}
+    """Return the keys of a session that can run each of these jobs. Raises JobError if they contradict each other."""
+    jobs = [job for job in jobs if job.max_workers > 0]
+    gpus = [gpus for job in jobs if (gpus := _gpus_of(job)) != "auto"]
+    extra = {name for job in jobs for name in job.resources_per_worker}
+    waits = [job.timeouts.capacity for job in jobs]  # None is without limit
     return worker_keys(
         {
-            "workers": {
-                "min": max(job.min_workers for job in found),
-                "max": max(job.max_workers for job in found),
-            },
-            "gpus_per_worker": max(gpus) if len(gpus) == len(found) else max([1, *gpus]) if gpus else "auto",
-            "cpus_per_worker": max(job.cpus_per_worker for job in found),
+            "workers": {"min": max(job.min_workers for job in jobs), "max": max(job.max_workers for job in jobs)},
+            "gpus_per_worker": max(gpus) if len(gpus) == len(jobs) else max([1, *gpus]) if gpus else "auto",
+            "cpus_per_worker": max(job.cpus_per_worker for job in jobs),
             "resources_per_worker": {
-                name: max(job.resources_per_worker.get(name, 0) for job in found) for name in extra
+                name: max(job.resources_per_worker.get(name, 0) for job in jobs) for name in extra
             },
-            "accelerator_type": _common("accelerator_type", [job.accelerator_type for job in found], None),
-            "placement": _common("placement", [job.placement for job in found], "PACK"),
-            "devices": found[0].devices if all(job.devices == found[0].devices for job in found) else None,
-            "timeouts": {"capacity": _longest([job.timeouts.capacity for job in found])},
-            "env": found[0].env if all(job.env == found[0].env for job in found) else {},
+            "accelerator_type": _common("accelerator_type", [job.accelerator_type for job in jobs], None),
+            "placement": _common("placement", [job.placement for job in jobs], "PACK"),
+            "devices": jobs[0].devices if all(job.devices == jobs[0].devices for job in jobs) else None,
+            "timeouts": {"capacity": None if None in waits else max(one for one in waits if one is not None)},
+            "env": jobs[0].env if all(job.env == jobs[0].env for job in jobs) else {},
         }
     )
 
 
 def _gpus_of(job: Job) -> float | Literal["auto"]:
-    """The GPUs that each of a job's workers takes, by `gpus_per_worker` or by `devices`; else auto."""
+    """Return the GPUs that each of a job's workers takes, by `gpus_per_worker` or by `devices`; else auto."""
     return (job.own_gpus or "auto") if job.gpus_per_worker == "auto" else job.gpus_per_worker
 
 
-def _longest(seconds: list[float | None]) -> float | None:
-    """The longest of some times; None is without limit."""
-    return None if None in seconds else max(one for one in seconds if one is not None)
-
-
 def _common(key: str, values: list[Any], default: Any) -> Any:
-    """The value that jobs have in common; those with the default take any."""
+    """Return the value that jobs have in common; those with the default take any."""
     named = list(dict.fromkeys(value for value in values if value != default))
     if len(named) > 1:
         raise JobError(f"{key}: jobs of one session must agree, got {' and '.join(map(repr, named))}")
@@ -304,23 +297,22 @@ def check_covered(job: Job, held: WorkerKeys, each: Resources) -> None:
 
     `each` are the resources that each of its workers holds.
     """
-    if lacks := list(_lacks(job, held, each)):
-        raise JobError("; ".join(lacks))
-
-
-def _lacks(job: Job, held: WorkerKeys, each: Resources) -> Iterator[str]:
+    lacks = []
     if job.max_workers > held.max_workers:
-        yield f"workers: the job needs {job.max_workers}, the session has {held.max_workers}"
+        lacks.append(f"workers: the job needs {job.max_workers}, the session has {held.max_workers}")
     elif job.min_workers > held.min_workers:
-        yield f"workers: the job needs at least {job.min_workers}, the session may have only {held.min_workers}"
+        most = held.min_workers
+        lacks.append(f"workers: the job needs at least {job.min_workers}, the session may have only {most}")
     wanted = {"CPU": job.cpus_per_worker, **job.resources_per_worker}
     if (gpus := _gpus_of(job)) != "auto":
         wanted["GPU"] = gpus
     if any(amount > each.get(name, 0) for name, amount in wanted.items()):
         named = f" for devices: {', '.join(job.devices)}" if job.devices and job.own_gpus else ""
-        yield f"a worker of the job needs {text_of(wanted)}{named}; one of the session has {text_of(each)}"
+        lacks.append(f"a worker of the job needs {text_of(wanted)}{named}; one of the session has {text_of(each)}")
     if job.accelerator_type not in (None, held.accelerator_type):
         has = held.accelerator_type or "any"
-        yield f"accelerator_type: the job needs {job.accelerator_type}, the session has {has}"
+        lacks.append(f"accelerator_type: the job needs {job.accelerator_type}, the session has {has}")
     if job.placement not in ("PACK", held.placement):
-        yield f"placement: the job needs {job.placement}, the session has {held.placement}"
+        lacks.append(f"placement: the job needs {job.placement}, the session has {held.placement}")
+    if lacks:
+        raise JobError("; ".join(lacks))

@@ -1,4 +1,4 @@
-"""Runs several jobs on the same workers: for `dp-ray run A.yaml B.yaml` and `dp-ray verify`."""
+"""Run several jobs on the same workers: for `dp-ray run A.yaml B.yaml` and `dp-ray verify`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,21 +11,18 @@ from dp_ray.results.result import Result
 
 @contextmanager
 def running(jobs: Sequence[Job], options: Options) -> Iterator[Callable[[Job], Result]]:
-    """A function that runs any of the jobs: several jobs in one session, a single one on workers of its own.
+    """Yield a function that runs any of the jobs: several jobs in one session, a single one on workers of its own.
 
     Raises JobError if the jobs have no names of their own, or if they cannot share a session.
     """
-    on_ray = [job for job in jobs if job.max_workers > 0]
-    if len(jobs) == 1 or not on_ray:
+    with_workers = [job for job in jobs if job.max_workers > 0]
+    if len(jobs) == 1 or not with_workers:
         yield lambda job: execute(job, options)
         return
     names = [job.run_name for job in jobs]
     if len(set(names)) < len(names):
         raise JobError(f"name: several jobs need names of their own, got {', '.join(names)}")
-    from dp_ray.driver.sessions import (
-        Session,  # imports Ray, which `workers: 0` does not need
-        keys_for,  # imports Ray, which `workers: 0` does not need
-    )
+    from dp_ray.driver.sessions import Session, keys_for  # imports Ray, which `workers: 0` does not need
 
-    with Session(keys_for(on_ray), options.address, None, options.quiet, options.verbose) as session:
+    with Session(keys_for(with_workers), options.address, None, options.quiet, options.verbose) as session:
         yield lambda job: session.execute(job, options)

@@ -1,4 +1,4 @@
-"""Runs the same job on several numbers of workers, compares the results, and finds where they first differ."""
+"""Run the same job on several numbers of workers, compare the results, and find where they first differ."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ class Verdict:
         return all(row.same for row in self.rows)
 
     def to_json(self) -> str:
-        """The verdict as JSON text."""
+        """Return the verdict as JSON text."""
         return json_text({**asdict(self), "same": self.same})
 
     def __str__(self) -> str:
@@ -68,25 +68,23 @@ class Verdict:
         text = [
             "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
-        return "\n".join([*text, *self._of_shards(), self._says()])
-
-    def _of_shards(self) -> list[str]:
-        """What was compared, if a run of the job alone is another."""
-        if self.shards == self.shards_alone:
-            return []
-        return [
-            f"compared with shards: {self.shards} on each number of workers; the job sets none, so a run of it alone "
-            f"takes {self.shards_alone}, and may give another result; set shards: {self.shards} for what was compared"
-        ]
-
-    def _says(self) -> str:
-        if self.bitwise:
-            return (
-                "the same, bit for bit" if self.same else f"NOT the same: {self.first}; kept: {', '.join(self.kept)}"
+        if self.shards != self.shards_alone:
+            text.append(
+                f"compared with shards: {self.shards} on each number of workers; the job sets none, so a run of it "
+                f"alone takes {self.shards_alone}, and may give another result; set shards: {self.shards} for what "
+                "was compared"
             )
-        largest = max(row.difference for row in self.rows)
-        judged = f"the largest relative difference is {largest:.3g}, the tolerance {self.tolerance:g}"
-        return f"{'the same up to rounding' if self.same else 'NOT the same'}: {judged}"
+        if not self.bitwise:
+            largest = max(row.difference for row in self.rows)
+            result = "the same up to rounding" if self.same else "NOT the same"
+            text.append(
+                f"{result}: the largest relative difference is {largest:.3g}, the tolerance {self.tolerance:g}"
+            )
+        elif self.same:
+            text.append("the same, bit for bit")
+        else:
+            text.append(f"NOT the same: {self.first}; kept: {', '.join(self.kept)}")
+        return "\n".join(text)
 
 
 Run = Callable[..., Result]
@@ -101,7 +99,10 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
     """
     _check(job, counts)
     alone = job.num_shards
-    job = job.model_copy(update={"shards": job.shards or max(1, *counts), "metrics": _metrics(job)})
+    metrics = dict(job.metrics)
+    if job.task != "predict" and job.step is None:
+        metrics[DIGEST] = Target(target="dp_ray.tensors.files:outputs_digest")
+    job = job.model_copy(update={"shards": job.shards or max(1, *counts), "metrics": metrics})
     tolerance = TOLERANCE[job.precision] if tolerance is None else tolerance
 
     def on(count: int) -> Job:
@@ -116,22 +117,18 @@ def verify(job: Job, counts: Sequence[int], options: Options, tolerance: float |
                 raise RunInterrupted("interrupted; run verify again, it begins anew") from None
 
         runs = [run(count) for count in counts]
-        verdict = _verdict(job, counts, runs, tolerance, run, alone)
+        bitwise = job.bitwise or job.task == "predict"
+        rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
+        different = [at for at, row in enumerate(rows) if not row.same]
+        first = None
+        if different and bitwise:  # runs the job again, in the same session
+            first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
+        kept = [one.run_dir for one in (runs if different else [])]
+        verdict = Verdict(rows, bitwise, tolerance, job.num_shards, alone, first, kept)
     if verdict.same:
         for one in runs:
             one.storage().remove()
     return verdict
-
-
-def _verdict(job: Job, counts: Sequence[int], runs: list[Result], tolerance: float, run: Run, alone: int) -> Verdict:
-    bitwise = job.bitwise or job.task == "predict"
-    rows = [_row(count, runs[0], one, bitwise, tolerance) for count, one in zip(counts, runs, strict=True)]
-    different = [at for at, row in enumerate(rows) if not row.same]
-    first = None
-    if different and bitwise:
-        first = _first_difference(run, (counts[0], runs[0]), (counts[different[0]], runs[different[0]]))
-    kept = [one.run_dir for one in (runs if different else [])]
-    return Verdict(rows, bitwise, tolerance, job.num_shards, alone, first, kept)
 
 
 def _check(job: Job, counts: Sequence[int]) -> None:
@@ -143,12 +140,6 @@ def _check(job: Job, counts: Sequence[int]) -> None:
         raise JobError("shards: auto: verify compares runs with one number of shards; set it, like --set shards=8")
     if job.shards and max(counts) > job.num_shards:
         raise JobError(f"--workers: {max(counts)} workers cannot share {job.num_shards} shards")
-
-
-def _metrics(job: Job) -> dict[str, Any]:
-    if job.task == "predict" or job.step is not None:
-        return dict(job.metrics)
-    return {**job.metrics, DIGEST: Target(target="dp_ray.tensors.files:outputs_digest")}
 
 
 def _row(count: int, first: Result, one: Result, bitwise: bool, tolerance: float) -> Row:
@@ -169,14 +160,14 @@ def _row(count: int, first: Result, one: Result, bitwise: bool, tolerance: float
 
 
 def _history(result: Result) -> list[dict[str, Any]]:
-    """The rows of a training's history, without its speed."""
+    """Return the rows of a training's history, without its speed."""
     if result.task != "train":
         return []
     return [{name: value for name, value in row.items() if name not in NOT_COMPARED} for row in result.history]
 
 
 def _hashes(result: Result) -> tuple[Any, ...]:
-    """All values that must be the same, with NaN equal to NaN."""
+    """Return all values that must be the same, as text where they may be NaN: NaN is the same as NaN."""
     average = result.ema and result.ema["sha256"]
     return result.weights_sha256, average, result.outputs_sha256, repr(result.metrics), repr(_history(result))
 
@@ -188,7 +179,7 @@ def _digest(values: list[Any]) -> str | None:
 
 
 def _difference(first: Result, other: Result) -> float:
-    """The largest relative difference of a tensor: of the weights, the metrics, or the outputs, by task."""
+    """Return the largest relative difference of a tensor: of the weights, the metrics, or the outputs, by task."""
     if first.task == "train":
         return max((apart(first.weights[name], other.weights[name])[0] for name in first.weights), default=0.0)
     if first.task == "evaluate":
@@ -203,7 +194,7 @@ def _leaves(batch: Any) -> list[torch.Tensor]:
 
 
 def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors: relative to the first one's largest magnitude, and absolute.
+    """Return the largest difference of two tensors: relative to the first one's largest magnitude, and absolute.
 
     Both are infinite if the shapes differ.
     """
@@ -217,25 +208,25 @@ def apart(one: torch.Tensor, two: torch.Tensor) -> tuple[float, float]:
 
 
 def _first_difference(run: Run, first: tuple[int, Result], other: tuple[int, Result]) -> str:
-    """Where the runs on two numbers of workers first differ: the step, and the first parameter after it."""
+    """Say where the runs on two numbers of workers first differ: the step, and the first parameter after it."""
     who = f"on {other[0]} workers against {first[0]}"
     if first[1].task != "train":
         return f"{who}, the outputs differ by up to {_difference(first[1], other[1]):.3g} of the largest"
     ours, theirs = _history(first[1]), _history(other[1])
     rows = [step for step, (a, b) in enumerate(zip(ours, theirs, strict=False)) if repr(a) != repr(b)]
     step = rows[0] if rows else len(ours) - 1
-    seen = [name for name in ours[step] if repr(ours[step][name]) != repr(theirs[step][name])]
-    told = dict.fromkeys("the outputs" if is_inner(name) else name for name in seen)
+    columns = [name for name in ours[step] if repr(ours[step][name]) != repr(theirs[step][name])]
+    names = dict.fromkeys("the outputs" if is_inner(name) else name for name in columns)
     # A step's values are computed before its update, so the weights may differ since the step before.
     for until in (step, step + 1):
-        if until and (found := _first_parameter(run, first[0], other[0], until)):
-            return f"{who}, first after step {until - 1}: {found}"
-    values = ", ".join(told) or "no value that is kept"
+        if until and (difference := _first_parameter(run, first[0], other[0], until)):
+            return f"{who}, first after step {until - 1}: {difference}"
+    values = ", ".join(names) or "no value that is kept"
     return f"{who}, first in step {step}: {values} differs, and no parameter does"
 
 
 def _first_parameter(run: Run, first: int, other: int, steps: int) -> str | None:
-    """The first tensor of the state that differs after `steps` steps, and by how much; None if none differs."""
+    """Name the first tensor of the state that differs after `steps` steps, and by how much; None if none differs."""
     ends = [run(count, max_steps=steps, name=f"verify-{count}-until-{steps}") for count in (first, other)]
     states = [load_checkpoint(one.storage().child(CHECKPOINTS), name_of(steps))[1]["model"] for one in ends]
     for one in ends:

@@ -1,30 +1,26 @@
-"""The attempts of a run, of which the driver follows the newest; one begins when all of its workers are ready.
+"""What a driver knows of its workers: the attempts, their end, hangs, incidents, and a stop that the user asks for.
 
-How the workers' part of a job ends.
-
-Workers that hang: found by the watchdog, named, and replaced as often as `retries` allows.
-
-The incidents of a run: printed on the console, and kept in its log.
-
-A stop that the user asks for: after the current step, with the work kept.
+An attempt begins when all of its workers are ready. The driver follows the newest one only.
 """
 
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from dp_ray.errors import WorkerError
+from dp_ray.errors import StorageError, WorkerError
 from dp_ray.monitor.console import Console
-from dp_ray.monitor.messages import Beat, Finished, GaveUp, Interrupted, Shapes, WorkerReady
+from dp_ray.monitor.messages import Finished, GaveUp, Interrupted, Shapes, WorkerReady
 from dp_ray.monitor.watchdog import Hang, Watchdog
 from dp_ray.rundir.incidents import IncidentKind, IncidentLog, Interruption
+from dp_ray.storage import Storage
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The workers of one attempt."""
+    """The workers of one attempt, in the order of their ranks."""
 
     workers: tuple[WorkerReady, ...]
 
@@ -35,8 +31,8 @@ class Attempts:
     def __init__(self) -> None:
         self.begun: list[Attempt] = []
         self._current: str | None = None
-        self._stepping: set[str] = set()
-        self._gathering: dict[str, dict[int, WorkerReady]] = {}
+        self._stepping: set[str] = set()  # attempts of which a worker has begun a step
+        self._gathering: dict[str, dict[int, WorkerReady]] = {}  # ready workers, by attempt and rank
         self._early: dict[str, list[Shapes]] = {}
         self._finished: dict[str, dict[int, Finished]] = {}
 
@@ -52,11 +48,11 @@ class Attempts:
         return workers
 
     def is_current(self, attempt: str) -> bool:
-        """Whether this is the newest attempt that has begun."""
+        """Return whether this is the newest attempt that has begun."""
         return attempt == self._current
 
     def is_first_step(self, attempt: str) -> bool:
-        """Whether no worker of the attempt has begun a step before this call; true once."""
+        """Note that a worker begins to step; return whether it is the first of its attempt."""
         is_first = attempt not in self._stepping
         self._stepping.add(attempt)
         return is_first
@@ -66,16 +62,16 @@ class Attempts:
         """Whether the newest attempt has begun to step."""
         return self._current in self._stepping
 
-    def keep(self, shapes: Shapes) -> None:
+    def hold_early(self, shapes: Shapes) -> None:
         """Hold a report of an attempt until all of its workers are ready."""
         self._early.setdefault(shapes.attempt, []).append(shapes)
 
-    def kept(self) -> list[Shapes]:
-        """Take the newest attempt's reports that arrived before it began."""
+    def take_early(self) -> list[Shapes]:
+        """Return the newest attempt's reports that arrived before it began; once."""
         return self._early.pop(self._current or "", [])
 
     def workers(self, ranks: tuple[int, ...]) -> list[WorkerReady]:
-        """The newest attempt's workers with these ranks."""
+        """Return the newest attempt's workers with these ranks."""
         newest = {one.world.rank: one for one in self.begun[-1].workers} if self.begun else {}
         return [newest[rank] for rank in ranks if rank in newest]
 
@@ -86,47 +82,37 @@ class Attempts:
         return tuple(here.values()) if self.begun and len(here) == len(self.begun[-1].workers) else ()
 
 
+@dataclass
 class JobEnd:
-    """Whether the workers' part of a job has ended: all workers have left it, it was given up, or they are gone."""
+    """The end of the workers' part of a job: all workers have left it, it was given up, or they are gone.
 
-    def __init__(self) -> None:
-        self.finished: tuple[Finished, ...] = ()
-        self.gave_up: GaveUp | None = None
-        self._has_come = threading.Event()
+    `has_come` is set once no worker will report any more. `finished` says how all workers have left the job.
+    """
 
-    @property
-    def has_come(self) -> bool:
-        """Whether the end has come."""
-        return self._has_come.is_set()
-
-    def wait(self) -> None:
-        """Wait for the end."""
-        self._has_come.wait()
-
-    def come(self) -> None:
-        """Note that no worker will report any more."""
-        self._has_come.set()
+    has_come: threading.Event = field(default_factory=threading.Event)
+    finished: tuple[Finished, ...] = ()
+    gave_up: GaveUp | None = None
 
     def finish(self, finished: tuple[Finished, ...]) -> None:
-        """Note how all workers of the newest attempt have left the job; none: some have not."""
+        """Note how all workers of the newest attempt have left the job; empty if some have not."""
         self.finished = finished
         if finished:
-            self.come()
+            self.has_come.set()
 
     def give_up(self, message: GaveUp) -> None:
-        """Note that the job is given up."""
+        """Note that Ray Train's controller gives the job up."""
         self.gave_up = message
-        self.come()
+        self.has_come.set()
 
 
 class NodeControl:
-    """What the driver can do to workers and nodes elsewhere; this base class does nothing."""
+    """Control of workers and nodes elsewhere; this base class, for a run without workers, does nothing."""
 
     def kill(self, worker: WorkerReady) -> None:
         """Kill a worker that hangs."""
 
     def is_gone(self, node_id: str) -> bool:
-        """Whether a node no longer answers."""
+        """Return whether a node no longer answers."""
         return False
 
     def stop(self) -> None:
@@ -134,42 +120,38 @@ class NodeControl:
 
 
 class Hangs:
-    """Watches the workers of each attempt in turn; `limit` is the seconds allowed for one step, None: no limit."""
+    """A watchdog of each attempt in turn, which has hanging workers replaced as often as `retries` allows.
+
+    `limit` is the seconds allowed for one step; None: no limit.
+    """
 
     def __init__(self, limit: float | None, retries: int, console: Console) -> None:
+        self.watchdog = Watchdog(None, ())
         self._limit = limit
         self._retries = retries
         self._console = console
-        self._watchdog = Watchdog(None, ())
         self._killed: Hang | None = None
-        self._before: set[tuple[int, tuple[int, ...]]] = set()
+        self._earlier: set[tuple[int, tuple[int, ...]]] = set()  # step and ranks of each hang
 
     def watch(self, workers: tuple[WorkerReady, ...]) -> None:
         """Watch the workers of a new attempt."""
-        self._watchdog = Watchdog(self._limit, workers)
-
-    def start(self, rank: int, step: int) -> None:
-        """Note that a worker is about to run its first step."""
-        self._watchdog.start(rank, step)
-
-    def take(self, beat: Beat) -> None:
-        """Take in a worker's beat."""
-        self._watchdog.take(beat)
+        self.watchdog = Watchdog(self._limit, workers)
 
     def check(self, control: NodeControl) -> None:
         """Kill the workers that hang, so that they are replaced.
 
         Raises WorkerError if the same ranks hang in the same step again, or if no retries are left.
         """
-        hang = self._watchdog.hang()
+        hang = self.watchdog.hang()
         if hang is None:
             return
-        what = (hang.step, hang.ranks)
-        if what in self._before or self._retries == 0:
-            again = " again" if what in self._before else ""
+        # The same ranks in the same step hang for a reason that no retry takes away, such as a deadlock in user code.
+        is_repeated = (hang.step, hang.ranks) in self._earlier
+        if is_repeated or self._retries == 0:
+            again = " again" if is_repeated else ""
             raise WorkerError(f"hangs{again}: {hang} (timeouts.step is {self._limit:g})")
         self._console.say(f"hangs, and is replaced: {hang}")
-        self._before.add(what)
+        self._earlier.add((hang.step, hang.ranks))
         self._retries -= 1
         self._killed = hang
         for worker in hang.workers:
@@ -178,49 +160,55 @@ class Hangs:
     def end(self, lost: tuple[int, ...]) -> str:
         """End the attempt, which lost these ranks; return how they hung, or "" if they did not hang."""
         killed, self._killed = self._killed, None
-        self._watchdog = Watchdog(None, ())  # watches nothing until the next attempt begins
+        self.watchdog = Watchdog(None, ())  # watches nothing until the next attempt begins
         return str(killed).splitlines()[0] if killed is not None and set(killed.ranks) & set(lost) else ""
 
 
-class Interruptions:
-    """Adds to the log of a run's incidents, and calls `save` with the log after each change."""
+class Incidents:
+    """The log of a run's incidents: printed on the console, and saved in the run's directory if there is one."""
 
-    def __init__(self, log: IncidentLog, console: Console, save: Callable[[IncidentLog], None]) -> None:
+    def __init__(self, log: IncidentLog, console: Console, run: Storage | None) -> None:
         self.log = log
         self._console = console
-        self._save = save
-        self._moved = time.monotonic()
+        self._run = run
+        self._advanced_at = time.monotonic()
 
     def begin(self, num_workers: int) -> None:
         """Record that an attempt begins."""
         self.log = self.log.begun(num_workers)
-        self._save(self.log)
+        self._save()
 
-    def moved(self) -> None:
+    def note_step(self) -> None:
         """Note the time at which all workers have finished a step."""
-        self._moved = time.monotonic()
+        self._advanced_at = time.monotonic()
 
     def interrupt(self, by: Interruption) -> None:
         """Record that the workers are being replaced."""
         self.log = self.log.interrupted(by)
         self._console.say(f"interrupted, {by}")
-        self._save(self.log)
+        self._save()
 
     def resume(self, step: int) -> None:
         """Record that an attempt's first step begins, which ends the interruption before it."""
         if not self.log.is_interrupted:
             return
+        # After a driver that ended, this process has not seen the last step, so it cannot tell how long ago that was.
         is_known = self.log.interruptions[-1].kind is not IncidentKind.DRIVER
-        seconds = round(time.monotonic() - self._moved, 1) if is_known else None
+        seconds = round(time.monotonic() - self._advanced_at, 1) if is_known else None
         self.log = self.log.resumed(step, seconds)
         self._console.say(self.log.interruptions[-1].resumption)
-        self._save(self.log)
+        self._save()
+
+    def _save(self) -> None:
+        if self._run is not None:
+            with suppress(StorageError):  # on a full disk, the outputs or the checkpoints raise the error
+                self.log.save(self._run)
 
 
 def interruption_of(
     message: Interrupted, lost: Sequence[WorkerReady], hung: str, step: int, control: NodeControl
 ) -> Interruption:
-    """The interruption after `step` that lost these workers; `hung` says how they hung, "" if they did not.
+    """Return the interruption after `step` that lost these workers; `hung` says how they hung, "" if they did not.
 
     If the node of a lost worker does not answer, the node was lost. An error of user code may come before the last
     reports, and name a later step.
@@ -235,16 +223,16 @@ def interruption_of(
     return Interruption(kind, what, step, message.ranks, tuple(sorted({one.world.node for one in lost})))
 
 
+@dataclass
 class PlannedStop:
-    """Whether the user asked the run to stop, by which signal, and whether the workers can still be asked."""
+    """A stop that the user asks for, after the current step and with the work kept, which `can_keep` allows."""
 
-    def __init__(self, can_keep: bool, console: Console) -> None:
-        self.is_asked = False
-        self.by = ""  # the name of the last signal, or the asker
-        self.asker = ""  # what asks by way of a signal
-        self.is_closed = False  # messages are no longer read, so workers cannot be asked to stop
-        self._can_keep = can_keep
-        self._console = console
+    can_keep: bool
+    console: Console
+    is_asked: bool = False
+    by: str = ""  # the name of the last signal, or the asker
+    asker: str = ""  # what asks by way of a signal
+    is_closed: bool = False  # messages are no longer read, so workers cannot be asked to stop
 
     def ask(self, control: NodeControl, runs_a_step: bool, signal_name: str) -> bool:
         """Ask the workers to stop after their current step; return whether they will.
@@ -253,7 +241,7 @@ class PlannedStop:
         this, so all that may block runs in a thread.
         """
         self.by = self.asker or signal_name
-        if self.is_closed or self.is_asked or not runs_a_step or not self._can_keep:
+        if self.is_closed or self.is_asked or not runs_a_step or not self.can_keep:
             return False
         self.is_asked = True
         threading.Thread(target=self._stop, args=(control,), name="planned stop", daemon=True).start()
@@ -261,4 +249,4 @@ class PlannedStop:
 
     def _stop(self, control: NodeControl) -> None:
         control.stop()
-        self._console.say("stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once")
+        self.console.say("stopping after this step, which is kept; a second Ctrl-C or SIGTERM ends the run at once")

@@ -1,10 +1,7 @@
-"""What the user sees while a job runs: a live display on a terminal, one line in a notebook, else a line every 5 s.
+"""Show the user how a job goes: a live display on a terminal, one line in a notebook, else a line every 5 s.
 
-All of it goes to stderr; stdout is for the output that the user asks for (`--shapes`, `--json`).
-
-The last line of a notebook's output, rewritten in place; all other output goes above it.
-
-Prints a training's losses and metrics on the console.
+All of it goes to stderr; stdout is for the output that the user asks for (`--shapes`, `--json`). `Console` prints,
+`Progress` holds what is shown, `Losses` prints a training's losses and metrics.
 """
 
 import math
@@ -32,13 +29,8 @@ from dp_ray.text import harmless, hide, replay_command
 REFRESH_SECONDS = 0.5
 
 
-def honours_carriage_returns(stream: Any) -> bool:
-    """Whether a stream writes to the output of a notebook's cell; it does not import IPython."""
-    return type(stream).__module__.partition(".")[0] == "ipykernel"
-
-
 class StatusLine:
-    """A stream whose last line is a status that `show` rewrites; `write` writes above it."""
+    """A stream whose last line, in a notebook's output, is a status that `show` rewrites; `write` writes above it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -114,17 +106,17 @@ class Console:
     def __init__(self, name: str, quiet: bool = False) -> None:
         self._quiet = quiet
         self._rich = RichConsole(stderr=True, highlight=False)
-        self._is_notebook = honours_carriage_returns(sys.stderr)
-        self._before = "" if self._is_notebook else f"{name}: "
+        self._is_notebook = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"  # without importing IPython
+        self._prefix = "" if self._is_notebook else f"{name}: "
         self._live: Live | None = None
         self._is_shown = False  # whether a live display shows the progress
-        self._told = 0.0
+        self._printed_at = 0.0  # when the progress was
         self._done = False
 
     def say(self, line: str) -> None:
         """Print a line, without its secrets, and without what would act on the terminal, unless quiet."""
         if not self._quiet:
-            self._print(self._before + harmless(line))
+            self._print(self._prefix + harmless(line))
 
     def printed(self, world: World, line: str) -> None:
         """Print a line that user code printed on a worker, even when quiet."""
@@ -141,40 +133,39 @@ class Console:
         finally:
             timer.cancel()
 
-    def progress(self, seen: "Progressed", at_once: bool = False) -> None:
+    def progress(self, progress: "Progress", at_once: bool = False) -> None:
         """Print the progress every few seconds, or `at_once`, unless a live display shows it."""
-        is_due = at_once or time.monotonic() - self._told >= LINE_SECONDS
+        is_due = at_once or time.monotonic() - self._printed_at >= LINE_SECONDS
         if is_due and not self._quiet and not self._is_shown and not self._done:
-            self._done = seen.step == seen.steps
-            self._told = time.monotonic()
-            self.say(str(seen))
+            self._done = progress.step == progress.steps
+            self._printed_at = time.monotonic()
+            self.say(str(progress))
 
     @contextmanager
-    def live(self, seen: "Progressed") -> Iterator[None]:
+    def live(self, progress: "Progress") -> Iterator[None]:
         """Show the progress live while the block runs: on a terminal with the workers, in a notebook as one line.
 
         Other threads than the main one print lines: several runs may share the terminal.
         """
-        self._told = time.monotonic()
-        self._is_shown = not self._quiet and (self._rich.is_terminal or self._is_notebook) and _is_main_thread()
+        self._printed_at = time.monotonic()
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_shown = not self._quiet and (self._rich.is_terminal or self._is_notebook) and is_main
         if not self._is_shown:
             yield
         elif self._is_notebook:
-            with rewritten(lambda: str(seen)):
+            with rewritten(lambda: str(progress)):
                 yield
         else:
-            with self._display(seen) as self._live:
+            with Live(
+                console=self._rich,
+                get_renderable=lambda: _display(progress),
+                refresh_per_second=5,
+                transient=True,
+                redirect_stdout=False,
+            ) as self._live:
                 yield
-        self._live, self._is_shown = None, False
-
-    def _display(self, seen: "Progressed") -> Live:
-        return Live(
-            console=self._rich,
-            get_renderable=lambda: _display(seen),
-            refresh_per_second=5,
-            transient=True,
-            redirect_stdout=False,
-        )
+        self._live = None
+        self._is_shown = False
 
     def _print(self, line: str) -> None:
         if self._live:
@@ -183,11 +174,7 @@ class Console:
             print(f"{line}\n", end="", file=sys.stderr, flush=True)  # one write: other threads print lines too
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-class Progressed:
+class Progress:
     """The progress of a run: the steps and rows that all workers have finished, and each worker's own rows."""
 
     def __init__(self, name: str, steps: int, rows: int) -> None:
@@ -199,7 +186,7 @@ class Progressed:
         self.last: dict[str, Any] = {}  # the training's last row of history
         self.workers: dict[int, tuple[World, int]] = {}
         self.seconds: dict[int, list[float]] = {}  # by rank: those of each part of a step, of its newest steps
-        self._doing = "starting"
+        self.phase = "starting"  # before the first step, or while no step runs; empty while steps run
         self._since = time.monotonic()
         self._ran: tuple[float, int] | None = None  # time and rows when the attempt's first step began
         self._warm: tuple[float, int] | None = None  # time and rows when it ended
@@ -208,7 +195,8 @@ class Progressed:
 
     def begin(self, what: str) -> None:
         """Show `what` as the current phase; no step runs in it."""
-        self._doing, self._since = what, time.monotonic()
+        self.phase = what
+        self._since = time.monotonic()
         self._ran = self._warm = None
 
     def start(self, worlds: list[World]) -> None:
@@ -225,25 +213,20 @@ class Progressed:
 
     def advance(self, step: int, rows: int) -> None:
         """Note that all workers have finished `step` steps; the steps since the last call have `rows` rows."""
-        self.step, self.rows, self.last_step_at = step, self.rows + rows, time.monotonic()
+        self.step = step
+        self.rows += rows
+        self.last_step_at = time.monotonic()
         if self._ran is not None:  # else it is a late report of replaced workers, or of an earlier run
-            self._doing, self._warm = "", self._warm or (time.monotonic(), self.rows)
-
-    def add(self, rank: int, rows: int) -> None:
-        """Add rows that one worker has finished."""
-        world, before = self.workers[rank]
-        self.workers[rank] = (world, before + rows)
+            self.phase = ""
+            self._warm = self._warm or (time.monotonic(), self.rows)
 
     def take(self, report: Report, rows: int) -> None:
         """Take in a worker's report of so many rows, and the mean seconds of each part of its steps."""
-        self.add(report.world.rank, rows)
+        rank = report.world.rank
+        world, before = self.workers[rank]
+        self.workers[rank] = (world, before + rows)
         if report.times is not None:
-            self.seconds[report.world.rank] = report.times.seconds.mean(axis=0).tolist()
-
-    @property
-    def phase(self) -> str:
-        """What happens before the first step, or while no step runs; empty while steps run."""
-        return self._doing
+            self.seconds[rank] = report.times.seconds.mean(axis=0).tolist()
 
     @property
     def rows_per_second(self) -> float:
@@ -255,35 +238,16 @@ class Progressed:
         return (self.rows - began[1]) / max(1e-9, time.monotonic() - began[0])
 
     def __str__(self) -> str:
-        if self._doing:
+        if self.phase:
             seconds = time.monotonic() - self._since
-            return self._doing + (f", {seconds:.0f} s" if seconds >= 1 else "")
+            return self.phase + (f", {seconds:.0f} s" if seconds >= 1 else "")
         if self.step == self.steps:
             return f"step {self.step}/{self.steps}, {self.rows} rows, finishing"
         rate = self.rows_per_second
+        rows_per_second = f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
         left = f", {_duration((self.rows_in_all - self.rows) / rate)} left" if rate else ""
         loss = f", loss {self.last['loss']:.4g}" if "loss" in self.last else ""
-        return f"step {self.step}/{self.steps}, {self.rows} rows, {_rate(rate)} rows/s{loss}{left}"
-
-
-def _rate(rows_per_second: float) -> str:
-    return f"{rows_per_second:,.0f}" if rows_per_second >= 10 else f"{rows_per_second:.3g}"
-
-
-def _display(seen: Progressed) -> Group:
-    """A bar, the progress in words on a line of its own, which may wrap, and the workers."""
-    bar = Table.grid(padding=(0, 1))
-    bar.add_row(Text(seen.name), ProgressBar(seen.steps, seen.step, width=40))
-    return Group(bar, Text(f"  {seen}"), _workers(seen))
-
-
-def _workers(seen: Progressed) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for rank, (world, rows) in sorted(seen.workers.items())[:SHOWN_WORKERS]:
-        table.add_row(f"  rank {rank}", world.node, str(world.device), f"{rows:,} rows")
-    if len(seen.workers) > SHOWN_WORKERS:
-        table.add_row(f"  and {len(seen.workers) - SHOWN_WORKERS} more")
-    return table
+        return f"step {self.step}/{self.steps}, {self.rows} rows, {rows_per_second} rows/s{loss}{left}"
 
 
 def _duration(seconds: float) -> str:
@@ -292,14 +256,26 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def _display(progress: Progress) -> Group:
+    """Return a bar, the progress in words on a line of its own, which may wrap, and the workers."""
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(Text(progress.name), ProgressBar(progress.steps, progress.step, width=40))
+    workers = Table.grid(padding=(0, 2))
+    for rank, (world, rows) in sorted(progress.workers.items())[:SHOWN_WORKERS]:
+        workers.add_row(f"  rank {rank}", world.node, str(world.device), f"{rows:,} rows")
+    if len(progress.workers) > SHOWN_WORKERS:
+        workers.add_row(f"  and {len(progress.workers) - SHOWN_WORKERS} more")
+    return Group(bar, Text(f"  {progress}"), workers)
+
+
 ALL_UP_TO = 20  # lines; after them, one every LINE_SECONDS at most, and the last one
 
 
 class Losses:
     """Prints an epoch's loss, an evaluation's metrics, and the first loss that is NaN or infinite.
 
-    Of many short epochs not each has a line. A loss that is not finite is told with the command that shows its
-    rows, when it is seen and at the end; `run_dir` is for that command.
+    Of many short epochs not each has a line. A loss that is not finite is printed with the command that shows its
+    rows, when it comes and at the end; `run_dir` is for that command.
     """
 
     def __init__(self, console: Console, run_dir: str) -> None:
@@ -308,33 +284,33 @@ class Losses:
         self._not_finite: tuple[int, float] | None = None
         self._last = -1
         self._lines = 0
-        self._told = 0.0
-        self._untold = ""  # the newest line, if it was not printed
+        self._printed_at = 0.0
+        self._unprinted = ""  # the newest line, if it was left out
 
     def say(self, row: dict[str, Any]) -> None:
         """Print the values of interest in a row of the history, if there are any."""
-        told = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
-        if told:
-            values = ", ".join(f"{name} {value}" for name, value in told.items())
-            self._tell(f"epoch {row['epoch']}, step {row['step']}: {values}")
+        texts = measured({name: one for name, one in row.items() if name == "epoch_loss" or name.startswith("eval_")})
+        if texts:
+            line = f"epoch {row['epoch']}, step {row['step']}: "
+            line += ", ".join(f"{name} {value}" for name, value in texts.items())
+            if self._lines >= ALL_UP_TO and time.monotonic() - self._printed_at < LINE_SECONDS:
+                self._unprinted = line
+            else:
+                self._console.say(line)
+                self._lines += 1
+                self._printed_at = time.monotonic()
+                self._unprinted = ""
         self._last = row["step"]
         if not math.isfinite(row["loss"]) and row["rows"] and self._not_finite is None:
             self._not_finite = row["step"], row["loss"]
             self._warn()
 
     def end(self) -> None:
-        """At the run's end, print its last line, and repeat what was said of a loss, unless nothing came after it."""
-        if self._untold:
-            self._console.say(self._untold)
+        """Print the last line if it was left out; repeat the warning of a loss, unless no line came after it."""
+        if self._unprinted:
+            self._console.say(self._unprinted)
         if self._not_finite is not None and self._last > self._not_finite[0]:
             self._warn()
-
-    def _tell(self, line: str) -> None:
-        if self._lines >= ALL_UP_TO and time.monotonic() - self._told < LINE_SECONDS:
-            self._untold = line
-            return
-        self._console.say(line)
-        self._lines, self._told, self._untold = self._lines + 1, time.monotonic(), ""
 
     def _warn(self) -> None:
         assert self._not_finite is not None

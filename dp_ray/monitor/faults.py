@@ -1,4 +1,4 @@
-"""The faults of `--inject`: their syntax, and which worker each one hits. It knows no Ray."""
+"""The faults of `--inject`: their syntax, and which worker each one hits."""
 
 import re
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Fault:
         return f"{self.action} {self.what}{which}{lasting} at step {self.step}"
 
     def is_due(self, world: World, step: int) -> bool:
-        """Whether this worker has to inject the fault before `step`."""
+        """Return whether this worker has to inject the fault before `step`."""
         if step < self.step:
             return False
         if self.what == "worker":

@@ -1,8 +1,6 @@
-"""The messages that workers and Ray Train's controller send to the driver.
+"""The messages that workers and Ray Train's controller send to the driver, and the error that ends a run.
 
 It imports no torch, for which the controller's process does not need to wait.
-
-The error that ends a run: what a worker reports of it, and what the driver raises.
 """
 
 from collections.abc import Mapping
@@ -21,7 +19,7 @@ BEAT_SECONDS = 0.5
 
 
 def beat_interval(world_size: int) -> float:
-    """Seconds between two beats of a worker; it grows with the workers, who share one driver."""
+    """Return the seconds between two beats of a worker; they grow with the workers, who share one driver."""
     return max(BEAT_SECONDS, world_size / 1000)
 
 
@@ -49,7 +47,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class TaskMessage:
-    """What a task sends besides shape reports: a Note, Keep, Logged rows of the history, or Measured metrics."""
+    """A message of a task besides shape reports: a Note, Keep, Logged rows of the history, Measured metrics ..."""
 
     attempt: str
     what: Any
@@ -214,12 +212,12 @@ KINDS = (JobError, ClusterError, DataError, ModelError, StorageError, WorkerErro
 
 
 def kind_of(error: BaseException) -> type[Error] | None:
-    """The class of dp_ray.errors that an error is of, also through a class that the user derived; None if of none."""
+    """Return the class of dp_ray.errors that an error is of, also by a class derived from it; None if of none."""
     return next((kind for kind in KINDS if isinstance(error, kind)), None)
 
 
 def error_of(failed: Failed, is_verbose: bool = False) -> Error:
-    """The error that a worker reported, with its rank, node and traceback.
+    """Return the error that a worker reported, with its rank, node and traceback.
 
     An error of `dp_ray.errors` shows only the frames of user code, unless verbose; any other error shows all frames.
     """

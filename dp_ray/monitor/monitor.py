@@ -1,16 +1,7 @@
-"""What writes the rows of a training's history as they arrive.
+"""Follow the workers: take in their messages, show the progress, and keep the first error.
 
-The workers' shape reports: put in order, written, and printed if the user asks for it; and their steps' times.
-
-Takes in what a task sends besides its shape reports: notes, its history, the metrics of an evaluation.
-
-The driver's side of the channel: follows the workers, shows their progress, and keeps the first error.
-
-Wraps what a task sends into a message; apart from the messages, since it needs the type of shape reports.
-
-Feeds the workers' messages to the monitor, in a thread of its own.
-
-Notes a run's progress in its directory while it runs, for `dp-ray watch` and `dp-ray list`.
+`Monitor.take` dispatches on a message; `listening` feeds it the messages of a channel, in a thread of its own.
+`progress_noted` writes the progress to the run's directory, for `dp-ray watch` and `dp-ray list`.
 """
 
 import math
@@ -21,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -31,16 +23,15 @@ from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.job.job import Job
 from dp_ray.monitor.attempts import (
-    Attempt,
     Attempts,
     Hangs,
-    Interruptions,
+    Incidents,
     JobEnd,
     NodeControl,
     PlannedStop,
     interruption_of,
 )
-from dp_ray.monitor.console import Console, Losses, Progressed
+from dp_ray.monitor.console import Console, Losses, Progress
 from dp_ray.monitor.messages import (
     HERE,
     Beat,
@@ -59,11 +50,13 @@ from dp_ray.monitor.messages import (
     WorkerReady,
 )
 from dp_ray.plan.split import Split
-from dp_ray.rundir.incidents import IncidentLog
+from dp_ray.results.text import relative
+from dp_ray.rundir.claim import RunDir
+from dp_ray.rundir.incidents import IncidentLog, read_incidents
 from dp_ray.rundir.listing import PROGRESS
-from dp_ray.steps.reports import Collector, Journal, ReportColumns, ReportFile
+from dp_ray.steps.reports import REPORTS, Collector, Journal, ReportColumns, ReportFile
 from dp_ray.steps.shapes import Keep, Report, Seen, ShardSpan, decode_sizes, shape_lines
-from dp_ray.steps.times import Logged, StepTimeWriter
+from dp_ray.steps.times import TIMES, Logged, StepTimeWriter
 from dp_ray.storage import Storage
 from dp_ray.system.threads import repeated
 from dp_ray.tasks.hooks import Measured, Note, ShardsFound, StoppedEarly, WorkerTimes
@@ -80,44 +73,158 @@ class Writer(Protocol):
         """Write what is left, when no more rows come."""
 
 
-class Writers:
-    """Several writers as one."""
+class Monitor:
+    """Takes in the workers' messages; one thread calls `take`, in the order of arrival.
 
-    def __init__(self, writers: Iterable[Writer]) -> None:
-        self._writers = list(writers)
+    `run` is the run's directory, which keeps incidents, shape reports and step times; without one they are only
+    shown. `shapes` has the shapes of each step printed. The `writers` get the rows of the history.
+    """
 
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Give the rows to each writer."""
-        for writer in self._writers:
-            writer.add(rows)
+    def __init__(
+        self,
+        job: Job,
+        split: Split,
+        file: ReportFile,
+        writers: Iterable[Writer],
+        console: Console,
+        shapes: bool,
+        run: RunDir | None = None,
+    ) -> None:
+        self.node_control = NodeControl()
+        self.failed: Failed | None = None
+        self.end = JobEnd()
+        self.attempts = Attempts()
+        self.progress = Progress(job.run_name, split.total_steps, split.total_rows)
+        self.planned_stop = PlannedStop(job.task != "evaluate", console)  # an evaluation keeps nothing
+        storage = run.storage if run else None
+        log = read_incidents(run.storage) if run and run.is_resumed else IncidentLog()
+        self.incidents = Incidents(log, console, storage)
+        self._console = console
+        self._hangs = Hangs(job.timeouts.step, job.retries, console)
+        losses = Losses(console, relative(str(storage)) if storage else "RUN_DIR")
+        self.task_messages = TaskMessages(list(writers), self.progress, console, losses)
+        self.shape_reports = ShapeReports(
+            file, storage, self.progress, self.incidents, console, shapes, job.batch_dim
+        )
+
+    def take(self, message: Message) -> None:
+        """Process a message."""
+        match message:
+            case WorkerReady():
+                self._worker_ready(message)
+            case Shapes():
+                self._shapes(message)
+            case TaskMessage(what=Keep()):
+                self.shape_reports.keep()
+            case TaskMessage(what=what):
+                self.task_messages.take(what)
+            case Printed(world=world, lines=lines):
+                for line in lines:
+                    self._console.printed(world, line)
+            case Starting(what=what):
+                self.begin(what)
+            case Started(attempt=attempt, rank=rank, step=step):
+                if self.attempts.is_current(attempt):
+                    self._hangs.watchdog.start(rank, step)
+                if self.attempts.is_first_step(attempt):
+                    self.progress.run(step)
+                    self.incidents.resume(step)
+            case Beat(attempt=attempt):
+                if self.attempts.is_current(attempt):
+                    self._hangs.watchdog.take(message)
+            case Interrupted(ranks=ranks):
+                lost, hung = self.attempts.workers(ranks), self._hangs.end(ranks)
+                self.failed = None  # the next attempt may succeed
+                self.incidents.interrupt(interruption_of(message, lost, hung, self.progress.step, self.node_control))
+            case Waits(what=what):
+                self._console.say(what)
+            case FaultInjected(what=what, world=world):
+                self._console.say(f"fault injection: {what}, by {world}")
+                if message.is_the_drivers:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            case Finished():
+                self.end.finish(self.attempts.finish(message))
+            case GaveUp():
+                self.end.give_up(message)
+            case Failed():
+                if self.failed is None or self.failed.is_lost_peer:  # which only follows from another worker's end
+                    self.failed = message
+
+    def _worker_ready(self, worker: WorkerReady) -> None:
+        """Begin an attempt once all of its workers are ready."""
+        workers = self.attempts.take(worker)
+        if not workers:
+            return
+        self.failed = None
+        self.task_messages.begin()
+        self._hangs.watch(workers)
+        self.incidents.begin(len(workers))
+        worlds = [one.world for one in workers]
+        nodes = {world.node for world in worlds}
+        devices = ", ".join(sorted({str(world.device) for world in worlds}))
+        where = f"{counted(len(worlds), 'worker')} on {counted(len(nodes), 'node')}"
+        self._console.say(f"{'in this process' if worker.attempt == HERE else where} ({devices})")
+        self.shape_reports.begin(worlds, len(self.incidents.log.world_sizes) - 1)
+        self.progress.start(worlds)
+        for shapes in self.attempts.take_early():
+            self._shapes(shapes)
+
+    def _shapes(self, shapes: Shapes) -> None:
+        if self.attempts.is_current(shapes.attempt):
+            self.progress.take(shapes.report, self.shape_reports.take(shapes.report))
+        else:
+            self.attempts.hold_early(shapes)
+
+    def begin(self, what: str) -> None:
+        """Show `what` as the current phase, before the first step."""
+        self.progress.begin(what)
+        self._console.progress(self.progress, at_once=True)
+
+    def tick(self) -> None:
+        """Pass on complete steps, show the progress, and check for workers that hang."""
+        self.shape_reports.emit()
+        self._console.progress(self.progress)
+        self._hangs.check(self.node_control)
+
+    def ask_to_stop(self, signal_name: str = "") -> bool:
+        """Ask the run to stop after its current step and keep it; return whether it will.
+
+        It cannot before the first step, during an interruption, in an evaluation, which keeps nothing, or if it was
+        asked before. A signal handler calls this.
+        """
+        runs_a_step = self.attempts.runs_a_step and not self.incidents.log.is_interrupted
+        return self.planned_stop.ask(self.node_control, runs_a_step, signal_name)
 
     def close(self) -> None:
-        """Close each writer."""
-        for writer in self._writers:
-            writer.close()
+        """Finish the shape reports and the history; workers can no longer be asked to stop."""
+        self.planned_stop.is_closed = True
+        self.shape_reports.close()
+        self.task_messages.close()
 
 
 class ShapeReports:
-    """Takes in shape reports; calls `on_steps` with the number of steps done by all workers, and the new rows."""
+    """The workers' shape reports, put in order, written, and printed if the user asks for it; and step times."""
 
     def __init__(
         self,
         file: ReportFile,
-        journal: Journal | None,
-        times: StepTimeWriter | None,
+        run: Storage | None,
+        progress: Progress,
+        incidents: Incidents,
         console: Console,
         prints: bool,
         batch_dim: int,
-        on_steps: Callable[[int, int], None],
     ) -> None:
         self._file = file
-        self._journal = journal
-        self._times = times
-        self._must_keep = False
+        self._journal = Journal(run.child(REPORTS)) if run else None
+        self._times = StepTimeWriter(run.child(TIMES)) if run else None
+        self._progress = progress
+        self._incidents = incidents
         self._console = console
         self._prints = prints
         self._batch_dim = batch_dim
-        self._on_steps = on_steps
+        self._must_keep = False
+        self._is_closing = False
         self._stdout = sys.stdout
         self._collector = Collector(self._on_rows)
         self._decoded: dict[int, tuple[Any, Any]] = {}
@@ -140,7 +247,7 @@ class ShapeReports:
         return sum(self._collector.rows_of(report.world.rank, span) for span in report.spans)
 
     def keep(self) -> None:
-        """Write all reports to the journal at the next `emit`."""
+        """Write all reports to the journal at the next `emit`: a worker is about to commit its steps."""
         self._must_keep = True
 
     def emit(self) -> None:
@@ -155,7 +262,7 @@ class ShapeReports:
     def close(self) -> None:
         """Pass on all reports, also those of unfinished steps, and finish the file."""
         self._collector.emit()
-        self._on_steps = lambda step, rows: None  # the steps that are left are not done
+        self._is_closing = True  # the steps that are left are not done, so they do not count as progress
         self._collector.close()
         self._file.close()
         if self._times:
@@ -165,7 +272,11 @@ class ShapeReports:
         block = self._file.write(collector, rows)
         if self._journal:
             self._journal.add(block)
-        self._on_steps(int(rows.step[-1]) + 1, _num_rows(collector, rows))
+        if not self._is_closing:
+            self._incidents.note_step()
+            counts = np.bincount(rows.seen).tolist()
+            num_rows = sum(count * collector.seen[number].rows for number, count in enumerate(counts))
+            self._progress.advance(int(rows.step[-1]) + 1, num_rows)
         if self._prints:
             self._print(self._lines(collector, rows))
 
@@ -177,55 +288,42 @@ class ShapeReports:
             self._stdout.flush()
         except BrokenPipeError:
             self._prints = False
+            # Python flushes stdout when it exits, and would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stdout.fileno())
             self._console.say("stdout was closed, no more shapes are printed")
 
     def _lines(self, collector: Collector, rows: ReportColumns) -> Iterator[str]:
         numbered = zip(rows.step.tolist(), rows.seen.tolist(), strict=True)
-        for _, pieces in groupby(numbered, key=lambda pair: pair[0]):
-            yield from shape_lines([self._sizes(collector, seen) for _, seen in pieces], self._batch_dim)
-
-    def _sizes(self, collector: Collector, number: int) -> tuple[Any, Any]:
-        if number not in self._decoded:
-            seen = collector.seen[number]
-            self._decoded[number] = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
-        return self._decoded[number]
-
-
-def _num_rows(collector: Collector, rows: ReportColumns) -> int:
-    """The number of the dataset's rows in these reports."""
-    counts = np.bincount(rows.seen).tolist()
-    return sum(count * collector.seen[number].rows for number, count in enumerate(counts))
+        for _, shards in groupby(numbered, key=lambda pair: pair[0]):
+            numbers = [number for _, number in shards]
+            for number in numbers:
+                if number not in self._decoded:
+                    seen = collector.seen[number]
+                    self._decoded[number] = decode_sizes(seen.input_size), decode_sizes(seen.output_size)
+            yield from shape_lines([self._decoded[number] for number in numbers], self._batch_dim)
 
 
+@dataclass
 class TaskMessages:
-    """Takes in what a task sends.
+    """What a task has sent besides its shape reports: notes, its history, the metrics of an evaluation.
 
     `metrics` are the last that an evaluation measured, `times` those of the workers' loops, by rank; `flops`
     the operations of a row, if the job asks for them; `shards_found` the number that `shards: auto` has found.
     `stopped_early` says why a training ended before its last step.
     """
 
-    def __init__(
-        self, reports: ShapeReports, writer: Writer, progress: Progressed, console: Console, run_dir: str
-    ) -> None:
-        self.metrics: dict[str, float] = {}
-        self.times: dict[int, dict[str, float]] = {}
-        self.flops: Flops | None = None
-        self.shards_found: int | None = None
-        self.stopped_early: StoppedEarly | None = None
-        self._reports = reports
-        self._writer = writer
-        self._progress = progress
-        self._console = console
-        self._losses = Losses(console, run_dir)
-
-    def end_of(self, steps: int) -> int:
-        """How many steps a finished training has: all `steps`, or fewer if it stopped early."""
-        return steps if self.stopped_early is None else self.stopped_early.step
+    writers: Sequence[Writer]
+    progress: Progress
+    console: Console
+    losses: Losses
+    metrics: dict[str, float] = field(default_factory=dict)
+    times: dict[int, dict[str, float]] = field(default_factory=dict)
+    flops: Flops | None = None
+    shards_found: int | None = None
+    stopped_early: StoppedEarly | None = None
 
     def begin(self) -> None:
-        """Forget what an attempt told at its end: another one begins."""
+        """Forget what an attempt sent at its end: another one begins."""
         self.times.clear()
         self.stopped_early = None
 
@@ -233,189 +331,34 @@ class TaskMessages:
         """Process what a task sent."""
         match what:
             case Note(text=text):
-                self._console.say(text)
-            case Keep():
-                self._reports.keep()
+                self.console.say(text)
             case Measured(metrics=metrics):
                 self.metrics = metrics
             case WorkerTimes(rank=rank, seconds=seconds):
                 self.times[rank] = seconds
             case StoppedEarly():
                 self.stopped_early = what
-                self._console.say(what.text)
+                self.console.say(what.text)
             case Flops():
                 self.flops = what
             case ShardsFound(shards=shards):
                 self.shards_found = shards
             case Logged(rows=rows):
-                self._log(rows)
+                self.progress.last = rows[-1]
+                for writer in self.writers:
+                    writer.add(rows)
+                for row in rows:
+                    self.losses.say(row)
 
-    def _log(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Show and write rows of the history."""
-        self._progress.last = rows[-1]
-        self._writer.add(rows)
-        for row in rows:
-            self._losses.say(row)
+    def end_of(self, steps: int) -> int:
+        """Return how many steps a finished training has: all `steps`, or fewer if it stopped early."""
+        return steps if self.stopped_early is None else self.stopped_early.step
 
     def close(self) -> None:
         """Write what is left of the history, when no more rows come."""
-        self._losses.end()
-        self._writer.close()
-
-
-class Monitor:
-    """Takes in the workers' messages; one thread calls `take`, in the order of arrival."""
-
-    def __init__(
-        self,
-        job: Job,
-        split: Split,
-        file: ReportFile,
-        writer: Writer,
-        console: Console,
-        shapes: bool,
-        save_incidents: Callable[[IncidentLog], None] = lambda incidents: None,
-        incidents: IncidentLog | None = None,
-        journal: Journal | None = None,
-        times: StepTimeWriter | None = None,
-        run_dir: str = "RUN_DIR",
-    ) -> None:
-        self.node_control = NodeControl()
-        self.failed: Failed | None = None
-        self.end = JobEnd()
-        self.progress = Progressed(job.run_name, split.total_steps, split.total_rows)
-        self.planned_stop = PlannedStop(job.task != "evaluate", console)  # an evaluation keeps nothing
-        self._attempts = Attempts()
-        self._interruptions = Interruptions(incidents or IncidentLog(), console, save_incidents)
-        self._console = console
-        self._hangs = Hangs(job.timeouts.step, job.retries, console)
-        self._reports = ShapeReports(file, journal, times, console, shapes, job.batch_dim, self._on_steps)
-        self.task_messages = TaskMessages(self._reports, writer, self.progress, console, run_dir)
-
-    @property
-    def attempts(self) -> list[Attempt]:
-        """The attempts that have begun, in order."""
-        return self._attempts.begun
-
-    @property
-    def incidents(self) -> IncidentLog:
-        """The log of the run's incidents so far."""
-        return self._interruptions.log
-
-    def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
-        """Take in the shape reports that a resumed run has of its finished steps."""
-        self._reports.restore(spans)
-
-    def take(self, message: Message) -> None:
-        """Process a message."""
-        match message:
-            case WorkerReady():
-                self._worker_ready(message)
-            case Shapes():
-                self._shapes(message)
-            case TaskMessage(what=what):
-                self.task_messages.take(what)
-            case Printed(world=world, lines=lines):
-                for line in lines:
-                    self._console.printed(world, line)
-            case Starting(what=what):
-                self.begin(what)
-            case Started():
-                self._started(message)
-            case Beat(attempt=attempt):
-                if self._attempts.is_current(attempt):
-                    self._hangs.take(message)
-            case Interrupted():
-                self._interrupted(message)
-            case Waits(what=what):
-                self._console.say(what)
-            case FaultInjected():
-                self._fault_injected(message)
-            case Finished():
-                self.end.finish(self._attempts.finish(message))
-            case GaveUp():
-                self.end.give_up(message)
-            case Failed():
-                if self.failed is None or self.failed.is_lost_peer:  # which only follows from another worker's end
-                    self.failed = message
-
-    def begin(self, what: str) -> None:
-        """Show `what` as the current phase, before the first step."""
-        self.progress.begin(what)
-        self._console.progress(self.progress, at_once=True)
-
-    def tick(self) -> None:
-        """Pass on complete steps, show the progress, and check for workers that hang."""
-        self._reports.emit()
-        self._console.progress(self.progress)
-        self._hangs.check(self.node_control)
-
-    def ask_to_stop(self, signal_name: str = "") -> bool:
-        """Ask the run to stop after its current step and keep it; return whether it will.
-
-        It cannot before the first step, during an interruption, in an evaluation, which keeps nothing, or if it was
-        asked before. A signal handler calls this.
-        """
-        runs_a_step = self._attempts.runs_a_step and not self.incidents.is_interrupted
-        return self.planned_stop.ask(self.node_control, runs_a_step, signal_name)
-
-    def close(self) -> None:
-        """Finish the shape reports and the history; workers can no longer be asked to stop."""
-        self.planned_stop.is_closed = True
-        self._reports.close()
-        self.task_messages.close()
-
-    def _worker_ready(self, worker: WorkerReady) -> None:
-        """Begin an attempt once all of its workers are ready."""
-        workers = self._attempts.take(worker)
-        if not workers:
-            return
-        self.failed = None
-        self.task_messages.begin()
-        self._hangs.watch(workers)
-        self._interruptions.begin(len(workers))
-        worlds = [one.world for one in workers]
-        self._console.say(_where(worlds, is_here=worker.attempt == HERE))
-        self._reports.begin(worlds, len(self.incidents.world_sizes) - 1)
-        self.progress.start(worlds)
-        for shapes in self._attempts.kept():
-            self._shapes(shapes)
-
-    def _shapes(self, shapes: Shapes) -> None:
-        if self._attempts.is_current(shapes.attempt):
-            self.progress.take(shapes.report, self._reports.take(shapes.report))
-        else:
-            self._attempts.keep(shapes)
-
-    def _on_steps(self, step: int, rows: int) -> None:
-        self._interruptions.moved()
-        self.progress.advance(step, rows)
-
-    def _started(self, message: Started) -> None:
-        """Note that a worker is about to run its first step; the attempt's first one ends an interruption."""
-        if self._attempts.is_current(message.attempt):
-            self._hangs.start(message.rank, message.step)
-        if self._attempts.is_first_step(message.attempt):
-            self.progress.run(message.step)
-            self._interruptions.resume(message.step)
-
-    def _interrupted(self, message: Interrupted) -> None:
-        lost, hung = self._attempts.workers(message.ranks), self._hangs.end(message.ranks)
-        self.failed = None
-        self._interruptions.interrupt(interruption_of(message, lost, hung, self.progress.step, self.node_control))
-
-    def _fault_injected(self, message: FaultInjected) -> None:
-        self._console.say(f"fault injection: {message.what}, by {message.world}")
-        if message.is_the_drivers:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _where(worlds: Sequence[World], is_here: bool) -> str:
-    """Where workers run: `2 workers on 1 node (cpu)`, or `in this process (cpu)`."""
-    places = f"{counted(len(worlds), 'worker')} on {counted(len({world.node for world in worlds}), 'node')}"
-    return (
-        f"{'in this process' if is_here else places} ({', '.join(sorted({str(world.device) for world in worlds}))})"
-    )
+        self.losses.end()
+        for writer in self.writers:
+            writer.close()
 
 
 def message_of(attempt: str, what: Any) -> Message:
@@ -448,7 +391,7 @@ def listening(
 
 
 class Listener(threading.Thread):
-    """Feeds the monitor until it is told to finish; `failure` is what the monitor raised."""
+    """A thread that feeds the monitor until `finish`; `failure` is the error that the monitor raised."""
 
     def __init__(self, monitor: Monitor, receive: Callable[[bool], list[Message]], abort: Callable[[], None]) -> None:
         super().__init__(name="monitor", daemon=True)
@@ -461,12 +404,22 @@ class Listener(threading.Thread):
 
     def run(self) -> None:
         """Take in messages, also the last ones; if the monitor fails, abort the caller's block."""
+        is_last = False
         try:
-            self._listen()
+            while not is_last:
+                # Looked at before the messages are fetched: so what was sent before the end is still taken in.
+                is_last = self._ended.is_set() or self._monitor.end.has_come.is_set()
+                for message in self._receive(not is_last):
+                    self._monitor.take(message)
+                self._monitor.tick()
         except BaseException as error:
             self.failure = error
             self._monitor.planned_stop.is_closed = True
-            self._interrupt()
+            while not self._ended.is_set():
+                self._abort()
+                if self._caller is threading.main_thread():
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                self._ended.wait(INTERRUPT_SECONDS)  # a signal just before the block waits is lost: repeat it
 
     def finish(self) -> None:
         """Let the thread take in the last messages, and wait for it; its interrupt may arrive only here."""
@@ -478,65 +431,44 @@ class Listener(threading.Thread):
                 if self.failure is None:
                     raise
 
-    def _listen(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last = self._ended.is_set() or self._monitor.end.has_come
-            for message in self._receive(not is_last):
-                self._monitor.take(message)
-            self._monitor.tick()
 
-    def _interrupt(self) -> None:
-        while not self._ended.is_set():
-            self._abort()
-            if self._caller is threading.main_thread():
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            self._ended.wait(INTERRUPT_SECONDS)  # a signal just before the block begins to wait is lost: repeat it
-
-
-SECONDS = {False: 1.0, True: 5.0}  # between two writes: on a disk, on an object store
+WRITE_SECONDS = {False: 1.0, True: 5.0}  # between two writes: on a disk, on an object store
 NO_METRIC = {"step", "epoch", "learning_rate", "gradient_norm", "rows", "rows_per_second", "data_wait_seconds"}
 
 
 @contextmanager
-def progress_noted(run: Storage, progress: Progressed) -> Iterator[None]:
+def progress_noted(run: Storage, progress: Progress) -> Iterator[None]:
     """Write `progress.json` every few seconds while the block runs, if anything has changed, and at its end."""
-    write = _writer(run, progress)
+    written: dict[str, Any] = {}
+
+    def write() -> None:
+        nonlocal written
+        values = progress_values(progress)
+        with suppress(StorageError):  # it only informs: what must be written raises the error
+            if values != written:
+                run.write_text(PROGRESS, json_text({**values, "at": time.time()}) + "\n")
+                written = values
+
     try:
-        with repeated("progress", SECONDS[run.is_atomic], write):
+        with repeated("progress", WRITE_SECONDS[run.is_atomic], write):
             yield
     finally:
         write()
 
 
-def _writer(run: Storage, progress: Progressed) -> Callable[[], None]:
-    written: dict[str, Any] = {}
-
-    def write() -> None:
-        nonlocal written
-        found = noted(progress)
-        with suppress(StorageError):  # it only informs: what must be written raises the error
-            if found != written:
-                run.write_text(PROGRESS, json_text({**found, "at": time.time()}) + "\n")
-                written = found
-
-    return write
-
-
-def noted(progress: Progressed) -> dict[str, Any]:
-    """The progress as JSON values: steps, rows, rate, phase, the last metrics, each worker's place, rows and time."""
-    found = {name: getattr(progress, name) for name in ("step", "steps", "rows", "rows_in_all", "phase")}
+def progress_values(progress: Progress) -> dict[str, Any]:
+    """Return the progress as JSON values: steps, rows, rate, phase, metrics, each worker's place, rows and time."""
+    counts = {name: getattr(progress, name) for name in ("step", "steps", "rows", "rows_in_all", "phase")}
     metrics = {name: value for name, value in progress.last.items() if name not in NO_METRIC and value is not None}
+    workers = []
+    for rank in sorted(progress.workers):
+        world, rows = progress.workers[rank]
+        seconds = progress.seconds.get(rank)
+        ms = None if seconds is None else round(1e3 * math.fsum(seconds), 3)
+        workers.append({"rank": rank, "node": world.node, "device": str(world.device), "rows": rows, "ms": ms})
     return {
-        **found,
+        **counts,
         "rows_per_second": float(f"{progress.rows_per_second:.3g}"),
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
-        "workers": [_worker(progress, rank) for rank in sorted(progress.workers)],
+        "workers": workers,
     }
-
-
-def _worker(progress: Progressed, rank: int) -> dict[str, Any]:
-    world, rows = progress.workers[rank]
-    seconds = progress.seconds.get(rank)
-    milliseconds = None if seconds is None else round(1e3 * math.fsum(seconds), 3)
-    return {"rank": rank, "node": world.node, "device": str(world.device), "rows": rows, "ms": milliseconds}

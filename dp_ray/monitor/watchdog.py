@@ -1,4 +1,4 @@
-"""Finds the workers that hang, among all those that wait for them."""
+"""Find the workers that hang, among all those that wait for them."""
 
 import time
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ SILENT_BEATS = 10
 @dataclass
 class _WorkerState:
     worker: WorkerReady
-    heard: float
-    moved: float
+    heard: float  # when the last beat came
+    moved: float  # when its step began
     step: int | None = None
     stack: str = ""
     waits_for: str = ""
@@ -45,14 +45,14 @@ class Hang:
 
 
 class Watchdog:
-    """Takes in the beats of one attempt's workers; `limit` is the seconds allowed for one step, None: no limit."""
+    """A watchdog of one attempt's workers; `limit` is the seconds allowed for one step, None: no limit."""
 
     def __init__(self, limit: float | None, workers: Sequence[WorkerReady]) -> None:
         self._limit = limit
         self._interval = beat_interval(len(workers))
         now = time.monotonic()
         self._states = {worker.world.rank: _WorkerState(worker, now, now) for worker in workers}
-        self._found = False
+        self._is_reported = False
 
     def start(self, rank: int, step: int) -> None:
         """Note that a worker is about to run its first step, since it may hang before its next beat."""
@@ -71,27 +71,26 @@ class Watchdog:
         state.stack, state.waits_for = beat.stack, beat.waits_for
 
     def hang(self) -> Hang | None:
-        """The workers that hang, None if none do; reported once.
+        """Return the workers that hang, None if none do; once.
 
         It waits four more beat intervals after the limit, so that it has heard from all workers.
         """
-        if self._limit is None or self._found:
+        if self._limit is None or self._is_reported:
             return None
         now, patience = time.monotonic(), self._limit + 4 * self._interval
-        at_it = [state for state in self._states.values() if state.step is not None]
-        late = [state for state in at_it if now - state.moved > self._limit]
+        late = [one for one in self._states.values() if one.step is not None and now - one.moved > self._limit]
         if not any(now - state.moved > patience for state in late):
             return None
         blamed = self._blame(late, now)
         if not blamed:
             return None
-        self._found = True
+        self._is_reported = True
         step = min(state.step or 0 for state in blamed)
         workers = tuple(state.worker for state in blamed)
         return Hang(workers, step, now - min(state.moved for state in blamed), blamed[0].stack)
 
     def _blame(self, late: list[_WorkerState], now: float) -> list[_WorkerState]:
-        """The late workers to blame.
+        """Return the late workers to blame.
 
         These are the silent ones; else those in the earliest step that wait for no other worker. Else all in that
         step, if all workers are late; otherwise none, because some are only slow.
@@ -99,7 +98,7 @@ class Watchdog:
         silent = [state for state in late if now - state.heard > SILENT_BEATS * self._interval]
         if silent:
             for state in silent:
-                state.stack = ""
+                state.stack = ""  # of an earlier beat: it does not show where the worker is now
             return silent
         last = min(state.step or 0 for state in late)
         behind = [state for state in late if state.step == last]

@@ -1,4 +1,4 @@
-"""Starts Ray Train's controller with our policies, from the driver."""
+"""Start Ray Train's controller with our policies, from the driver."""
 
 import functools
 from collections.abc import Callable
@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2.api import data_parallel_trainer
 
 from dp_ray.cluster.internals.controller import WorkerController
 from dp_ray.cluster.internals.core import label_of, put_apart
 from dp_ray.cluster.internals.train import OwnController, WorkerRestarts, WorkerScaling, WorkersStart
 from dp_ray.cluster.internals.variables import WARN_BLOCKING
+from dp_ray.system.imports import postponed
+
+with postponed("ray.data", "pandas"):
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+    from ray.train.v2.api import data_parallel_trainer
 
 _started_by: set[tuple[str, str]] = set()  # the connections of this process: the session of the Ray, and its own id
 
