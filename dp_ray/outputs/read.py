@@ -72,7 +72,11 @@ class Merged:
         sizes = _sizes(batch_size, sum(file.metadata.num_rows for file, _ in self._files()), missing)
         for rows in _slices(self._tables(layout, batch_size), sizes):
             leaves = [from_arrow(column, rows.column(column.name).combine_chunks()) for column in layout.columns]
-            yield rebuild(layout, [_stacked(leaf) for leaf in leaves])
+            for at, leaf in enumerate(leaves):
+                # Rows of one shape are stacked, even if the rows of other batches have another shape.
+                if isinstance(leaf, list) and len({row.shape for row in leaf}) == 1:
+                    leaves[at] = torch.stack(leaf)
+            yield rebuild(layout, leaves)
 
     def sample_index(self) -> torch.Tensor:
         """Read the sample index of each row: int64 [rows]."""
@@ -113,13 +117,6 @@ def _whole(column: Column, pieces: list[Any]) -> torch.Tensor | list[torch.Tenso
     if column.shape is None:
         return [row for piece in pieces for row in piece]
     return torch.cat(pieces) if pieces else torch.empty(0, *column.shape, dtype=column.torch_dtype)
-
-
-def _stacked(leaf: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    """Stack rows of one shape into a tensor, even if the rows of other batches have another shape."""
-    if isinstance(leaf, list) and len({row.shape for row in leaf}) == 1:
-        return torch.stack(leaf)
-    return leaf
 
 
 def _sizes(batch_size: int, rows: int, missing: Sequence[int]) -> Iterator[int]:

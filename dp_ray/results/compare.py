@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +41,16 @@ class ComparedRun:
     @property
     def rows_per_second(self) -> float | None:
         """The rows of all steps, divided by the steps' seconds; None if unknown."""
-        if self.history is None or not len(self.history):
-            return _whole_rate(self.result)
-        rows, rates = (self.history.column(name).to_pylist() for name in ("rows", "rows_per_second"))
-        timed = [(count, count / rate) for count, rate in zip(rows, rates, strict=True) if rate]
-        seconds = math.fsum(seconds for _, seconds in timed)
-        return sum(count for count, _ in timed) / seconds if seconds else None
+        if self.history is not None and len(self.history):
+            rows, rates = (self.history.column(name).to_pylist() for name in ("rows", "rows_per_second"))
+            timed = [(count, count / rate) for count, rate in zip(rows, rates, strict=True) if rate]
+            seconds = math.fsum(seconds for _, seconds in timed)
+            return sum(count for count, _ in timed) / seconds if seconds else None
+        # Without a history: the rows divided by the seconds of the loop, unless that was interrupted.
+        seconds = max((worker.get("loop_seconds", 0.0) for worker in self.result.get("workers", [])), default=0.0)
+        if not seconds or len(self.result.get("world_sizes", [])) != 1:
+            return None
+        return float(self.result["rows"] * self.result["epochs"] / seconds)
 
     @property
     def time_split(self) -> dict[str, float]:
@@ -61,14 +65,6 @@ class ComparedRun:
         if self.history is None or name not in self.history.column_names:
             return []
         return self.history.column(name).to_pylist()  # type: ignore[no-any-return]
-
-
-def _whole_rate(result: Mapping[str, Any]) -> float | None:
-    """Return the rows of a run without a history, divided by its loop's seconds; None if it was interrupted."""
-    seconds = max((worker.get("loop_seconds", 0.0) for worker in result.get("workers", [])), default=0.0)
-    if not seconds or len(result.get("world_sizes", [])) != 1:
-        return None
-    return float(result["rows"] * result["epochs"] / seconds)
 
 
 def read_compared_run(run: Storage) -> ComparedRun:

@@ -35,7 +35,11 @@ def find_shards(
         trial_evaluated = None if evaluated is None else _with_shards(evaluated, count)
         reasons = gathered(why_not(trial.job, world, trial, trial_evaluated))
         worst = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
-        notify(_line(count, chunk_sizes(rows, count)[0], worst))
+        fits = "fits" if count == 1 else "fit"
+        if worst:
+            fits = f"{'does' if count == 1 else 'do'} not fit: {worst}"
+        shard_rows = counted(chunk_sizes(rows, count)[0], "row")
+        notify(f"shards: auto: {counted(count, 'shard')} of at most {shard_rows} {fits}")
         if not worst:
             if world.rank == 0:
                 send(ShardsFound(count))
@@ -44,11 +48,6 @@ def find_shards(
     raise JobError(
         f"shards: auto: a shard of a single row does not fit: {worst}; {advice(job, ShardSize(1, rows, count))}"
     )
-
-
-def _line(count: int, rows: int, worst: str) -> str:
-    fits = f"{'does' if count == 1 else 'do'} not fit: {worst}" if worst else "fits" if count == 1 else "fit"
-    return f"shards: auto: {counted(count, 'shard')} of at most {counted(rows, 'row')} {fits}"
 
 
 def _data(job: Job, world: World, run: Storage, rows_on_driver: Mapping[str, int]) -> tuple[Data, Data | None]:

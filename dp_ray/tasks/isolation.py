@@ -104,23 +104,17 @@ def isolated() -> Iterator[list[str]]:
         yield remains
     finally:
         for name, restorer in reversed(restorers.items()):
-            remains += _not_restored(name, restorer)
+            try:
+                next(restorer, None)
+            except NotRestored as error:
+                remains.append(f"{name}: {error}")
+            except Exception:  # user code may have broken anything
+                remains.append(name)
         _end_processes(before)
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # what was compiled holds the models
         free_memory()
         remains += _remains(before)
-
-
-def _not_restored(name: str, restorer: Iterator[None]) -> list[str]:
-    """Restore something; return what remains of it, by its name."""
-    try:
-        next(restorer, None)
-    except NotRestored as error:
-        return [f"{name}: {error}"]
-    except Exception:  # user code may have broken anything
-        return [name]
-    return []
 
 
 def _end_processes(before: Belongings) -> None:
@@ -135,22 +129,18 @@ def _end_processes(before: Belongings) -> None:
             folder = this._config.pop("tempdir", None)  # of its socket
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
-    _end(started)
+    for child in started:
+        with suppress(psutil.NoSuchProcess):
+            child.terminate()
+    for child in psutil.wait_procs(started, timeout=END_SECONDS)[1]:  # those that do not end when they are asked
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def _children() -> list[psutil.Process]:
     """Return the child processes, but for Python's own that frees the shared memory of all others."""
     tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     return [child for child in psutil.Process().children() if child.pid != tracker]
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    for one in processes:
-        with suppress(psutil.NoSuchProcess):
-            one.terminate()
-    for one in psutil.wait_procs(processes, timeout=END_SECONDS)[1]:
-        with suppress(psutil.NoSuchProcess):
-            one.kill()
 
 
 def _remains(before: Belongings) -> list[str]:
