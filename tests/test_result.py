@@ -25,7 +25,7 @@ from dp_ray.results.text import Table
 from dp_ray.rundir.files import RESULT, SHAPES
 from dp_ray.rundir.ledger import PARTS
 from dp_ray.steps.reports import Collector, ReportFile
-from dp_ray.steps.shapes import Recorder, Seen, ShardReport
+from dp_ray.steps.shapes import Recorder, ShardReport, Sizes
 from dp_ray.storage import Storage
 from tests.support.merging import begin, merge
 
@@ -51,7 +51,7 @@ def make_shapes(run: Storage) -> None:
         with Recorder(World(), collector.take, 3600.0) as recorder:
             for step, shards in Work(SPLIT):
                 for shard in shards:
-                    recorder.on_shard(shard, Seen(f"[{shard.rows}, 5]", f"[{shard.rows}, 2]", shard.rows), 1.5)
+                    recorder.on_shard(shard, Sizes(f"[{shard.rows}, 5]", f"[{shard.rows}, 2]", shard.rows), 1.5)
                 recorder.on_step(step)
         collector.close()
         file.close()

@@ -20,7 +20,7 @@ from dp_ray.engine.world import World
 from dp_ray.errors import StorageError
 from dp_ray.outputs.parts import reading
 from dp_ray.plan.split import Done, Shard
-from dp_ray.steps.shapes import Report, Seen, ShardReport, ShardSpan, decode_sizes
+from dp_ray.steps.shapes import Report, ShardReport, ShardSpan, Sizes, decode_sizes
 from dp_ray.steps.times import part_numbers
 from dp_ray.storage import Storage
 from dp_ray.tables import array_of, array_of_texts
@@ -57,7 +57,7 @@ class Collector:
     """
 
     def __init__(self, on_rows: Callable[["Collector", ReportColumns], None]) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[Sizes] = []
         self.worlds: list[World] = []
         self._on_rows = on_rows
         self._emitted = -1  # the last step that was passed on
@@ -66,7 +66,7 @@ class Collector:
         self._pending: dict[int, deque[ShardSpan]] = {}  # by worker
         self._limit: dict[int, int] = {}  # by worker, how many spans may be pending before they are folded
         self._numbers: dict[tuple[int, int], int] = {}  # by worker and its own number, an index of `seen`
-        self._known: dict[Seen, int] = {}
+        self._known: dict[Sizes, int] = {}
 
     def begin(self, worlds: Sequence[World]) -> None:
         """Start an attempt with these workers; the reports of earlier attempts stay."""
@@ -74,7 +74,7 @@ class Collector:
         for world in worlds:
             self._workers[world.rank] = self._join(world)
 
-    def restore(self, spans: Sequence[tuple[World, Seen, ShardSpan]]) -> None:
+    def restore(self, spans: Sequence[tuple[World, Sizes, ShardSpan]]) -> None:
         """Take in the reports of earlier attempts, whose workers are gone, ordered by first step."""
         workers: dict[World, int] = {}
         for world, seen, span in spans:
@@ -90,7 +90,7 @@ class Collector:
         self._limit[worker] = PENDING_SPANS
         return worker
 
-    def _number(self, seen: Seen) -> int:
+    def _number(self, seen: Sizes) -> int:
         """Return the index of these sizes, which are added if they are new."""
         if seen not in self._known:
             self._known[seen] = len(self.seen)
@@ -295,16 +295,16 @@ def read_reports(file: pq.ParquetFile) -> Iterator[ShardReport]:
             yield ShardReport(**row)
 
 
-def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Seen, ShardSpan]]:
+def read_spans(file: pq.ParquetFile, done: Done) -> list[tuple[World, Sizes, ShardSpan]]:
     """Read a file's reports of the steps and shards in `done`, as spans ordered by first step."""
-    spans: list[tuple[World, Seen, int, int, list[float]]] = []
+    spans: list[tuple[World, Sizes, int, int, list[float]]] = []
     last: dict[tuple[World, int], int] = {}
     for row in (row for batch in file.iter_batches() for row in batch.to_pylist()):
         step, shard = row["step"], row["shard"]
         if Shard(step, shard, 0, 0) not in done:
             continue
         world = World(rank=row["rank"], node=row["node"], device=torch.device(row["device"]))
-        seen = Seen(row["input_size"], row["output_size"], row["rows"])
+        seen = Sizes(row["input_size"], row["output_size"], row["rows"])
         at = last.get((world, shard), -1)
         if at >= 0 and spans[at][1] == seen and spans[at][2] + len(spans[at][4]) == step:
             spans[at][4].append(row["milliseconds"])
@@ -354,12 +354,12 @@ class Journal:
                 pq.write_table(table, stream)
 
 
-def read_journal(folder: Storage, done: Done) -> list[tuple[World, Seen, ShardSpan]]:
+def read_journal(folder: Storage, done: Done) -> list[tuple[World, Sizes, ShardSpan]]:
     """Read the journal's reports of the steps and shards in `done`, as spans."""
     names = [f"piece-{number}.parquet" for number in part_numbers(folder, PIECE)]
     if folder.exists(PENDING):
         names.append(PENDING)
-    spans: list[tuple[World, Seen, ShardSpan]] = []
+    spans: list[tuple[World, Sizes, ShardSpan]] = []
     for name in names:
         with reading(folder, name) as file:
             spans += read_spans(file, done)

@@ -45,8 +45,8 @@ class ShardReport:
     milliseconds: float
 
 
-class Seen(NamedTuple):
-    """The sizes as JSON text, and the number of rows of the inputs."""
+class Sizes(NamedTuple):
+    """The sizes of a forward's inputs and outputs as JSON text, and the number of rows of the inputs."""
 
     input_size: str
     output_size: str
@@ -71,7 +71,7 @@ class Report(NamedTuple):
 
     world: World
     through: int
-    seen: dict[int, Seen]
+    seen: dict[int, Sizes]
     spans: list[ShardSpan]
     times: TimedSteps | None = None
 
@@ -91,8 +91,8 @@ class Probe:
         ]
         self._started = 0.0
         self._depth = 0
-        self._cache: dict[Any, Seen] = {}
-        self._seen: Seen | None = None
+        self._cache: dict[Any, Sizes] = {}
+        self._seen: Sizes | None = None
         self._milliseconds = 0.0
 
     def __enter__(self) -> "Probe":
@@ -107,7 +107,7 @@ class Probe:
         """Whether there was a forward since the last `take`."""
         return self._seen is not None
 
-    def take(self) -> tuple[Seen, float]:
+    def take(self) -> tuple[Sizes, float]:
         """Return the last forward's sizes and milliseconds; raise ModelError if the module was not called."""
         seen, self._seen = self._seen, None
         if seen is None:
@@ -131,7 +131,7 @@ class Probe:
         seen = self._cache.get(key)
         if seen is None:
             rows = num_rows(inputs, self.batch_dim) or 0
-            seen = Seen(encode_sizes(inputs), encode_sizes(output), rows)
+            seen = Sizes(encode_sizes(inputs), encode_sizes(output), rows)
             if key is not None:
                 self._cache[key] = seen
         self._seen = seen
@@ -151,8 +151,8 @@ class Recorder:
         self._world = world
         self._send = send
         self._interval = interval if interval is not None else report_interval(world.world_size)
-        self._numbers: dict[Seen, int] = {}
-        self._unsent: dict[int, Seen] = {}  # sizes that the driver does not know yet, by number
+        self._numbers: dict[Sizes, int] = {}
+        self._unsent: dict[int, Sizes] = {}  # sizes that the driver does not know yet, by number
         self._open: dict[int, tuple[int, int, list[float]]] = {}  # by shard: first step, number of its sizes, times
         self._spans: list[ShardSpan] = []
         self._rows = 0
@@ -165,7 +165,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._send_regularly, name="shape-reports", daemon=True)
         self._thread.start()
 
-    def on_shard(self, shard: Shard, seen: Seen, milliseconds: float) -> None:
+    def on_shard(self, shard: Shard, seen: Sizes, milliseconds: float) -> None:
         """Record a shard's sizes and the milliseconds of its forward."""
         self._rows += shard.rows
         with self._lock:

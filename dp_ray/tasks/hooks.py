@@ -31,7 +31,7 @@ from dp_ray.job.keys import Target
 from dp_ray.job.targets import bind, resolve
 from dp_ray.plan.split import Shard, Split
 from dp_ray.rundir.checkpoint import TrainState
-from dp_ray.steps.shapes import Probe, Recorder, Seen, encode_sizes
+from dp_ray.steps.shapes import Probe, Recorder, Sizes, encode_sizes
 from dp_ray.storage import Storage
 from dp_ray.text import counted
 
@@ -234,7 +234,7 @@ def shape_reporter(recorder: Recorder, probe: Probe) -> OnShard:
             recorder.on_shard(shard, *probe.take())
             return
         # The user's step bypassed the model's forward: the sizes of the step's batch and loss, and no time.
-        recorder.on_shard(shard, Seen(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0)
+        recorder.on_shard(shard, Sizes(encode_sizes(batch), encode_sizes(step_output.loss), shard.rows), 0.0)
 
     return on_shard
 
