@@ -75,258 +75,6 @@ class FileRecord:
         return {**values, "steps_sha256": hash_of_steps([self])}
 
 
-def hash_of_steps(records: Iterable[FileRecord]) -> str:
-    """Return the SHA-256 of the digests of the files' steps, in order; of all files it is `outputs_sha256`."""
-    digest = hashlib.sha256()
-    for record in records:
-        digest.update(bytes.fromhex("".join(record.steps)))
-    return digest.hexdigest()
-
-
-def write_record(run: Storage, name: str, record: FileRecord) -> None:
-    """Write the record of a file that is whole: from now on the file counts."""
-    run.child(FILES).write_text(name, json.dumps(asdict(record)) + "\n")
-
-
-def read_records(run: Storage, names: Iterable[str]) -> list[FileRecord]:
-    """Read the records among these names, in the order of their files; raise StorageError if one is damaged."""
-    return [_read_record(run.child(FILES), name) for _, name in sorted(ledger.records_in(names).items())]
-
-
-def _read_record(folder: Storage, name: str) -> FileRecord:
-    values = read_json(folder, name)
-    try:
-        return FileRecord(**{**values, "steps": tuple(values["steps"])})
-    except (KeyError, TypeError) as error:
-        raise StorageError(f"{folder}/{name}: is damaged: {error!r}") from None
-
-
-def forget_lost(run: Storage) -> None:
-    """Remove the records of files that are gone or have another size: their steps run again."""
-    folder = run.child(FILES)
-    for name in ledger.records_in(ledger.committed(run)).values():
-        record = _read_record(folder, name)
-        if record.rows and run.size(record.path) != record.bytes:
-            folder.delete(name)
-
-
-class RowProof:
-    """The proof of rows, block after block: of the positions `first .. end - 1` but for the `missing` ones."""
-
-    def __init__(self, order: Order, first: int, end: int, missing: Collection[int] = ()) -> None:
-        self._order = order
-        self._at = first
-        self._end = end
-        self.know_missing(missing)
-
-    def know_missing(self, missing: Collection[int]) -> None:
-        """Note the positions that have no outputs, as they are known by now."""
-        self._missing = np.array(sorted(missing), np.int64)
-
-    def take(self, block: pa.Table) -> None:
-        """Prove the next rows; raises StorageError, which names the position, if others were to come."""
-        positions = numbers(block.column(POSITION))
-        expected = self._next(len(positions))
-        wrong = np.flatnonzero(positions != expected)
-        if len(wrong):
-            due, got = int(expected[wrong[0]]), int(positions[wrong[0]])
-            what = "is missing" if got > due else "is there twice"
-            raise StorageError(f"the outputs of position {min(due, got)} {what}; {RUN_AGAIN}")
-        if len(positions) and positions[-1] >= self._end:
-            self.refuse(self._end)
-        self._check_samples(positions, numbers(block.column(SAMPLE_INDEX)))
-        self._at = int(positions[-1]) + 1 if len(positions) else self._at
-
-    def refuse(self, position: int) -> None:
-        """Raise StorageError for rows from `position` on, which are more than there are to be."""
-        raise StorageError(
-            f"there are outputs of position {position}, but no more than {self._end} are due; {RUN_AGAIN}"
-        )
-
-    def end(self) -> None:
-        """Raise StorageError, which names the position, unless the rows are complete."""
-        due = self._next(1)
-        if len(due) and due[0] < self._end:
-            raise StorageError(f"the outputs end at position {due[0]} of {self._end}; {RUN_AGAIN}")
-
-    def _next(self, count: int) -> Positions:
-        """Return the next `count` positions that are due."""
-        candidates = np.arange(self._at, self._at + count + len(self._missing))
-        return np.setdiff1d(candidates, self._missing, assume_unique=True)[:count]
-
-    def _check_samples(self, positions: Positions, samples: Positions) -> None:
-        if not len(positions):
-            return
-        first = int(positions[0])
-        expected = self._order.indices(first, int(positions[-1]) + 1)[positions - first]
-        wrong = np.flatnonzero(samples != expected)
-        if len(wrong):
-            raise StorageError(
-                f"position {positions[wrong[0]]} holds the outputs of sample {samples[wrong[0]]}, "
-                f"where the order has sample {expected[wrong[0]]}; {RUN_AGAIN}"
-            )
-
-
-def _bytes_of(column: Column, rows: pa.Array) -> Iterator[memoryview]:
-    """Yield the raw bytes of a leaf's rows."""
-    if column.is_stored_raw:
-        flat = rows.storage.flatten() if isinstance(rows, pa.ExtensionArray) else rows
-        yield memoryview(plain_values(flat).data).cast("B")
-        return
-    leaf = from_arrow(column, rows)
-    for tensor in leaf if isinstance(leaf, list) else [leaf]:
-        yield raw_bytes(tensor)
-
-
-class StepDigests:
-    """The digests of the steps from `first_step` on; takes their rows in order, in blocks of any size."""
-
-    def __init__(self, layout: Layout, batch_size: int, first_step: int) -> None:
-        self.done: list[str] = []
-        self._layout = layout
-        self._batch_size = batch_size
-        self._first_step = first_step
-        self._begin()
-
-    def take(self, block: pa.Table) -> None:
-        """Hash the next rows, which have their positions."""
-        steps = numbers(block.column(POSITION)) // self._batch_size
-        borders = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
-        for first, end in pairwise(borders):
-            if first < end:
-                self.through(int(steps[first]))
-                self._add(block.slice(first, end - first))
-
-    def through(self, step: int) -> None:
-        """End all steps before `step`, even those without rows."""
-        while self._first_step + len(self.done) < step:
-            for leaf in self._others:
-                leaf.seek(0)
-                while piece := leaf.read(PIECE):
-                    self._digest.update(piece)
-            self.close()
-            self.done.append(self._digest.hexdigest())
-            self._begin()
-
-    def close(self) -> None:
-        """Remove what is held on the local disk."""
-        for leaf in self._others:
-            leaf.close()
-
-    def _begin(self) -> None:
-        self._digest = hashlib.sha256()
-        self._others: list[Any] = []
-
-    def _add(self, rows: pa.Table) -> None:
-        """Hash the first leaf's bytes as they come, and hold those of all others, which come after them."""
-        self._others = self._others or [SpooledTemporaryFile(HELD_BYTES) for _ in self._layout.columns[1:]]  # noqa: SIM115
-        takers: list[Callable[[Any], Any]] = [self._digest.update, *(leaf.write for leaf in self._others)]
-        for column, take in zip(self._layout.columns, takers, strict=True):
-            for chunk in rows.column(column.name).chunks:
-                for piece in _bytes_of(column, chunk):
-                    take(piece)
-
-
-class HashedFile:
-    """An unfinished file that hashes the bytes written to it, as the stream of a Parquet writer."""
-
-    closed = False
-
-    def __init__(self, file: UnfinishedFile) -> None:
-        self.file = file
-        self.digest = hashlib.sha256()
-        self._bytes = 0
-
-    def write(self, data: Any) -> None:
-        """Write bytes."""
-        self.digest.update(data)
-        self._bytes += len(memoryview(data).cast("B"))
-        self.file.write(data)
-
-    def tell(self) -> int:
-        """Return the number of bytes written."""
-        return self._bytes
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self.file.flush()
-
-    def close(self) -> None:
-        """Do nothing, as `UnfinishedFile.close`: the writer closes its stream before the file gets its name."""
-
-
-class OpenFile:
-    """A file of the outputs that is being written, and the rows that go into it."""
-
-    def __init__(self, run: Storage, name: str, layout: Layout, proof: RowProof, digests: StepDigests) -> None:
-        self.layout = layout
-        self.rows = RowsInOrder(layout)
-        self._name = name
-        self.proof = proof
-        self._digests = digests
-        self._stream = HashedFile(UnfinishedFile(run, f"{OUTPUTS}/{name}"))
-        # Neither compressed nor with dictionaries: outputs hardly compress, and are read once.
-        self._writer = pq.ParquetWriter(
-            self._stream,
-            layout.schema,
-            compression="none",
-            use_dictionary=False,
-            write_statistics=[SAMPLE_INDEX],
-            write_batch_size=1 << 16,
-        )
-        self._held: list[pa.Table] = []
-        self._held_bytes = 0
-        self._num_rows = 0
-
-    def write_until(self, end: int, step: int, between: Callable[[], None]) -> None:
-        """Prove, hash and write the rows before position `end`, where `step` begins."""
-        for block in self.rows.until(end):
-            between()
-            self.proof.take(block)
-            self._digests.take(block)
-            self._held.append(block.drop_columns([POSITION]))
-            self._held_bytes += block.nbytes
-            if self._held_bytes >= GROUP_BYTES:
-                self._write_group()
-        self._digests.through(step)
-
-    def _write_group(self) -> None:
-        group = pa.concat_tables(self._held)
-        self._writer.write_table(group, row_group_size=max(1, len(group)))
-        self._num_rows += len(group)
-        self._held, self._held_bytes = [], 0
-
-    def commit(self, first: int, end: int) -> FileRecord:
-        """Finish the file, which holds the positions `first .. end - 1`, and give it its name."""
-        self.proof.end()
-        left = self.rows.left()
-        if left is not None:
-            self.proof.refuse(left)
-        if self._held:
-            self._write_group()
-        self._writer.close()
-        self.close()
-        self._stream.file.commit()
-        written, sha256 = self._stream.tell(), self._stream.digest.hexdigest()
-        steps = tuple(self._digests.done)
-        layout = self.layout.metadata[METADATA].decode()
-        return FileRecord(self._name, self._num_rows, first, end, written, sha256, steps, layout)
-
-    def close(self) -> None:
-        """Close the parts' files, and remove what is held on the local disk."""
-        self.rows.close()
-        self._digests.close()
-
-    def discard(self) -> None:
-        """Remove the unfinished file."""
-        self.close()
-        try:
-            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
-                self._writer.close()
-        finally:
-            self._stream.file.discard()
-
-
 class FileMerge:
     """The merging of one file. If it is ended before the file has its name, it is begun anew from the parts.
 
@@ -465,6 +213,258 @@ def _range(name: str) -> Range:
 
 def _first_step(name: str) -> int:
     return _range(name).first_step
+
+
+class RowProof:
+    """The proof of rows, block after block: of the positions `first .. end - 1` but for the `missing` ones."""
+
+    def __init__(self, order: Order, first: int, end: int, missing: Collection[int] = ()) -> None:
+        self._order = order
+        self._at = first
+        self._end = end
+        self.know_missing(missing)
+
+    def know_missing(self, missing: Collection[int]) -> None:
+        """Note the positions that have no outputs, as they are known by now."""
+        self._missing = np.array(sorted(missing), np.int64)
+
+    def take(self, block: pa.Table) -> None:
+        """Prove the next rows; raises StorageError, which names the position, if others were to come."""
+        positions = numbers(block.column(POSITION))
+        expected = self._next(len(positions))
+        wrong = np.flatnonzero(positions != expected)
+        if len(wrong):
+            due, got = int(expected[wrong[0]]), int(positions[wrong[0]])
+            what = "is missing" if got > due else "is there twice"
+            raise StorageError(f"the outputs of position {min(due, got)} {what}; {RUN_AGAIN}")
+        if len(positions) and positions[-1] >= self._end:
+            self.refuse(self._end)
+        self._check_samples(positions, numbers(block.column(SAMPLE_INDEX)))
+        self._at = int(positions[-1]) + 1 if len(positions) else self._at
+
+    def refuse(self, position: int) -> None:
+        """Raise StorageError for rows from `position` on, which are more than there are to be."""
+        raise StorageError(
+            f"there are outputs of position {position}, but no more than {self._end} are due; {RUN_AGAIN}"
+        )
+
+    def end(self) -> None:
+        """Raise StorageError, which names the position, unless the rows are complete."""
+        due = self._next(1)
+        if len(due) and due[0] < self._end:
+            raise StorageError(f"the outputs end at position {due[0]} of {self._end}; {RUN_AGAIN}")
+
+    def _next(self, count: int) -> Positions:
+        """Return the next `count` positions that are due."""
+        candidates = np.arange(self._at, self._at + count + len(self._missing))
+        return np.setdiff1d(candidates, self._missing, assume_unique=True)[:count]
+
+    def _check_samples(self, positions: Positions, samples: Positions) -> None:
+        if not len(positions):
+            return
+        first = int(positions[0])
+        expected = self._order.indices(first, int(positions[-1]) + 1)[positions - first]
+        wrong = np.flatnonzero(samples != expected)
+        if len(wrong):
+            raise StorageError(
+                f"position {positions[wrong[0]]} holds the outputs of sample {samples[wrong[0]]}, "
+                f"where the order has sample {expected[wrong[0]]}; {RUN_AGAIN}"
+            )
+
+
+class StepDigests:
+    """The digests of the steps from `first_step` on; takes their rows in order, in blocks of any size."""
+
+    def __init__(self, layout: Layout, batch_size: int, first_step: int) -> None:
+        self.done: list[str] = []
+        self._layout = layout
+        self._batch_size = batch_size
+        self._first_step = first_step
+        self._begin()
+
+    def take(self, block: pa.Table) -> None:
+        """Hash the next rows, which have their positions."""
+        steps = numbers(block.column(POSITION)) // self._batch_size
+        borders = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
+        for first, end in pairwise(borders):
+            if first < end:
+                self.through(int(steps[first]))
+                self._add(block.slice(first, end - first))
+
+    def through(self, step: int) -> None:
+        """End all steps before `step`, even those without rows."""
+        while self._first_step + len(self.done) < step:
+            for leaf in self._others:
+                leaf.seek(0)
+                while piece := leaf.read(PIECE):
+                    self._digest.update(piece)
+            self.close()
+            self.done.append(self._digest.hexdigest())
+            self._begin()
+
+    def close(self) -> None:
+        """Remove what is held on the local disk."""
+        for leaf in self._others:
+            leaf.close()
+
+    def _begin(self) -> None:
+        self._digest = hashlib.sha256()
+        self._others: list[Any] = []
+
+    def _add(self, rows: pa.Table) -> None:
+        """Hash the first leaf's bytes as they come, and hold those of all others, which come after them."""
+        self._others = self._others or [SpooledTemporaryFile(HELD_BYTES) for _ in self._layout.columns[1:]]  # noqa: SIM115
+        takers: list[Callable[[Any], Any]] = [self._digest.update, *(leaf.write for leaf in self._others)]
+        for column, take in zip(self._layout.columns, takers, strict=True):
+            for chunk in rows.column(column.name).chunks:
+                for piece in _bytes_of(column, chunk):
+                    take(piece)
+
+
+def _bytes_of(column: Column, rows: pa.Array) -> Iterator[memoryview]:
+    """Yield the raw bytes of a leaf's rows."""
+    if column.is_stored_raw:
+        flat = rows.storage.flatten() if isinstance(rows, pa.ExtensionArray) else rows
+        yield memoryview(plain_values(flat).data).cast("B")
+        return
+    leaf = from_arrow(column, rows)
+    for tensor in leaf if isinstance(leaf, list) else [leaf]:
+        yield raw_bytes(tensor)
+
+
+class HashedFile:
+    """An unfinished file that hashes the bytes written to it, as the stream of a Parquet writer."""
+
+    closed = False
+
+    def __init__(self, file: UnfinishedFile) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data: Any) -> None:
+        """Write bytes."""
+        self.digest.update(data)
+        self._bytes += len(memoryview(data).cast("B"))
+        self.file.write(data)
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self._bytes
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self.file.flush()
+
+    def close(self) -> None:
+        """Do nothing, as `UnfinishedFile.close`: the writer closes its stream before the file gets its name."""
+
+
+class OpenFile:
+    """A file of the outputs that is being written, and the rows that go into it."""
+
+    def __init__(self, run: Storage, name: str, layout: Layout, proof: RowProof, digests: StepDigests) -> None:
+        self.layout = layout
+        self.rows = RowsInOrder(layout)
+        self._name = name
+        self.proof = proof
+        self._digests = digests
+        self._stream = HashedFile(UnfinishedFile(run, f"{OUTPUTS}/{name}"))
+        # Neither compressed nor with dictionaries: outputs hardly compress, and are read once.
+        self._writer = pq.ParquetWriter(
+            self._stream,
+            layout.schema,
+            compression="none",
+            use_dictionary=False,
+            write_statistics=[SAMPLE_INDEX],
+            write_batch_size=1 << 16,
+        )
+        self._held: list[pa.Table] = []
+        self._held_bytes = 0
+        self._num_rows = 0
+
+    def write_until(self, end: int, step: int, between: Callable[[], None]) -> None:
+        """Prove, hash and write the rows before position `end`, where `step` begins."""
+        for block in self.rows.until(end):
+            between()
+            self.proof.take(block)
+            self._digests.take(block)
+            self._held.append(block.drop_columns([POSITION]))
+            self._held_bytes += block.nbytes
+            if self._held_bytes >= GROUP_BYTES:
+                self._write_group()
+        self._digests.through(step)
+
+    def _write_group(self) -> None:
+        group = pa.concat_tables(self._held)
+        self._writer.write_table(group, row_group_size=max(1, len(group)))
+        self._num_rows += len(group)
+        self._held, self._held_bytes = [], 0
+
+    def commit(self, first: int, end: int) -> FileRecord:
+        """Finish the file, which holds the positions `first .. end - 1`, and give it its name."""
+        self.proof.end()
+        left = self.rows.left()
+        if left is not None:
+            self.proof.refuse(left)
+        if self._held:
+            self._write_group()
+        self._writer.close()
+        self.close()
+        self._stream.file.commit()
+        written, sha256 = self._stream.tell(), self._stream.digest.hexdigest()
+        steps = tuple(self._digests.done)
+        layout = self.layout.metadata[METADATA].decode()
+        return FileRecord(self._name, self._num_rows, first, end, written, sha256, steps, layout)
+
+    def close(self) -> None:
+        """Close the parts' files, and remove what is held on the local disk."""
+        self.rows.close()
+        self._digests.close()
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        self.close()
+        try:
+            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
+                self._writer.close()
+        finally:
+            self._stream.file.discard()
+
+
+def hash_of_steps(records: Iterable[FileRecord]) -> str:
+    """Return the SHA-256 of the digests of the files' steps, in order; of all files it is `outputs_sha256`."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(bytes.fromhex("".join(record.steps)))
+    return digest.hexdigest()
+
+
+def write_record(run: Storage, name: str, record: FileRecord) -> None:
+    """Write the record of a file that is whole: from now on the file counts."""
+    run.child(FILES).write_text(name, json.dumps(asdict(record)) + "\n")
+
+
+def read_records(run: Storage, names: Iterable[str]) -> list[FileRecord]:
+    """Read the records among these names, in the order of their files; raise StorageError if one is damaged."""
+    return [_read_record(run.child(FILES), name) for _, name in sorted(ledger.records_in(names).items())]
+
+
+def _read_record(folder: Storage, name: str) -> FileRecord:
+    values = read_json(folder, name)
+    try:
+        return FileRecord(**{**values, "steps": tuple(values["steps"])})
+    except (KeyError, TypeError) as error:
+        raise StorageError(f"{folder}/{name}: is damaged: {error!r}") from None
+
+
+def forget_lost(run: Storage) -> None:
+    """Remove the records of files that are gone or have another size: their steps run again."""
+    folder = run.child(FILES)
+    for name in ledger.records_in(ledger.committed(run)).values():
+        record = _read_record(folder, name)
+        if record.rows and run.size(record.path) != record.bytes:
+            folder.delete(name)
 
 
 def prove_outputs(run: Storage, rows: int, missing: Collection[int] = ()) -> None:

@@ -49,49 +49,6 @@ ShardRows = tuple[Shard, Indices, Rows]
 FindPlan = Callable[[float], FilePlan | None]
 
 
-class PartFile:
-    """A part that is being written, in blocks of about `block_bytes`."""
-
-    def __init__(self, storage: Storage, layout: Layout, block_bytes: int) -> None:
-        self.layout = layout
-        self.bytes = 0
-        self._block_bytes = block_bytes
-        self._unfinished = storage.unnamed()
-        self._schema = part_schema(layout)
-        self._writer = pa.ipc.new_file(self._unfinished, self._schema)
-
-    def write(self, group: list[ShardRows]) -> None:
-        """Write the rows of some shards."""
-        positions = np.concatenate(
-            [
-                np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)
-                for shard, _, _ in group
-            ]
-        )
-        leaves = [
-            to_arrow(column, [rows[number] for _, _, rows in group])
-            for number, column in enumerate(self.layout.all_columns)
-        ]
-        samples = np.concatenate([indices for _, indices, _ in group])
-        table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
-        blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
-        self._writer.write_table(table, max_chunksize=max(1, len(positions) // blocks))
-        self.bytes += table.nbytes
-
-    def commit(self, name: str) -> None:
-        """Finish the file and give it its final name."""
-        self._writer.close()
-        self._unfinished.commit(name)
-
-    def discard(self) -> None:
-        """Remove the unfinished file."""
-        try:
-            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
-                self._writer.close()
-        finally:
-            self._unfinished.discard()
-
-
 class PartWriter:
     """A stream of one worker's outputs to part files; `before_commit` runs before a part gets its name.
 
@@ -203,6 +160,49 @@ class PartWriter:
             self._file = None
         self._first_step = self._end_step
         self._committed = time.monotonic()
+
+
+class PartFile:
+    """A part that is being written, in blocks of about `block_bytes`."""
+
+    def __init__(self, storage: Storage, layout: Layout, block_bytes: int) -> None:
+        self.layout = layout
+        self.bytes = 0
+        self._block_bytes = block_bytes
+        self._unfinished = storage.unnamed()
+        self._schema = part_schema(layout)
+        self._writer = pa.ipc.new_file(self._unfinished, self._schema)
+
+    def write(self, group: list[ShardRows]) -> None:
+        """Write the rows of some shards."""
+        positions = np.concatenate(
+            [
+                np.array(shard.positions, np.int64) if shard.missing else np.arange(shard.start, shard.stop)
+                for shard, _, _ in group
+            ]
+        )
+        leaves = [
+            to_arrow(column, [rows[number] for _, _, rows in group])
+            for number, column in enumerate(self.layout.all_columns)
+        ]
+        samples = np.concatenate([indices for _, indices, _ in group])
+        table = pa.Table.from_arrays([array_of(positions), array_of(samples), *leaves], schema=self._schema)
+        blocks = max(1, table.nbytes // min(GROUP_BYTES, self._block_bytes))
+        self._writer.write_table(table, max_chunksize=max(1, len(positions) // blocks))
+        self.bytes += table.nbytes
+
+    def commit(self, name: str) -> None:
+        """Finish the file and give it its final name."""
+        self._writer.close()
+        self._unfinished.commit(name)
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        try:
+            with suppress(StorageError, pa.ArrowException, OSError):  # the first error is what is told
+                self._writer.close()
+        finally:
+            self._unfinished.discard()
 
 
 def part_schema(layout: Layout) -> pa.Schema:
