@@ -35,7 +35,7 @@ class Side:
     def __init__(self, dataset: Images, keys: dict[str, Any]) -> None:
         job = Job.make({**KEYS, "workers": 1, "batch_size": BATCH, "epochs": 1000, **keys}, "benchmark")
         reference = Reference(0, form_of(dataset[0]))
-        quarantine = None if job.on_error is None else Quarantine(job, reference, lambda *_: None)
+        quarantine = None if job.on_error is None else Quarantine(reference, lambda *_: None)
         self._batches: Iterator[Batch] = load_good(job, dataset, Work(split_of(job, len(dataset))), CPU, quarantine)
         others = set(psutil.Process().children())
         next(self._batches)

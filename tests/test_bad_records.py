@@ -160,9 +160,9 @@ def test_what_was_bad_in_one_evaluation_may_be_good_in_the_next() -> None:
     quarantine = Quarantine(Reference(0, "number"), lambda *_: None)
     shard = Shard(2, 1, 10, 14)
     assert quarantine.take(shard, {11: BadSample(11, "OSError", "busy")}).rows == 3
-    assert quarantine.real(shard).missing == (11,)
+    assert quarantine.without_set_aside(shard).missing == (11,)
     assert quarantine.take(shard, {}).rows == 4
-    assert quarantine.real(shard) == shard
+    assert quarantine.without_set_aside(shard) == shard
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 import dp_ray
 from dp_ray.data import Arrow, JsonLines, Parquet
-from dp_ray.engine.items import Cut, ItemKeys, WholeColumns, carried_of, whole_columns
+from dp_ray.engine.items import ColumnSlice, ItemKeys, WholeColumns, passthrough_of, whole_columns
 from dp_ray.errors import DataError
 from dp_ray.job.job import Job
 from tests.support.tables import ROWS, json_lines, parquet
@@ -102,7 +102,7 @@ def test_what_is_carried_beside_columns_is_what_items_carry(tables: Parquet, ind
     cut = made.cut(indices)
     assert cut is not None
     assert torch.equal(cut.batch.batch, default_collate([tables[index]["vector"] for index in indices]))
-    wanted = {key: [carried_of(tables[index], [key])[0] for index in indices] for key in KEYS}
+    wanted = {key: [passthrough_of(tables[index], [key])[0] for index in indices] for key in KEYS}
     found = cut.batch.carried.columns(indices)
     assert found == wanted
     assert [[type(one) for one in values] for values in found.values()] == [
@@ -142,7 +142,7 @@ def test_a_prediction_that_carries_reads_no_items(
 
 
 def test_a_column_that_is_not_there_or_cannot_be_carried_is_left_to_the_items(tables: Parquet) -> None:
-    def cut(*carry: str, dataset: Any = tables) -> Cut | None:
+    def cut(*carry: str, dataset: Any = tables) -> ColumnSlice | None:
         job = Job.make({"model": "a:b", "dataset": "a:c", "batch_size": 3, "outputs": {"carry": [*carry]}}, "job")
         made = whole_columns(job, dataset, ItemKeys("vector", None, as_tensors=True))
         return made and made.cut([1, 2])
@@ -162,7 +162,7 @@ def test_errors_are_left_to_the_items() -> None:
         raise DataError("row group 3 is damaged")
 
     assert WholeColumns(fails, None).cut([1]) is None
-    assert WholeColumns(lambda indices, names: {}, None).cut([1]) == Cut({})
+    assert WholeColumns(lambda indices, names: {}, None).cut([1]) == ColumnSlice({})
 
 
 def test_a_column_of_tensors_keeps_its_shape(tmp_path: Path) -> None:

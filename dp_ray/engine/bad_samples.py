@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from dp_ray.engine.items import Carrying, Plain
+from dp_ray.engine.items import PassthroughSample, Plain
 from dp_ray.engine.user_code import error_text
 from dp_ray.errors import DataError, Error, JobError
 from dp_ray.job.samples import ReadRequest
@@ -88,13 +88,9 @@ class ReadLimit:
 
     def __init__(self, seconds: float, processes: int) -> None:
         self.seconds = seconds
+        self.poll_seconds = max(1.0, seconds / TICKS)  # how often the worker looks at what its processes read
         self._slots: Any = RawArray("d", SLOT * processes)
         self._at: int | None = None
-
-    @property
-    def poll_seconds(self) -> float:
-        """Return how often the worker looks at what its loader processes read."""
-        return max(1.0, self.seconds / TICKS)
 
     def arm(self, process: int) -> None:
         """Begin to enforce the limit in this loader process."""
@@ -269,7 +265,7 @@ class Screen:
             for place, index in enumerate(indices):
                 item = items[place]
                 if place not in bad and (misfit := self._misfit(index, item, collate)):
-                    if isinstance(item, Carrying):
+                    if isinstance(item, PassthroughSample):
                         misfit = misfit._replace(carried=dict(zip(self.carry, item.values, strict=True)))
                     bad[place] = misfit
             good = _without(items, bad)
@@ -387,7 +383,7 @@ def form_of(item: Any) -> Form:
     >>> form_of((torch.zeros(2, 3), {"label": 1}))
     ['tensor [2, 3]', {'label': 'number'}]
     """
-    if isinstance(item, Carrying):
+    if isinstance(item, PassthroughSample):
         return form_of(item.item)
     if isinstance(item, torch.Tensor):
         return f"tensor {list(item.shape)}"
@@ -406,7 +402,7 @@ def form_of(item: Any) -> Form:
 
 def not_finite(item: Any) -> str:
     """Return where an item holds a NaN or an infinity: `[0]['x'] holds nan`; empty if all numbers are finite."""
-    return next(_not_finite(item.item if isinstance(item, Carrying) else item, ""), "")
+    return next(_not_finite(item.item if isinstance(item, PassthroughSample) else item, ""), "")
 
 
 def _not_finite(item: Any, where: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ checkpoints, where the content of frozen parameters is compared.
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -83,15 +83,15 @@ class _Writable:
         self._is_sharded = any(map(is_sharded, self._parameters.values()))
         self._plain = {name: one for name, one in self._parameters.items() if _is_plain(one)}
         self._places = _places(model)
-        self._static = frozenset(self._followed_anyway())
+        self._static = frozenset(self._always_followed())
         self._followed = {name: self._plain[name] for name in self._static}
         self._watched: dict[str, nn.Parameter] = {}
         self._versioned: list[nn.Parameter] = []
         self._placed: list[nn.Parameter] = []
         self._stamps: tuple[list[int], list[int]] = ([], [])
 
-    def _followed_anyway(self) -> Iterator[str]:
-        """The parameters that are always copied: those of an embedding with `max_norm`, and small frozen ones."""
+    def _always_followed(self) -> Iterator[str]:
+        """Yield the parameters that are always copied: of an embedding with `max_norm`, and small frozen ones."""
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
                 weight = f"{name}.weight".lstrip(".")
@@ -222,17 +222,13 @@ class Buffers(_Writable):
             *(0 if one is None else one._version for one in whole),
         ]
 
-    def forward(self) -> AbstractContextManager[None]:
-        """Return the context of a shard's forward; it raises ModelError for a write that cannot be undone."""
-        return self._early_forward() if self._is_early else self._late_forward()
-
     @contextmanager
-    def _late_forward(self) -> Iterator[None]:
-        yield
-        self._check()
-
-    @contextmanager
-    def _early_forward(self) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
+        """Run a shard's forward in the block; raises ModelError for a write that cannot be undone."""
+        if not self._is_early:
+            yield
+            self._check()
+            return
         with self._comparing():
             yield
         for name in _different(self._before, self._plain):
@@ -257,8 +253,14 @@ class Buffers(_Writable):
                     f"{text}, and not in the first {EARLY} steps since the workers started, {unknown}; {ADVICE}"
                 )
             self._follow(name, self._before.get(name))
-        if self._is_sharded:
-            self._check_sharded()
+        if not self._is_sharded:
+            return
+        now = self._versions_of_sharded()
+        if now != self._versions:
+            sharded = [name for name, one in self._parameters.items() if is_sharded(one)]
+            names = [*sharded, *(self._name_of(unit) for _, units in self._blocks for unit in units)]
+            pairs = zip(names, now, self._versions, strict=True)
+            raise ModelError(_of_sharded([name for name, one, other in pairs if one != other]))
 
     def _follow(self, name: str, before: torch.Tensor | None) -> None:
         """Copy a parameter from now on; it had the value `before` when the step began, if that is given."""
@@ -268,15 +270,6 @@ class Buffers(_Writable):
             self._start[name] = before
             if self._kept is not None:
                 self._kept[name] = before
-
-    def _check_sharded(self) -> None:
-        now = self._versions_of_sharded()
-        if now == self._versions:
-            return
-        sharded = [name for name, one in self._parameters.items() if is_sharded(one)]
-        names = [*sharded, *(self._name_of(unit) for _, units in self._blocks for unit in units)]
-        pairs = zip(names, now, self._versions, strict=True)
-        raise ModelError(_of_sharded([name for name, one, other in pairs if one != other]))
 
     def _name_of(self, unit: Any) -> str:
         return next((name for name, one in self._parameters.items() if one is unit.sharded_param), "of a block")
@@ -453,12 +446,12 @@ class UnchangedBuffers(_Writable):
         }
         self._stamp()
 
-    def forward(self) -> AbstractContextManager[None]:
-        """Return the context of a forward."""
-        return self._early_forward() if self._num_runs < EARLY else nullcontext()
-
     @contextmanager
-    def _early_forward(self) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
+        """Run a forward in the block; early ones are compared with a copy."""
+        if self._num_runs >= EARLY:
+            yield
+            return
         before = _all_copies({name: one for name, one in self._watched.items() if name not in self._followed})
         self._num_runs += 1
         try:

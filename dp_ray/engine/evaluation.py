@@ -10,9 +10,9 @@ from torch import nn
 
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.model import ShardSize, advised, autocast, evaluating
-from dp_ray.engine.quarantine import Real, as_planned
+from dp_ray.engine.quarantine import ShardFilter, keep_all
 from dp_ray.engine.random import ForwardSeeds
-from dp_ray.engine.sharded.rounds import Passes
+from dp_ray.engine.sharded.rounds import Forwards
 from dp_ray.engine.step import Metrics, OnShard, Step, StepOutput, as_tensor, row_of, run_step
 from dp_ray.engine.user_code import describe_compared, locating, next_batch, reraise_as
 from dp_ray.engine.world import gathered
@@ -80,11 +80,11 @@ class Evaluation:
         states: Mapping[str, Any],
         device: torch.device,
         clock: StepClock | None = None,
-        passes: Passes | None = None,
+        forwards: Forwards | None = None,
     ) -> None:
         self.job = job
         self._clock = clock or SilentClock()
-        self._passes = passes or Passes()
+        self._forwards = forwards or Forwards()
         self._step = step
         self._measures = measures
         self._states = {name: metric.to(device) for name, metric in states.items()}
@@ -103,12 +103,12 @@ class Evaluation:
         batches: Iterator[tuple[Indices, Any]],
         on_shard: OnShard = lambda *_: None,
         on_step: Callable[[int], None] = lambda _: None,
-        real: Real = as_planned,
+        without_set_aside: ShardFilter = keep_all,
     ) -> dict[str, float]:
         """Return the mean of the loss and of each metric over all samples, on every rank; every rank calls this.
 
-        `on_shard` is called with each shard, its batch and its output; `on_step` with each finished step. `real`
-        gives a shard without the samples set aside. Raises DataError if all were.
+        `on_shard` is called with each shard, its batch and its output; `on_step` with each finished step.
+        `without_set_aside` drops a shard's samples that were set aside. Raises DataError if all were.
         """
         # A row for each shard, so that the order of additions does not depend on the workers. The last column
         # counts rows.
@@ -118,31 +118,32 @@ class Evaluation:
         with evaluating(model) as buffers:
             seeds = ForwardSeeds(self.job.seed, model, self._device)
             for step, shards in work:
-                ran, batches = 0, self._passes.before(shards, batches, real)
+                ran, batches = 0, self._forwards.before(shards, batches, without_set_aside)
                 for shard in shards:
                     where = f"evaluation step {shard.step}, shard {shard.shard}"
                     with advised(self.job, where, ShardSize(shard.rows, *cut, self._batch_size)):
                         _, batch = next_batch(batches, where)
-                        if not (shard := real(shard)).rows:
+                        shard = without_set_aside(shard)
+                        if not shard.rows:
                             continue
                         rows += shard.rows
                         ran += 1
                         seeds.begin(shard)
                         with locating(where):
                             with buffers.forward():
-                                step_output, row = self._passes.run(self._shard, model, shard, batch)
+                                step_output, row = self._forwards.run(self._shard, model, shard, batch)
                             buffers.restore()
                             if row is not None:
                                 sums[shard.shard, :-1] += row
                             self._update_states(step_output, states.setdefault(shard.shard, {}))
                     on_shard(shard, batch, step_output)
-                for batch in self._passes.missing(work, step, ran):
-                    self._passes.run(self._shard, model, None, batch)
+                for batch in self._forwards.dummy_batches(work, step, ran):
+                    self._forwards.run(self._shard, model, None, batch)
                     buffers.restore()
                 on_step(step)
             sums[0, -1] = rows
             measured = self._measured(sums, states)
-        self._passes.end()
+        self._forwards.end()
         return measured
 
     def _measured(self, sums: torch.Tensor, states: dict[int, dict[str, Any]]) -> dict[str, float]:
@@ -161,7 +162,7 @@ class Evaluation:
         return {**means, **computed}
 
     def _shard(self, model: nn.Module, shard: Shard | None, batch: Any) -> tuple[StepOutput, torch.Tensor | None]:
-        """Return a shard's output and its row of sums; only its output if it stands in for a shard."""
+        """Return a shard's output and its row of sums; only its output if it is a dummy batch."""
         self._clock.enter(Part.FORWARD)
         with autocast(self.job.precision, self._device):
             step_output = run_step(self._step, model, batch)
@@ -217,12 +218,8 @@ def merged(name: str, metrics: Sequence[Any]) -> Any:
             first.merge_state(other)
     for one in first.modules() if hasattr(first, "modules") else ():
         # Each rank has merged the states of all. torchmetrics would add up those of all ranks once more.
-        one.distributed_available_fn = _never
+        one.distributed_available_fn = lambda: False
     return first
-
-
-def _never() -> bool:
-    return False
 
 
 def _is_torchmetrics(metric: Any) -> bool:

@@ -32,8 +32,9 @@ class ItemKeys(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Return all of the keys."""
-        given = [self.inputs, self.target or []]
-        return [name for keys in given for name in ([keys] if isinstance(keys, str) else keys)]
+        return [
+            name for keys in (self.inputs, self.target or []) for name in ([keys] if isinstance(keys, str) else keys)
+        ]
 
     def pick(self, item: Any) -> Any:
         """Return the inputs, or the pair (inputs, target); raise DataError if it is no mapping or lacks a key."""
@@ -95,7 +96,7 @@ def tensor_of(value: Any) -> Any:
 Plain: TypeAlias = bool | int | float | str | list[Any] | None
 
 
-class Carrying(NamedTuple):
+class PassthroughSample(NamedTuple):
     """A sample as the job takes it, its index, and the values that are carried, in the order of the keys."""
 
     item: Any
@@ -104,7 +105,7 @@ class Carrying(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Carried:
+class PassthroughColumns:
     """The carried values of some samples, by their indices. Pieces of a batch share it."""
 
     keys: tuple[str, ...]
@@ -116,19 +117,19 @@ class Carried:
         return {key: [row[number] for row in rows] for number, key in enumerate(self.keys)}
 
 
-class CarryingBatch(NamedTuple):
+class PassthroughBatch(NamedTuple):
     """A collated batch, and the carried values of its samples."""
 
     batch: Any
-    carried: Carried
+    carried: PassthroughColumns
 
 
-def carried_keys(job: Job) -> tuple[str, ...]:
+def passthrough_keys(job: Job) -> tuple[str, ...]:
     """Return the keys that the job carries; none unless it predicts."""
     return tuple(job.outputs.carry or ()) if job.task == "predict" else ()
 
 
-def carried_of(item: Any, keys: Sequence[str]) -> list[Plain]:
+def passthrough_of(item: Any, keys: Sequence[str]) -> list[Plain]:
     """Return an item's carried values; raise DataError if it lacks a key, or a value cannot be carried."""
     if not isinstance(item, Mapping):
         raise DataError(f"outputs.carry names keys of an item, which must be a dict; got a {kind_of(item)}")
@@ -151,15 +152,17 @@ def _plain(key: str, value: Any) -> Plain:
     raise DataError(f"outputs.carry: {key!r} is a {type(value).__qualname__}{size}; what can be carried are {may_be}")
 
 
-def collate_carrying(collate: Callable[[list[Any]], Any], keys: tuple[str, ...], items: list[Carrying]) -> Any:
+def collate_passthrough(
+    collate: Callable[[list[Any]], Any], keys: tuple[str, ...], items: list[PassthroughSample]
+) -> Any:
     """Collate the items alone, and put their carried values beside the batch."""
     batch = collate([one.item for one in items])
-    return CarryingBatch(batch, Carried(keys, {one.sample: one.values for one in items}))
+    return PassthroughBatch(batch, PassthroughColumns(keys, {one.sample: one.values for one in items}))
 
 
-def unloaded(batch: Any, indices: Indices) -> tuple[Any, dict[str, list[Plain]]]:
+def split_passthrough(batch: Any, indices: Indices) -> tuple[Any, dict[str, list[Plain]]]:
     """Return the batch alone, and for each carried key the values of the samples at these indices."""
-    if not isinstance(batch, CarryingBatch):
+    if not isinstance(batch, PassthroughBatch):
         return batch, {}
     return batch.batch, batch.carried.columns(indices.tolist())
 
@@ -168,7 +171,7 @@ ReadColumns = Callable[[Sequence[int], Sequence[str] | None], Any]
 ReadBeside = Callable[[Sequence[int], Sequence[str] | None, Sequence[str]], Any]
 
 
-class Cut(NamedTuple):
+class ColumnSlice(NamedTuple):
     """A batch that needs no collating."""
 
     batch: Any
@@ -182,7 +185,7 @@ class WholeColumns(NamedTuple):
     carry: tuple[str, ...] = ()
     read_beside: ReadBeside | None = None
 
-    def cut(self, indices: Sequence[int]) -> Cut | None:
+    def cut(self, indices: Sequence[int]) -> ColumnSlice | None:
         """Return the batch of these samples; None if they must be read as items, whose errors name the sample."""
         names = None if self.keys is None else self.keys.names
         try:
@@ -191,13 +194,13 @@ class WholeColumns(NamedTuple):
                 if read is None:
                     return None
                 columns, items = read
-                rows = [carried_of(item, self.carry) for item in items]
-                carried = Carried(self.carry, dict(zip(indices, rows, strict=True)))
-                return Cut(CarryingBatch(self._picked(columns), carried))
+                rows = [passthrough_of(item, self.carry) for item in items]
+                carried = PassthroughColumns(self.carry, dict(zip(indices, rows, strict=True)))
+                return ColumnSlice(PassthroughBatch(self._picked(columns), carried))
             columns = self.read(indices, names)
         except Error:
             return None
-        return None if columns is None else Cut(self._picked(columns))
+        return None if columns is None else ColumnSlice(self._picked(columns))
 
     def _picked(self, columns: Any) -> Any:
         return columns if self.keys is None else self.keys.pick(columns)
@@ -211,6 +214,6 @@ def whole_columns(job: Job, dataset: Any, keys: ItemKeys | None) -> WholeColumns
     read, beside = getattr(dataset, "read_columns", None), getattr(dataset, "read_columns_beside", None)
     if read is None or job.collate is not None or job.batch_dim:
         return None
-    if carry := carried_keys(job):
+    if carry := passthrough_keys(job):
         return None if beside is None else WholeColumns(read, keys, carry, beside)
     return WholeColumns(read, keys)

@@ -18,16 +18,16 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from dp_ray.engine.bad_samples import Screen
 from dp_ray.engine.clock import Part, SilentClock, StepClock
 from dp_ray.engine.items import (
-    Carrying,
-    CarryingBatch,
-    Cut,
+    ColumnSlice,
     ItemKeys,
+    PassthroughBatch,
+    PassthroughSample,
     Plain,
     WholeColumns,
-    carried_keys,
-    carried_of,
-    collate_carrying,
+    collate_passthrough,
     item_keys,
+    passthrough_keys,
+    passthrough_of,
     whole_columns,
 )
 from dp_ray.engine.random import RngProbe, own_generators, preserved, seed_all, seed_own
@@ -60,7 +60,7 @@ class Samples(Dataset[Any]):
     there on each sample is read by itself, after seeding. The result is the same as with seeding from the start.
     A dataset with generators of its own is seeded for each sample from the start. Of each sample, `keys` picks what
     the job takes. Where `columns` cut a batch as it is, no sample is read by itself. A `screen` puts a BadSample in
-    the place of each sample that cannot be read. With keys to `carry`, each sample becomes a Carrying.
+    the place of each sample that cannot be read. With keys to `carry`, each sample becomes a PassthroughSample.
     """
 
     dataset: Any
@@ -128,7 +128,9 @@ class Samples(Dataset[Any]):
         for index, item in zip(indices, items, strict=True):
             try:
                 picked = item if self.keys is None else self.keys.pick(item)
-                made.append(Carrying(picked, index, carried_of(item, self.carry)) if self.carry else picked)
+                made.append(
+                    PassthroughSample(picked, index, passthrough_of(item, self.carry)) if self.carry else picked
+                )
             except DataError as error:
                 raise DataError(f"sample {index} of {self.name}: {error}") from None
         return made
@@ -140,7 +142,7 @@ class Samples(Dataset[Any]):
         values: dict[str, Plain] = {}
         for key in item:
             with suppress(DataError):  # a value that cannot be carried
-                (values[key],) = carried_of(item, [key])
+                (values[key],) = passthrough_of(item, [key])
         return values
 
     def _whole(self, indices: list[int]) -> Any:
@@ -211,7 +213,7 @@ def load_shards(
     make = _whole_batches if job.scatter == "batch" else _shards
     times, keys = times or StepTimes(), item_keys(job)
     columns = whole_columns(job, dataset, keys)
-    samples = Samples(dataset, job.seed, name, keys, columns, times, carry=carried_keys(job))
+    samples = Samples(dataset, job.seed, name, keys, columns, times, carry=passthrough_keys(job))
     return times.waiting(on_device(make(job, samples, work, device, pick), device, times.clock))
 
 
@@ -244,14 +246,14 @@ def _whole_batches(
                 yield indices[shard.start - whole.start : shard.stop - whole.start], pieces[shard.shard]
 
 
-def filled_shards(work: Work, real: Callable[[Shard], Shard]) -> Iterator[Shard]:
-    """Yield a worker's shards that have rows, in order; `real` gives a shard without what is skipped."""
-    return (one for _, shards in work for one in map(real, shards) if one.rows)
+def filled_shards(work: Work, skipping: Callable[[Shard], Shard]) -> Iterator[Shard]:
+    """Yield a worker's shards that have rows, in order; `skipping` gives a shard without what is skipped."""
+    return (one for _, shards in work for one in map(skipping, shards) if one.rows)
 
 
-def filled_batches(work: Work, real: Callable[[Shard], Shard]) -> Iterator[Shard]:
+def filled_batches(work: Work, skipping: Callable[[Shard], Shard]) -> Iterator[Shard]:
     """Yield the whole global batches that have rows, of which the worker has shards."""
-    return (one for step, shards in work if shards and (one := real(work.split.whole(step))).rows)
+    return (one for step, shards in work if shards and (one := skipping(work.split.whole(step))).rows)
 
 
 def pieces_of(
@@ -283,7 +285,7 @@ def make_loader(
     seed = None if job.collate is None else job.seed
     collate = collate or collate_of(job)
     if samples.carry:
-        collate = functools.partial(collate_carrying, collate, samples.carry)
+        collate = functools.partial(collate_passthrough, collate, samples.carry)
     collates = functools.partial(collated, collate=collate, seed=seed, screen=screen)
     made: DataLoader[Any] = DataLoader(
         TimedReads(samples, getattr(samples.dataset, "take_seconds_ahead", None)),
@@ -332,7 +334,7 @@ def collated(
     """Collate the samples that were read; with a `screen`, return a Screened in place of the batch."""
     wanted, items = read
     indices = np.asarray(wanted.indices, np.int64)
-    if isinstance(items, LoaderError | Cut):
+    if isinstance(items, LoaderError | ColumnSlice):
         return indices, items if isinstance(items, LoaderError) else items.batch
     seeded = functools.partial(_collate_seeded, wanted, collate, seed)
     try:
@@ -392,7 +394,7 @@ def checked(job: Job, batch: Any, pick: Pick | None, rows: int, what: str) -> An
     """
     if not rows:
         return None
-    if isinstance(batch, CarryingBatch):
+    if isinstance(batch, PassthroughBatch):
         return batch._replace(batch=checked(job, batch.batch, pick, rows, what))
     picked = batch if pick is None else pick(batch)
     if job.step is None:  # only the user's step knows which parts of its batch hold rows
@@ -459,7 +461,7 @@ def seeded_dataset(job: Job, name: str = "dataset") -> Any:
 
 
 @dataclasses.dataclass
-class OneAhead:
+class OverlappedRead:
     """One batch ahead of those that `passing` yields, read where the worker would otherwise wait for the others.
 
     An error of reading it is raised where that batch is due: a training that ends before it never meets the error.

@@ -312,7 +312,10 @@ def _whole(job: Job, held: Held, split: Split) -> Iterator[WorkerMemory]:
     names = job.devices or [f"cuda:{number}" for number in range(job.num_devices)]
     places = list(zip(map(str, fake_devices(job.num_devices)), names, strict=True))
     for workers in worker_counts(job.max_workers):
-        shards, copies = _most_filled(split, workers), _copies_of_gradient(job, workers, split.shards)
+        shards, copies = (
+            shards_of_worker(split.largest_batch, split.shards, workers),
+            _copies_of_gradient(job, workers, split.shards),
+        )
         # A single worker's only shard makes gradients while activations are freed; else their memory is there before.
         grows = workers == 1 and shards == 1
         devices = tuple(_device(held, at, name, copies, grows, _averages(job)) for at, name in places)
@@ -336,11 +339,6 @@ def _averages(job: Job) -> bool:
     return job.ema is not None and job.task == "train"
 
 
-def _most_filled(split: Split, workers: int) -> int:
-    """Return how many shards with rows a worker runs at most."""
-    return shards_of_worker(split.largest_batch, split.shards, workers)
-
-
 def _copies_of_gradient(job: Job, workers: int, shards: int) -> int:
     """Return how many gradients of all parameters a worker holds at a time, at most."""
     mine = max((worker_shards(shards, workers, rank) for rank in range(workers)), key=len)
@@ -362,13 +360,18 @@ def _sharded(job: Job, shard: FakeShard, whole: Held, alone: WorkerMemory, split
     if sharding != counts:
         yield replace(alone, strategy="fsdp")  # one worker holds the whole model
     # With bitwise each round exchanges; else gradients add up whole until the last.
-    rounds_of = {one: 1 if job.bitwise else min(_most_filled(split, one), 2) for one in sharding}
+    rounds_of = {
+        one: 1 if job.bitwise else min(shards_of_worker(split.largest_batch, split.shards, one), 2)
+        for one in sharding
+    }
     for rounds in dict.fromkeys(rounds_of.values()):
         some = [workers for workers in sharding if rounds_of[workers] == rounds]
         held = replace(shard, job=job).sharded(some[0], rounds)
         for workers in some:
             device = _part(job, held, whole, some[0], workers, shard.on_gpu)
-            yield WorkerMemory("fsdp", workers, _most_filled(split, workers), (device,))
+            yield WorkerMemory(
+                "fsdp", workers, shards_of_worker(split.largest_batch, split.shards, workers), (device,)
+            )
 
 
 def _part(job: Job, held: Held, whole: Held, seen: int, workers: int, on_gpu: bool) -> DeviceMemory:

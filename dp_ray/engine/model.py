@@ -66,18 +66,18 @@ def build_model(job: Job, devices: Sequence[torch.device]) -> nn.Module:
         raise JobError(f"devices: the model cannot be moved to {names}: {error}{hint}") from error
 
 
-def check_model(given: Any) -> None:
+def check_model(spec: Any) -> None:
     """Raise JobError if it is known, without building the model, that it is not a torch.nn.Module."""
-    if isinstance(given, Target):
-        named = resolve("model", given)
+    if isinstance(spec, Target):
+        named = resolve("model", spec)
         if isinstance(named, nn.Module):
             kind = type(named).__qualname__
             raise JobError(
-                f"model: {given.target} is a {kind} that is made already; name its class, or a function that makes it"
+                f"model: {spec.target} is a {kind} that is made already; name its class, or a function that makes it"
             )
         check_gives("model", named, nn.Module, "torch.nn.Module")
-    elif not isinstance(given, nn.Module):
-        raise JobError(f"model: must be a torch.nn.Module, got a {type(given).__qualname__}")
+    elif not isinstance(spec, nn.Module):
+        raise JobError(f"model: must be a torch.nn.Module, got a {type(spec).__qualname__}")
 
 
 def as_module(model: object) -> nn.Module:
@@ -418,23 +418,18 @@ _MIXED = (
 
 def mixed_devices(model: nn.Module, error: BaseException) -> str:
     """Return a hint on an error caused by tensors on two devices, with devices and module; "" for any other error."""
-    found = next((match for pattern in _MIXED if (match := pattern.search(str(error)))), None)
-    if found is None:
+    match = next(filter(None, (pattern.search(str(error)) for pattern in _MIXED)), None)
+    if match is None:
         return ""
-    where = _innermost(model, error)
-    name = f"module {where!r}" if where else "the model's own forward"
-    one, two = found["one"].rstrip(":"), found["two"].rstrip(":")
-    return f"; {name} got tensors on two devices, {one} and {two}: move them in forward, as in x.to(device)"
-
-
-def _innermost(model: nn.Module, error: BaseException) -> str:
-    """Return the name of the innermost module whose forward raised the error; "" for the model itself."""
+    # The innermost module whose forward raised the error.
     names = {id(module): name.removeprefix("_orig_mod.") for name, module in model.named_modules()}
     where, trace = "", error.__traceback__
     while trace is not None:
         where = names.get(id(trace.tb_frame.f_locals.get("self")), where)
         trace = trace.tb_next
-    return where
+    name = f"module {where!r}" if where else "the model's own forward"
+    one, two = match["one"].rstrip(":"), match["two"].rstrip(":")
+    return f"; {name} got tensors on two devices, {one} and {two}: move them in forward, as in x.to(device)"
 
 
 # cuBLAS, CUDA itself and torch's allocator of a CPU raise plain RuntimeErrors with these texts.

@@ -40,7 +40,7 @@ from dp_ray.text import did_you_mean, listed
 
 
 def build_optimizer(
-    given: Any, model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None
+    spec: Any, model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the model's trainable parameters, in the job's parameter groups.
 
@@ -55,12 +55,12 @@ def build_optimizer(
         check_has_shape(name, parameter)
         if overlaps(parameter):
             raise ModelError(f"{name} is an expanded tensor, whose elements no optimizer can update: clone() it")
-    check_unbuilt(given)
+    check_unbuilt(spec)
     named = {name: (instead or {}).get(id(one), one) for name, one in named.items()}
-    if isinstance(given, Optimizer):
-        optimizer = bind("optimizer", given, leading=1)(_groups(given, named))
+    if isinstance(spec, Optimizer):
+        optimizer = bind("optimizer", spec, leading=1)(_groups(spec, named))
     else:
-        optimizer = _call("optimizer", given, list(named.values()))
+        optimizer = _call("optimizer", spec, list(named.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(f"optimizer: must give a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
     check_optimizer(type(optimizer))
@@ -72,46 +72,46 @@ def build_optimizer(
                 f"optimizer: holds a parameter of size {list(one.shape)} that is none of the parameters it was "
                 "given; it may take some or all of those, and no others"
             )
-    if isinstance(given, Optimizer):
-        _check_groups(given, optimizer)
+    if isinstance(spec, Optimizer):
+        _check_groups(spec, optimizer)
     for group in optimizer.param_groups:  # a scheduler writes into them; the next attempt begins with the job's own
         group |= {name: value.detach().clone() for name, value in group.items() if isinstance(value, torch.Tensor)}
     return optimizer
 
 
-def _groups(given: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
-    if not given.groups:
+def _groups(spec: Optimizer, named: dict[str, nn.Parameter]) -> list[Any]:
+    if not spec.groups:
         return list(named.values())
-    members: list[list[nn.Parameter]] = [[] for _ in given.groups]
+    members: list[list[nn.Parameter]] = [[] for _ in spec.groups]
     rest: list[nn.Parameter] = []
     for name, parameter in named.items():
-        matching = [mine for group, mine in zip(given.groups, members, strict=True) if re.search(group.match, name)]
+        matching = [mine for group, mine in zip(spec.groups, members, strict=True) if re.search(group.match, name)]
         (matching[0] if matching else rest).append(parameter)
-    for group, mine in zip(given.groups, members, strict=True):
+    for group, mine in zip(spec.groups, members, strict=True):
         if not mine:
             raise JobError(
                 f"optimizer.groups: {group.match!r} matches no trainable parameter that is left; there are "
                 f"{listed(named)}"
             )
-    groups = [{"params": mine, **group.args} for group, mine in zip(given.groups, members, strict=True)]
+    groups = [{"params": mine, **group.args} for group, mine in zip(spec.groups, members, strict=True)]
     return [*groups, {"params": rest}] if rest else groups
 
 
-def _check_groups(given: Optimizer, optimizer: torch.optim.Optimizer) -> None:
+def _check_groups(spec: Optimizer, optimizer: torch.optim.Optimizer) -> None:
     """Raise JobError for args of a group that an optimizer of torch would keep and never read."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
-    for number, group in enumerate(given.groups):
+    for number, group in enumerate(spec.groups):
         for name in group.args.keys() - optimizer.defaults.keys():
             raise JobError(
-                f"optimizer.groups.{number}.args: {given.label} takes no {name!r}, but {listed(optimizer.defaults)}"
+                f"optimizer.groups.{number}.args: {spec.label} takes no {name!r}, but {listed(optimizer.defaults)}"
                 f"{did_you_mean(name, optimizer.defaults)}"
             )
 
 
-def check_unbuilt(given: Any) -> None:
+def check_unbuilt(spec: Any) -> None:
     """Raise JobError for an optimizer that is made already, for other parameters than the workers'."""
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(spec, torch.optim.Optimizer):
         raise JobError(
             "optimizer: belongs to the parameters it was made with, which are not those of the workers; "
             "give a function of the parameters, like functools.partial(torch.optim.AdamW, lr=0.001)"
@@ -155,11 +155,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 class Schedule:
     """The job's scheduler, or none, stepped as the job says."""
 
-    def __init__(self, given: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._given = given
+    def __init__(self, spec: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._spec = spec
         self._optimizer = optimizer
-        self._per = given.per if isinstance(given, Scheduler) else "step"
-        self.metric = (given.metric if isinstance(given, Scheduler) else None) or "loss"
+        self._per = spec.per if isinstance(spec, Scheduler) else "step"
+        self.metric = (spec.metric if isinstance(spec, Scheduler) else None) or "loss"
         self.scheduler: Any = self._build()
         if self.scheduler is not None and not hasattr(self.scheduler, "step"):
             raise JobError(
@@ -169,9 +169,9 @@ class Schedule:
             raise JobError("scheduler.per: a ReduceLROnPlateau watches a metric of each epoch; set per: epoch")
 
     def _build(self) -> Any:
-        if isinstance(self._given, Scheduler):
-            return bind("scheduler", self._given, leading=1)(self._optimizer)
-        return None if self._given is None else _call("scheduler", self._given, self._optimizer)
+        if isinstance(self._spec, Scheduler):
+            return bind("scheduler", self._spec, leading=1)(self._optimizer)
+        return None if self._spec is None else _call("scheduler", self._spec, self._optimizer)
 
     @property
     def watches(self) -> bool:
@@ -268,14 +268,14 @@ def _call(key: str, function: Any, first: Any) -> Any:
         return function(first)
 
 
-def runs_users_code(given: Any) -> bool:
+def runs_users_code(spec: Any) -> bool:
     """Return whether an optimizer or a scheduler may run other code than torch's, which may draw random numbers."""
-    if given is None or not isinstance(given, Target):
-        return given is not None
-    named = isinstance(given.target, str)
-    module = given.target.partition(":")[0] if named else getattr(given.target, "__module__", "")
+    if spec is None or not isinstance(spec, Target):
+        return spec is not None
+    named = isinstance(spec.target, str)
+    module = spec.target.partition(":")[0] if named else getattr(spec.target, "__module__", "")
     return (module.split(".")[:2] != ["torch", "optim"] and module != __name__) or not all(
-        map(_is_plain, given.args.values())
+        map(_is_plain, spec.args.values())
     )
 
 

@@ -18,11 +18,11 @@ from torch import nn
 
 from dp_ray.engine.buffers import UnchangedBuffers
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
-from dp_ray.engine.items import Plain, unloaded
+from dp_ray.engine.items import Plain, split_passthrough
 from dp_ray.engine.model import ShardSize, advised, autocast, call_model, evaluating, mixed_devices
-from dp_ray.engine.quarantine import Real, as_planned
+from dp_ray.engine.quarantine import ShardFilter, keep_all
 from dp_ray.engine.random import ForwardSeeds, seed_all
-from dp_ray.engine.sharded.rounds import Passes
+from dp_ray.engine.sharded.rounds import Forwards
 from dp_ray.engine.user_code import describe_input, locating, location, next_batch, reraise_as
 from dp_ray.errors import JobError, ModelError
 from dp_ray.job.job import Job
@@ -97,18 +97,18 @@ def _path(keys: Keys) -> str:
     return ".".join(map(str, keys)) or WHOLE
 
 
-def check_after(given: Any) -> None:
+def check_after(target: Any) -> None:
     """Raise JobError if what `outputs.after` names cannot be imported, called, or called with its args."""
-    after = resolve(AFTER, given) if isinstance(given, Target) else given
+    after = resolve(AFTER, target) if isinstance(target, Target) else target
     if not callable(after):
         raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(after).__qualname__}")
-    args = given.args if isinstance(given, Target) else {}
+    args = target.args if isinstance(target, Target) else {}
     leading = [] if isinstance(after, type) else [None]  # a class gets its args alone, and its object the outputs
     more = {"inputs": None} if takes_inputs(after) and leading else {}
     try:
         inspect.signature(after).bind(*leading, **{**more, **args})
     except TypeError as error:
-        label = given.label if isinstance(given, Target) else type(given).__qualname__
+        label = target.label if isinstance(target, Target) else type(target).__qualname__
         raise JobError(f"{AFTER}: {label} {error}") from None
     except ValueError:
         pass  # some built-in callables have no signature
@@ -125,10 +125,10 @@ def takes_inputs(after: Any) -> bool:
 
 def _built(job: Job, device: torch.device) -> Any:
     """Build the function, or the object of the class, that `after` names; a module is copied to the device."""
-    given = job.outputs.after
+    target = job.outputs.after
     seed_all(derive_seed(job.seed, "after"))  # the weights of a module are the same on all workers
-    is_class = isinstance(given, Target) and isinstance(resolve(AFTER, given), type)
-    made = build(AFTER, given) if is_class else bound(AFTER, given)
+    is_class = isinstance(target, Target) and isinstance(resolve(AFTER, target), type)
+    made = build(AFTER, target) if is_class else bound(AFTER, target)
     if not callable(made):
         raise JobError(f"{AFTER}: must be a function of the outputs, got a {type(made).__qualname__}")
     return copy.deepcopy(made).to(device).eval() if isinstance(made, nn.Module) else made
@@ -168,56 +168,52 @@ def predict(
     on_shard: Callable[[Shard, Indices, Any, dict[str, list[Plain]]], None],
     on_step: Callable[[int], None],
     goes_on: Callable[[int], bool] = lambda step: True,
-    real: Real = as_planned,
+    without_set_aside: ShardFilter = keep_all,
     tell: Callable[[str], None] = lambda text: None,
     clock: StepClock | None = None,
     on_inputs: Callable[[Shard, Indices, Any], None] = lambda shard, indices, inputs: None,
     on_flops: Callable[[Flops], None] | None = None,
-    passes: Passes | None = None,
+    forwards: Forwards | None = None,
 ) -> bool:
     """Run the model over each shard of `work`, in eval and inference mode.
 
     `batches` gives the shards' sample indices and inputs, in the order of `work`. `on_shard` gets each shard with
     its indices, what is kept of its outputs, and what is carried. `on_step` gets each finished step, even if this
-    worker has no rows in it. The loop ends, with False, before the first step for which `goes_on` is false. `real`
-    gives a shard without the samples set aside. `tell` gets lines for the user. `clock` splits the steps' time.
-    `on_inputs` gets each shard's inputs before they run. `on_flops` gets a row's operations, counted over the first
-    shard, which runs once more. `passes` run a model that is sharded.
+    worker has no rows in it. The loop ends, with False, before the first step for which `goes_on` is false.
+    `without_set_aside` drops a shard's samples that were set aside. `tell` gets lines for the user. `clock` splits
+    the steps' time. `on_inputs` gets each shard's inputs before they run. `on_flops` gets a row's operations, counted
+    over the first shard, which runs once more. `forwards` run a model that is sharded.
     Raises ModelError, naming step and shard, if the model raises.
     """
-    select, clock, passes = OutputSelector(job, device, tell), clock or SilentClock(), passes or Passes()
+    select, clock, forwards = OutputSelector(job, device, tell), clock or SilentClock(), forwards or Forwards()
     seeds, cut = ForwardSeeds(job.seed, model, device, select.after), (work.split.largest_batch, work.split.shards)
     with evaluating(model) as buffers, torch.inference_mode(), autocast(job.precision, device):
-        runner = _Runner(model, job, seeds, buffers)
+        runner = _Runner(model, job, seeds, buffers, forwards, clock)
         for step, shards in work:
-            if not passes.agree(not shards or goes_on(step)):
+            if not forwards.agree(not shards or goes_on(step)):
                 return False
-            ran, batches = 0, passes.before(shards, batches, real)
+            ran, batches = 0, forwards.before(shards, batches, without_set_aside)
             for shard in shards:
                 with advised(job, location(shard), ShardSize(shard.rows, *cut)):
                     indices, batch = next_batch(batches, location(shard))
-                    if (shard := real(shard)).rows:
-                        inputs, carried = unloaded(batch, indices)
+                    shard = without_set_aside(shard)
+                    if shard.rows:
+                        inputs, carried = split_passthrough(batch, indices)
                         on_inputs(shard, indices, inputs)
                         if on_flops is not None:
                             on_flops(runner.flops(inputs, shard, device))
                             on_flops = None
                         ran += 1
                         # The outputs get no name: those that are not kept are freed before the next shard.
-                        on_shard(
-                            shard,
-                            indices,
-                            select(runner.outputs(inputs, shard, clock, passes), inputs=inputs, shard=shard),
-                            carried,
-                        )
+                        on_shard(shard, indices, select(runner.outputs(inputs, shard), inputs, shard), carried)
                         clock.enter(Part.OTHER)
                 with locating(location(shard)):
                     buffers.restore()
-            for batch in passes.missing(work, step, ran):  # the others need this worker to gather parameters
-                passes.run(call_model, model, batch, job.call)
+            for batch in forwards.dummy_batches(work, step, ran):  # the others need this worker to gather parameters
+                forwards.run(call_model, model, batch, job.call)
                 buffers.restore()
             on_step(step)
-    return passes.end()
+    return forwards.end()
 
 
 @dataclass(frozen=True)
@@ -228,13 +224,15 @@ class _Runner:
     job: Job
     seeds: ForwardSeeds
     buffers: UnchangedBuffers
+    forwards: Forwards
+    clock: StepClock
 
-    def outputs(self, inputs: Any, shard: Shard, clock: StepClock, passes: Passes) -> Any:
+    def outputs(self, inputs: Any, shard: Shard) -> Any:
         """Return the shard's outputs."""
-        clock.enter(Part.FORWARD)
+        self.clock.enter(Part.FORWARD)
         self.seeds.begin(shard)
         with self.buffers.forward():
-            return passes.run(self._forward, inputs, shard, clock)
+            return self.forwards.run(self._forward, inputs, shard, self.clock)
 
     def flops(self, inputs: Any, shard: Shard, device: torch.device) -> Flops:
         """Count a row's operations, by a forward more, on a copy of the inputs: the model may change them."""

@@ -22,7 +22,7 @@ from dp_ray.engine.bad_samples import (
     choose_reference,
     end_process,
 )
-from dp_ray.engine.items import carried_keys, item_keys
+from dp_ray.engine.items import item_keys, passthrough_keys
 from dp_ray.engine.loading import (
     CPU,
     NOTHING,
@@ -48,14 +48,14 @@ from dp_ray.job.job import Job
 from dp_ray.job.samples import Indices, hold_blocks
 from dp_ray.plan.split import Shard, Work
 
-Real: TypeAlias = Callable[[Shard], Shard]  # a shard without the samples that were set aside
+ShardFilter: TypeAlias = Callable[[Shard], Shard]  # a shard without the samples that were set aside
 Keep: TypeAlias = Callable[[Shard, Mapping[int, BadSample]], None]  # keeps a shard's bad samples, by position
 Pieces: TypeAlias = Callable[[], Iterator[Shard]]
 UNREAD: tuple[Indices, Screened] = (NOTHING[0], Screened(None, {}))
 CANDIDATES = 5  # good samples of which one becomes the reference
 
 
-def as_planned(shard: Shard) -> Shard:
+def keep_all(shard: Shard) -> Shard:
     """Return the shard itself, of a job that sets nothing aside."""
     return shard
 
@@ -69,7 +69,7 @@ class Quarantine:
 
     reference: Reference
     keep: Keep
-    skipping: Real = as_planned
+    skipping: ShardFilter = keep_all
     _missing: dict[tuple[int, int], tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def take(self, shard: Shard, bad: Mapping[int, BadSample]) -> Shard:
@@ -78,9 +78,9 @@ class Quarantine:
         if bad:
             self.keep(shard, bad)
             self._missing[shard.step, shard.shard] = tuple(sorted(bad))
-        return self.real(shard)
+        return self.without_set_aside(shard)
 
-    def real(self, shard: Shard) -> Shard:
+    def without_set_aside(self, shard: Shard) -> Shard:
         """Return the shard without what is skipped, and what was set aside.
 
         The latter is known of all shards of a step once its first one is loaded.
@@ -105,7 +105,9 @@ def load_good(
     make = _whole_batches if job.scatter == "batch" else _shards
     times = times or StepTimes()
     screen = new_screen(job, quarantine.reference)
-    samples = Samples(dataset, job.seed, name, item_keys(job), times=times, screen=screen, carry=carried_keys(job))
+    samples = Samples(
+        dataset, job.seed, name, item_keys(job), times=times, screen=screen, carry=passthrough_keys(job)
+    )
     return times.waiting(on_device(make(job, samples, quarantine, work, device, pick), device, times.clock))
 
 
@@ -117,7 +119,8 @@ def _shards(
     loaded = _loaded(job, samples, functools.partial(filled_shards, work, skipping), device)
     for _, shards in work:
         read = [(one, *(next_batch(loaded) if one.rows else UNREAD)) for one in map(skipping, shards)]
-        # All of the step's samples are taken before its first shard is given: `real` counts the rows of the step.
+        # All of the step's shards are taken before its first one is yielded: by then, it is known how many rows the
+        # step has.
         good = [quarantine.take(asked, _by_position(asked, screened)) for asked, _, screened in read]
         for shard, (asked, indices, screened) in zip(good, read, strict=True):
             inputs = checked(job, screened.batch, pick, shard.rows, f"shard {shard.shard} of step {shard.step}")

@@ -122,12 +122,14 @@ def random_state(devices: Sequence[torch.device], own: Sequence[Generator]) -> C
         functools.partial(np.random.set_state, np.random.get_state()),
     ]
     for one in [torch.default_generator, *gpus, *own]:
-        if isinstance(one, random.Random):
-            setters.append(functools.partial(one.setstate, one.getstate()))
+        if isinstance(one, torch.Generator):
+            setters.append(functools.partial(one.set_state, one.get_state()))
         elif isinstance(one, np.random.Generator):
             setters.append(functools.partial(setattr, one.bit_generator, "state", one.bit_generator.state))
-        else:
+        elif isinstance(one, np.random.RandomState):
             setters.append(functools.partial(one.set_state, one.get_state()))
+        else:
+            setters.append(functools.partial(one.setstate, one.getstate()))
 
     def restore() -> None:
         for setter in setters:

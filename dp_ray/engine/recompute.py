@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -52,7 +53,14 @@ def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Mo
                 raise JobError(f"{key}: the model has no module of class {name}; it has {listed(present)}")
         chosen = [one for one in model.modules() if type(one).__name__ in classes]
         for one in chosen:
-            _check_is_called(key, one)
+            if not _has_forward(one):
+                inside = sorted({type(item).__name__ for child in one.children() for item in _called(child)})
+                instead = (
+                    f"name the class of its items, {listed(inside)}"
+                    if inside
+                    else "name a class whose forward uses it"
+                )
+                raise JobError(f"{key}: a {type(one).__name__} is never called, so it cannot be a block; {instead}")
     blocks = [one for one in chosen if one is not model and next(one.parameters(), None) is not None]
     inner = {id(below) for one in blocks for below in one.modules() if below is not one}
     return [one for one in dict.fromkeys(blocks) if id(one) not in inner]
@@ -61,13 +69,6 @@ def blocks_by_class(key: str, classes: Literal["auto"] | list[str], model: nn.Mo
 def class_names(model: nn.Module) -> list[str]:
     """Return the names of the classes of a model's modules, sorted."""
     return sorted({type(one).__name__ for one in model.modules()})
-
-
-def _check_is_called(key: str, module: nn.Module) -> None:
-    if not _has_forward(module):
-        inside = sorted({type(one).__name__ for child in module.children() for one in _called(child)})
-        instead = f"name the class of its items, {listed(inside)}" if inside else "name a class whose forward uses it"
-        raise JobError(f"{key}: a {type(module).__name__} is never called, so it cannot be a block; {instead}")
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -140,28 +141,23 @@ def _blocks_to_recompute(job: Job, model: nn.Module) -> list[nn.Module]:
             f"{KEY}: the model has no blocks with parameters, like the items of a ModuleList; name classes of its "
             f"modules in a list; it has {listed(class_names(model))}"
         )
-    for block in blocks:
-        _check(job, model, block)
+    for block in blocks:  # some cannot run again
+        name = next(name for name, one in model.named_modules() if one is block)
+        if isinstance(block, torch.jit.ScriptModule):
+            raise JobError(f"{KEY}: {name} is a TorchScript module, whose forward cannot be replaced")
+        if job.is_sharded and any(one in list(block.modules())[1:] for one in choose_blocks(job, model)):
+            raise JobError(f"{KEY}: {name} holds blocks of fsdp; name the classes of these blocks, or of their parts")
     kept = int(value.budget * len(blocks)) if isinstance(value, ActivationBudget) else 0
     return blocks[: len(blocks) - kept]  # the last ones' activations are freed before the first block runs again
 
 
-def _check(job: Job, model: nn.Module, block: nn.Module) -> None:
-    """Raise JobError if a block cannot run again."""
-    name = next(name for name, one in model.named_modules() if one is block)
-    if isinstance(block, torch.jit.ScriptModule):
-        raise JobError(f"{KEY}: {name} is a TorchScript module, whose forward cannot be replaced")
-    if job.is_sharded and any(one in list(block.modules())[1:] for one in choose_blocks(job, model)):
-        raise JobError(f"{KEY}: {name} holds blocks of fsdp; name the classes of these blocks, or of their parts")
-
-
+@dataclass(eq=False, repr=False)  # private names: `wraps` copies the attributes of the forward to it
 class _Recomputed:
     """The forward of a block; with gradients, it keeps no more than its arguments for the backward."""
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
-        self._block = block
-        self._forward = forward
-        self._devices = devices
+    _block: nn.Module
+    _forward: Callable[..., Any]
+    _devices: tuple[torch.device, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

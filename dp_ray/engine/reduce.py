@@ -166,15 +166,6 @@ class ShardSums:
             parameter.grad = None
         climb(self.held, node, sums, self._parents, add)
 
-    def fill_unused(self) -> None:
-        """Give parameters that only earlier shards used a gradient that adds nothing.
-
-        DDP remembers that they were used, and fails if it finds no gradient in the last shard's backward.
-        """
-        for number, parameter in enumerate(self.parameters):
-            if parameter.grad is None and any(sums[number] is not None for sums in self.held.values()):
-                parameter.grad = zeros_that_add_nothing(parameter.detach())
-
     def finish(self) -> None:
         """Set the parameters' gradients to the sum over all shards; for a single worker, which has them all."""
         sums = fold(self.held, self.root, add) or [None] * len(self.parameters)
@@ -298,7 +289,10 @@ class DdpReduction(Reduction):
     def before_last(self, stats: torch.Tensor) -> None:
         """Fill in for the parameters that only earlier shards used, and load the stats' bucket."""
         if self.sums is not None and self._finds_unused:
-            self.sums.fill_unused()
+            # DDP remembers that they were used, and fails if it finds no gradient in the last shard's backward.
+            for number, parameter in enumerate(self.sums.parameters):
+                if parameter.grad is None and any(sums[number] is not None for sums in self.sums.held.values()):
+                    parameter.grad = zeros_that_add_nothing(parameter.detach())
         if self._sends_stats_along and self.loss.stats_bucket is not None:
             self.loss.stats_bucket.load(stats)
 
@@ -678,13 +672,16 @@ def sum_over_workers(parameters: Sequence[nn.Parameter]) -> None:
     if not parameters or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     device = parameters[0].device
-    counts = torch.tensor([_count(parameter.grad) for parameter in parameters], device=device)
+    # Of a sparse gradient the number of its rows.
+    gradients = [parameter.grad for parameter in parameters]
+    own = [_UNUSED if one is None else one.values().shape[0] if one.is_sparse else _DENSE for one in gradients]
+    counts = torch.tensor(own, device=device)
     everybodys = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
     dist.all_gather(everybodys, counts)
     for parameter, theirs in zip(parameters, torch.stack(everybodys, 1).tolist(), strict=True):
         if _DENSE in theirs:
-            own = parameter.grad
-            dense = torch.zeros_like(parameter) if own is None else own.to_dense() if own.is_sparse else own
+            dense = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            dense = dense.to_dense() if dense.is_sparse else dense
             dist.all_reduce(dense)
             parameter.grad = dense
         else:
@@ -698,12 +695,6 @@ def numbers_of(gradient: torch.Tensor) -> torch.Tensor:
 
 def _sparse_modules(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
     return [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse]
-
-
-def _count(gradient: torch.Tensor | None) -> int:
-    if gradient is None:
-        return _UNUSED
-    return gradient.values().shape[0] if gradient.is_sparse else _DENSE
 
 
 def _gathered(parameter: nn.Parameter, counts: Sequence[int]) -> torch.Tensor | None:

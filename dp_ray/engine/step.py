@@ -287,14 +287,14 @@ def row_of(measured: list[Weighted], device: torch.device) -> Row:
     )
     if not is_gpu(device) and all(can_be_read):
         return [number.item() if isinstance(number, torch.Tensor) else number for number in numbers]
-    return torch.stack([_scalar(number, device) for number in numbers])
-
-
-def _scalar(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """Return the number on the device, without waiting for the device."""
-    if isinstance(number, torch.Tensor):
-        return number.detach().to(device, torch.float64).reshape(())
-    return torch.full((), number, dtype=torch.float64, device=device)
+    return torch.stack(
+        [
+            number.detach().to(device, torch.float64).reshape(())
+            if isinstance(number, torch.Tensor)
+            else torch.full((), number, dtype=torch.float64, device=device)
+            for number in numbers
+        ]
+    )
 
 
 def as_tensor(row: Row, device: torch.device) -> torch.Tensor:
@@ -402,13 +402,13 @@ def _is_pair(batch: Any) -> bool:
     return isinstance(batch, tuple | list) and len(batch) == 2
 
 
-def build_loss(given: Any, device: torch.device, batch_dim: int = 0) -> Compare:
+def build_loss(spec: Any, device: torch.device, batch_dim: int = 0) -> Compare:
     """Return the job's loss as a function of (outputs, target); torch's own losses are built unreduced.
 
     Raises JobError if it cannot be called, has parameters to train, or asks for a reduction that has no mean over
     the whole global batch.
     """
-    loss = _from_target(given, batch_dim) if isinstance(given, Target) else _unreduced(given, batch_dim)
+    loss = _from_target(spec, batch_dim) if isinstance(spec, Target) else _unreduced(spec, batch_dim)
     if isinstance(loss, nn.Module):
         if any(parameter.requires_grad for parameter in loss.parameters()):
             raise JobError("loss: has parameters of its own to train; make it a part of the model, and use step")
@@ -454,23 +454,23 @@ _AS_MODULES: Mapping[Any, str] = {
 }
 
 
-def _unreduced(given: Any, batch_dim: int) -> Any:
+def _unreduced(loss: Any, batch_dim: int) -> Any:
     """Return the job's own loss; one of torch's as a copy that does not reduce, since the object is the user's."""
-    if inspect.isclass(given) and issubclass(given, _Loss):
-        given = given()
-    if not isinstance(given, _Loss):
-        return given
-    if given.reduction == "sum":
+    if inspect.isclass(loss) and issubclass(loss, _Loss):
+        loss = loss()
+    if not isinstance(loss, _Loss):
+        return loss
+    if loss.reduction == "sum":
         raise JobError(f"loss: was made with reduction='sum'; {_means('sum')}")
-    if given.reduction not in ("none", "mean", "batchmean"):
+    if loss.reduction not in ("none", "mean", "batchmean"):
         raise JobError(
-            f"loss: was made with reduction={given.reduction!r}, which is not known; write a function that returns "
+            f"loss: was made with reduction={loss.reduction!r}, which is not known; write a function that returns "
             "(sum, weight)"
         )
-    unreduced = copy.copy(given)
+    unreduced = copy.copy(loss)
     unreduced.reduction = "none"
-    unreduced._buffers = {name: one if one is None else _as_weights(one) for name, one in given._buffers.items()}
-    return functools.partial(_per_row, unreduced, batch_dim) if given.reduction == "batchmean" else unreduced
+    unreduced._buffers = {name: one if one is None else _as_weights(one) for name, one in loss._buffers.items()}
+    return functools.partial(_per_row, unreduced, batch_dim) if loss.reduction == "batchmean" else unreduced
 
 
 def _as_weights(numbers: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dp_ray.engine.buffers import Buffers, make_room
 from dp_ray.engine.clock import Flops, Part, SilentClock, StepClock, counted_flops
 from dp_ray.engine.model import ShardSize, advised, batch_hint, synchronise
 from dp_ray.engine.optimizer import runs_users_code
-from dp_ray.engine.quarantine import Real, as_planned
+from dp_ray.engine.quarantine import ShardFilter, keep_all
 from dp_ray.engine.random import ForwardSeeds, seed_all
 from dp_ray.engine.reduce import (
     DdpReduction,
@@ -28,7 +28,7 @@ from dp_ray.engine.reduce import (
     sparse_parameters,
 )
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
-from dp_ray.engine.sharded.rounds import StandIns
+from dp_ray.engine.sharded.rounds import DummyBatches
 from dp_ray.engine.sharded.state import Sharded, whole_tensors
 from dp_ray.engine.step import Metrics, OnShard, Step
 from dp_ray.engine.update import OptimizerStep, average_of, load_part
@@ -87,7 +87,7 @@ class Trainer:
         self.model = model
         self.sharded = sharded
         self._clock = clock or SilentClock()
-        self.without_set_aside: Real = as_planned
+        self.without_set_aside: ShardFilter = keep_all
         self._job = job
         self._world = world
         if job.bitwise:
@@ -143,21 +143,17 @@ class Trainer:
         if self.watch is not None:
             self.watch.take(step, known[0])
         start, stop = split.batch(step)
-        if self._job.may_lose_rows and self._lost_all_rows(split, step, known[MISSING]):
-            norm = self.optimizer_step.skip()
-        else:
-            norm = self.optimizer_step.apply(known[1], stop - start, step)
+        is_empty = False
+        if self._job.may_lose_rows:
+            whole, on_error = self.without_set_aside(split.whole(step)), self._job.on_error
+            # To read the number of missing samples waits for the device: only if the quarantine has room for so many.
+            may_be_empty = on_error is not None and whole.rows <= on_error.quarantine
+            is_empty = whole.rows == 0 or (may_be_empty and int(known[MISSING]) == whole.stop - whole.start)
+        norm = self.optimizer_step.skip() if is_empty else self.optimizer_step.apply(known[1], stop - start, step)
         # An update that fp16 skipped is none: the average takes in no weights twice.
         if self.average is not None and not self.optimizer_step.has_skipped:
             self.average.update()
         return Update(sums, rate, norm, self._stop_vote.stops(known[VOTES]))
-
-    def _lost_all_rows(self, split: Split, step: int, missing: torch.Tensor | float) -> bool:
-        """Return whether all samples of a step are skipped or set aside; `missing` were, over all workers."""
-        whole, on_error = self.without_set_aside(split.whole(step)), self._job.on_error
-        # To read `missing` waits for the device: only where the quarantine has room for that many samples.
-        is_possible = on_error is not None and whole.rows <= on_error.quarantine
-        return whole.rows == 0 or (is_possible and int(missing) == whole.stop - whole.start)
 
     def _shards_that_fit(self, split: Split) -> int | None:
         """Estimate, after an out-of-memory error, the fewest shards that fit; None where there is no estimate."""
@@ -268,7 +264,7 @@ class BatchGradient:
         self._reduction: Reduction | None = None
         self._step = 0
         self._sharded = sharded
-        self._stand_ins = StandIns(world)
+        self._dummies = DummyBatches(world)
         self.flops: Flops | None = None
         self.running: tuple[Any, int] | None = None  # the shard that runs, or that an error has ended: batch, rows
 
@@ -280,7 +276,7 @@ class BatchGradient:
         batches: Iterator[tuple[Indices, Any]],
         on_shard: OnShard,
         stats: Stats,
-        without_set_aside: Real = as_planned,
+        without_set_aside: ShardFilter = keep_all,
     ) -> None:
         """Set the gradients of step `step`, of which this worker runs `shards`; every rank calls this.
 
@@ -293,19 +289,20 @@ class BatchGradient:
         # only once `stats` is summed; then `OptimizerStep.apply` corrects it. Of most losses the weight is the rows.
         rows = stop - start
         if self._sharded is not None:
-            batches = self._stand_ins.look(shards, batches, without_set_aside)
+            batches = self._dummies.agree(shards, batches, without_set_aside)
         # What is set aside of all shards of a step is known once its first shard is loaded.
         pending = [next_batch(batches, location(shard))[1] for shard in shards[:1]]
         shards = [without_set_aside(shard) for shard in shards]
         filled = [shard for shard in shards if shard.rows]
-        if missing := sum(len(shard.missing) for shard in shards):
-            stats.set_aside(missing)
+        num_missing = sum(len(shard.missing) for shard in shards)
+        if num_missing:
+            stats.set_aside(num_missing)
         if self._reduction is None:
             if filled and filled[0] is shards[0]:
                 self._count_flops(shards[0], pending[0])
             self._reduction = self._build_reduction(shards[:1], pending, stats)
         self._reduction.begin([shard.shard for shard in filled], num_filled(rows, split.shards))
-        dummy_rounds = 0 if self._sharded is None else self._stand_ins.missing(split, step, len(filled))
+        dummy_rounds = 0 if self._sharded is None else self._dummies.rounds_without_rows(split, step, len(filled))
         self.buffers.begin(len(filled))
         if shards and shards[0].shard == 0 and not shards[0].rows:
             self.buffers.keep()  # without shard 0, the step leaves the buffers as they are
@@ -388,9 +385,17 @@ class BatchGradient:
     def _run_with_others(self, reduction: Reduction, stats: Stats, dummy_rounds: int, has_rows: bool) -> None:
         """Run, after this worker's own shards, what the other workers wait for."""
         where = f"step {self._step}"
-        for left in reversed(range(dummy_rounds)):
-            self._dummy_round(reduction, stats, where, is_last=left == 0)
-        if self._sharded is not None and self._stand_ins.found is None:
+        for left in reversed(range(dummy_rounds)):  # of a sharded model, whose workers gather its parts in rounds
+            assert isinstance(reduction, ShardedReduction) and self._dummies.batch is not None
+            batch, rows = self._dummies.batch
+            self._clock.enter(Part.FORWARD)
+            with reduction.shard(left == 0), reduction.dummy_round():
+                loss = reduction.replica(copied(batch), rows) * 0.0
+                if left == 0:
+                    self._last_backward(reduction, loss, stats, where)
+                else:
+                    _backward(self._optimizer_step.scaled(loss), where)
+        if self._sharded is not None and self._dummies.batch is None:
             # All samples of the step are set aside, so no worker runs the model; but the votes are summed.
             work = self._send(reduction, stats)
             if work is not None:
@@ -398,18 +403,6 @@ class BatchGradient:
         elif not has_rows and self._world.world_size > 1 and not dummy_rounds:
             self._clock.enter(Part.BACKWARD)
             self._last_backward(reduction, reduction.replica(None, 0), stats, where)
-
-    def _dummy_round(self, reduction: Reduction, stats: Stats, where: str, is_last: bool) -> None:
-        """Run forward and backward of a round in which this worker has no rows, with a loss of zero."""
-        assert isinstance(reduction, ShardedReduction) and self._stand_ins.found is not None
-        batch, rows = self._stand_ins.found
-        self._clock.enter(Part.FORWARD)
-        with reduction.shard(is_last), reduction.standing_in():
-            loss = reduction.replica(copied(batch), rows) * 0.0
-            if is_last:
-                self._last_backward(reduction, loss, stats, where)
-            else:
-                _backward(self._optimizer_step.scaled(loss), where)
 
     def _build_reduction(self, shards: Sequence[Shard], batches: Sequence[Any], stats: Stats) -> Reduction:
         """Build the job's reduction; with `find_unused_parameters: auto`, the first shards show if DDP must look."""

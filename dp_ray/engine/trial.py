@@ -24,11 +24,11 @@ from dp_ray.engine.model import (
     is_out_of_memory,
 )
 from dp_ray.engine.prediction import predict
-from dp_ray.engine.quarantine import Quarantine, Real, as_planned, find_reference, load_good
+from dp_ray.engine.quarantine import Quarantine, ShardFilter, find_reference, keep_all, load_good
 from dp_ray.engine.recompute import recompute_blocks
 from dp_ray.engine.reduce import Reduction, ShardLoss, ShardSums, make_gradients_dense
 from dp_ray.engine.sharded.reduce import ShardedReduction, TreeShardedReduction
-from dp_ray.engine.sharded.rounds import Passes, sharded_model
+from dp_ray.engine.sharded.rounds import Forwards, sharded_model
 from dp_ray.engine.sharded.state import Sharded
 from dp_ray.engine.step import PredictInputs, build_step, run_step
 from dp_ray.engine.update import OptimizerStep, average_of
@@ -78,7 +78,7 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
         recompute_blocks(job, build_model(job, world.devices), world.devices) if sharded is None else sharded.model
     )
     world = world.with_inputs_on(input_device(job, model, world.devices))
-    called, passes = compiled(model, job), OwnPasses(sharded)
+    called, forwards = compiled(model, job), LocalForwards(sharded)
     kept_free = []
     for device in world.devices:
         if device.type == "cuda":
@@ -89,10 +89,10 @@ def _try(job: Job, world: World, data: Data, evaluated: Data | None) -> None:
         for most in (1, None):  # the first pass makes the optimizer's state
             training.step(data, most)
     elif job.task == "predict":
-        _predict(job, world, model, called, passes, data)
+        _predict(job, world, model, called, forwards, data)
     for one in (evaluated, data if job.task == "evaluate" else None):
         if one is not None:
-            _evaluate(job, world, model, called, passes, one)
+            _evaluate(job, world, model, called, forwards, one)
     del kept_free  # not before: it keeps its memory free until all has run
 
 
@@ -104,24 +104,26 @@ def _shards(world: World, data: Data) -> Work:
 
 
 @contextmanager
-def _reading(world: World, data: Data, pick: Run | None = None) -> Iterator[tuple[Work, Iterator[Batch], Real]]:
+def _reading(
+    world: World, data: Data, pick: Run | None = None
+) -> Iterator[tuple[Work, Iterator[Batch], ShardFilter]]:
     """Give the shards, their indices and batches on the worker's device, and what drops a shard's bad samples."""
     job = data.job.model_copy(update={"loader": Loader(pin_memory=data.job.loader.pin_memory)})
     work, quarantine = _shards(world, data), None
     if job.on_error is not None:
         quarantine = Quarantine(find_reference(job, data.dataset, data.key), lambda shard, bad: None)
     with closing(load_good(job, data.dataset, work, world.device, quarantine, pick, data.key)) as batches:
-        yield work, batches, as_planned if quarantine is None else quarantine.real
+        yield work, batches, keep_all if quarantine is None else quarantine.without_set_aside
 
 
 def _loaded(world: World, data: Data, most: int | None = None) -> Generator[tuple[Shard, Any, bool]]:
     """Yield at most so many shards, their batches, and whether each is the last; drop those without good rows."""
-    with _reading(world, data) as (work, batches, real):
+    with _reading(world, data) as (work, batches, without_set_aside):
         for _, shards in work:
             planned = shards[:most]
             for shard in planned:
                 batch = next(batches)[1]
-                good = real(shard)
+                good = without_set_aside(shard)
                 if good.rows:
                     yield good, batch, shard is planned[-1]
 
@@ -177,8 +179,8 @@ class TrialTraining:
 
 
 @dataclass(eq=False)
-class OwnPasses(Passes):
-    """The passes of a worker that is alone, whether its model is whole or sharded."""
+class LocalForwards(Forwards):
+    """The forwards of a worker that is alone, whether its model is whole or sharded."""
 
     sharded: Sharded | None
 
@@ -193,18 +195,28 @@ class OwnPasses(Passes):
         return True
 
 
-def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, passes: Passes, data: Data) -> None:
+def _predict(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:
     """Run a prediction's step, with what it computes of the outputs."""
     pick = PredictInputs(job, model, lambda text: None)
-    with _reading(world, data, pick) as (work, batches, real):
+    with _reading(world, data, pick) as (work, batches, without_set_aside):
         no_shard, no_step = lambda *_: None, lambda step: None
-        predict(called, job, world.device, work, batches, no_shard, no_step, real=real, passes=passes)
+        predict(
+            called,
+            job,
+            world.device,
+            work,
+            batches,
+            no_shard,
+            no_step,
+            without_set_aside=without_set_aside,
+            forwards=forwards,
+        )
 
 
-def _evaluate(job: Job, world: World, model: nn.Module, called: nn.Module, passes: Passes, data: Data) -> None:
+def _evaluate(job: Job, world: World, model: nn.Module, called: nn.Module, forwards: Forwards, data: Data) -> None:
     """Run an evaluation's step."""
     step, measures = build_step(job, world), build_metrics(job)[0]
     with evaluating(model), torch.no_grad(), autocast(job.precision, world.device):
         for shard, batch, _ in _loaded(world, data):
-            measures(passes.run(run_step, step, called, batch), shard.rows)
-    passes.end()
+            measures(forwards.run(run_step, step, called, batch), shard.rows)
+    forwards.end()

@@ -146,10 +146,21 @@ class OptimizerStep:
             self.scaler.unscale_(self._unscaled)
         with_gradient = [one for one in self._parameters if one.grad is not None]
         gradients = [numbers_of(one.grad) for one in with_gradient if one.grad is not None]
-        self._has_weighed = weigh_gradients(gradients, weight, rows)
+        # From sum / rows to sum / weight; with a weight of 0 they become 0. A tensor is not read: it is on a GPU, for
+        # which this would wait.
+        self._has_weighed = isinstance(weight, torch.Tensor) or weight != rows
+        if isinstance(weight, torch.Tensor):
+            scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
+        elif weight != rows:
+            torch._foreach_mul_(gradients, rows / weight if weight > 0 else 0.0)
         if self._has_weighed:
             self._known.clear()
-        norm = self._norm(gradients, with_gradient)
+        if self._sharded is None or not gradients:
+            norm = total_norm(gradients, [self._known.get(id(one)) for one in with_gradient] if self._known else ())
+        elif self.aligned is None:
+            norm = self._sharded.total_norm(gradients, with_gradient)
+        else:
+            norm = self.aligned.total_norm(gradients, with_gradient, comm_device(gradients[0].device))
         if self._grad_clip is not None:
             scale_by(gradients, (self._grad_clip / (norm + 1e-6)).clamp(max=1.0))
         with reraise_as(f"step {step}: optimizer", shards_hint), self._updating():
@@ -167,14 +178,6 @@ class OptimizerStep:
         with reraise_as("optimizer", shards_hint), self._updating():
             self.optimizer.step()
         self.drop_gradients()
-
-    def _norm(self, gradients: list[torch.Tensor], parameters: list[nn.Parameter]) -> torch.Tensor:
-        if self._sharded is None or not gradients:
-            known = [self._known.get(id(one)) for one in parameters] if self._known else ()
-            return total_norm(gradients, known)
-        if self.aligned is None:
-            return self._sharded.total_norm(gradients, parameters)
-        return self.aligned.total_norm(gradients, parameters, comm_device(gradients[0].device))
 
     def _updating(self) -> AbstractContextManager[object]:
         """Return the context of an update."""
@@ -248,7 +251,7 @@ class UnscaledParts:
 
 @contextmanager
 def one_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While the block runs, an optimizer updates one parameter at a time in groups of which only some are sharded.
+    """Have an optimizer update one parameter at a time, in the block, in groups of which only some are sharded.
 
     An operation on a list of tensors takes sharded ones or others, but not both.
     """
@@ -263,18 +266,6 @@ def one_at_a_time(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group, keys in zip(mixed, before, strict=True):
             group.update(keys)
-
-
-def weigh_gradients(gradients: Sequence[torch.Tensor], weight: torch.Tensor | float, rows: int) -> bool:
-    """Turn gradients of sum / rows into those of sum / weight, in place; return whether they may have changed.
-
-    With a weight of 0 they become 0.
-    """
-    if isinstance(weight, torch.Tensor):  # without waiting for the device
-        scale_by(gradients, torch.where(weight > 0, rows / weight, 0.0))
-    elif weight != rows:
-        torch._foreach_mul_(list(gradients), rows / weight if weight > 0 else 0.0)
-    return isinstance(weight, torch.Tensor) or weight != rows
 
 
 def load_part(name: str, part: Any, state: Any) -> None:
@@ -311,7 +302,7 @@ class ShardedAverage:
     def in_place(self) -> Iterator[None]:
         """Put the average in the model's place while the block runs."""
         weights, averages = self._of_model(), self._of_average()
-        before = _copies(weights)
+        before = [one.clone() for one in weights]
         copy_all(weights, averages)
         try:
             yield
@@ -345,7 +336,7 @@ class ShardedAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load this worker's rows of a state whose tensors are stored, by way of the model."""
         weights = self._of_model()
-        before = _copies(weights)
+        before = [one.clone() for one in weights]
         self._sharded.load_weights(weights_of_average(state), "the checkpoint's ema")
         copy_all(self._of_average(), weights)
         copy_all(weights, before)
@@ -353,9 +344,10 @@ class ShardedAverage:
 
     def _live(self) -> list[torch.Tensor]:
         """Return the tensors to average: of each parameter the part that the optimizer updates."""
+        parts = [self._aligned.get(id(one)) for one in self._parameters]
         return [
-            local(one.detach()) if (part := self._aligned.get(id(one))) is None else part.flat.detach()
-            for one in self._parameters
+            local(one.detach()) if part is None else part.flat.detach()
+            for one, part in zip(self._parameters, parts, strict=True)
         ]
 
     def _of_model(self) -> list[torch.Tensor]:
@@ -363,12 +355,12 @@ class ShardedAverage:
 
     def _of_average(self) -> list[torch.Tensor]:
         """Return the average of each parameter's part, in the part's shape, and the buffers beside it."""
-        averages = [one.detach() for one in self._averaged.module.parameters()]
-        inner = [
-            mine if (part := self._aligned.get(id(one))) is None else part.inner(mine).view(local(one).shape)
-            for one, mine in zip(self._parameters, averages, strict=True)
-        ]
-        return [*inner, *self._averaged.module.buffers()]
+        averages = []
+        for one, average in zip(self._parameters, self._averaged.module.parameters(), strict=True):
+            part = self._aligned.get(id(one))
+            flat = average.detach()
+            averages.append(flat if part is None else part.inner(flat).view(local(one).shape))
+        return [*averages, *self._averaged.module.buffers()]
 
 
 class _Parts(nn.Module):
@@ -379,11 +371,6 @@ class _Parts(nn.Module):
         self.parts = nn.ParameterList(nn.Parameter(one, requires_grad=False) for one in parameters)
         for number, one in enumerate(buffers):
             self.register_buffer(f"buffer_{number}", one)
-
-
-@torch.no_grad()
-def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [one.clone() for one in tensors]
 
 
 def average_of(

@@ -6,8 +6,8 @@ from contextlib import closing
 from dp_ray.engine.clock import clock_on
 from dp_ray.engine.evaluation import Evaluation, build_metrics
 from dp_ray.engine.model import compiled, input_device
-from dp_ray.engine.quarantine import as_planned, load_good
-from dp_ray.engine.sharded.rounds import passes_of
+from dp_ray.engine.quarantine import keep_all, load_good
+from dp_ray.engine.sharded.rounds import forwards_of
 from dp_ray.engine.step import build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.votes import StepControl
@@ -32,8 +32,8 @@ def evaluate(
     called = compiled(model, job)
     work = Work(split_of(job, len(dataset)), world.world_size, world.rank)
     measures, states = build_metrics(job)
-    clock, passes = clock_on(world.device), passes_of(sharded, world)
-    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock, passes)
+    clock, forwards = clock_on(world.device), forwards_of(sharded, world)
+    evaluation = Evaluation(job, build_step(job, world), measures, states, world.device, clock, forwards)
     forget_from(run, lambda *_: False)
     quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send))
     times = StepTimes(clock)
@@ -55,7 +55,7 @@ def evaluate(
         control.before(0)
         profiler.before(0)
         clock.restart()
-        real = as_planned if quarantine is None else quarantine.real
+        real = keep_all if quarantine is None else quarantine.without_set_aside
         metrics = evaluation.run(called, work, batches, shape_reporter(recorder, probe), on_step, real)
         recorder.on_times(clock.rest())
         profiler.close()

@@ -9,8 +9,8 @@ from dp_ray.engine.clock import Part, StepClock, clock_on
 from dp_ray.engine.items import Plain
 from dp_ray.engine.model import compiled, input_device
 from dp_ray.engine.prediction import predict
-from dp_ray.engine.quarantine import as_planned, load_good
-from dp_ray.engine.sharded.rounds import passes_of
+from dp_ray.engine.quarantine import keep_all, load_good
+from dp_ray.engine.sharded.rounds import forwards_of
 from dp_ray.engine.step import PredictInputs
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.user_code import location
@@ -78,12 +78,12 @@ def predict_outputs(
                     keeper.on_shard,
                     keeper.on_step,
                     keeper.goes_on,
-                    real=as_planned if quarantine is None else quarantine.real,
+                    without_set_aside=keep_all if quarantine is None else quarantine.without_set_aside,
                     tell=lambda text: send(Note(text)),
                     clock=times.clock,
                     on_inputs=previews.on_inputs,
                     on_flops=send if job.flops and world.rank == 0 and sharded is None else None,
-                    passes=passes_of(sharded, world),
+                    forwards=forwards_of(sharded, world),
                 )
             keeper.close()
             control.through()

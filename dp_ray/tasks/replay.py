@@ -294,7 +294,7 @@ def _run_steps_before(
     job, world, run, history, say = context
     _check_watched(trainer, state.step, wanted, history)
     quarantine = unkept_quarantine(job, "dataset", dataset, run)
-    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.real
+    trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
     say(f"from the state after {counted(state.step, 'step')}: {counted(wanted - state.step, 'step')} to run again")
     times = StepTimes()
     until = Work(dataclasses.replace(split, max_steps=wanted + 1), start=state.step)

@@ -14,11 +14,11 @@ from torch import nn
 
 from dp_ray.engine.clock import Part, clock_on
 from dp_ray.engine.evaluation import Evaluation, build_metrics, check_measured, check_watched
-from dp_ray.engine.loading import OneAhead, Skipping, seeded_dataset
+from dp_ray.engine.loading import OverlappedRead, Skipping, seeded_dataset
 from dp_ray.engine.model import build_model, check_all_tensors, compiled, input_device, tensors_of
-from dp_ray.engine.quarantine import Quarantine, as_planned, load_good
+from dp_ray.engine.quarantine import Quarantine, keep_all, load_good
 from dp_ray.engine.recompute import recompute_blocks
-from dp_ray.engine.sharded.rounds import passes_of, sharded_model
+from dp_ray.engine.sharded.rounds import forwards_of, sharded_model
 from dp_ray.engine.step import OnShard, build_step
 from dp_ray.engine.timed_loader import StepTimes
 from dp_ray.engine.trainer import Trainer, Update
@@ -71,18 +71,18 @@ def train(
     check_watched(job, states)
     step, called = build_step(job, world), compiled(model, job)
     planned = with_schedule(job, split)
-    times, ahead = StepTimes(clock_on(world.device)), OneAhead()
+    times, ahead = StepTimes(clock_on(world.device)), OverlappedRead()
     with closing(Trainer(planned, model, called, step, measures, world, times.clock, sharded, ahead.read)) as trainer:
         if trainer.optimizer_step.says_left_out is not None:
             notify(trainer.optimizer_step.says_left_out)
         training = Training(job, world, run, send, begin_attempt(run).attempt, split, layout_of(job, split, dataset))
         train_state = restore(job, trainer, split, training.layout, run, send)
         trainer.synchronise()
-        evaluation = Evaluation(job, step, measures, states, world.device, passes=passes_of(sharded, world))
+        evaluation = Evaluation(job, step, measures, states, world.device, forwards=forwards_of(sharded, world))
         forget_from(run, lambda step, _: step < train_state.step)
         quarantine = quarantine_of(set_aside(job, "dataset", dataset, run, send, training.attempt))
         trainer.watch = LossWatch(str(run)) if job.stop_on_nan else None
-        trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.real
+        trainer.without_set_aside = Skipping(job, dataset) if quarantine is None else quarantine.without_set_aside
         evaluator = Evaluator(training, trainer, evaluation, control, rows_on_driver)
         stopping = EarlyStopping(job, train_state, split.total_steps)
         hooks = Hooks(job, trainer, split, train_state, run) if world.rank == 0 and job.hooks.given else None
@@ -193,11 +193,11 @@ class Evaluator:
         if self._set_aside is not None:
             self._set_aside.begin_evaluation(step)
         quarantine = quarantine_of(self._set_aside)
-        real = as_planned if quarantine is None else quarantine.real
+        real = keep_all if quarantine is None else quarantine.without_set_aside
         loading = load_good(self._job, self._dataset, work, device, quarantine, name="eval.dataset")
         with self._in_place(), closing(loading) as batches:
             metrics = self._evaluation.run(
-                self._model, work, batches, on_step=lambda _: self._control.touch(), real=real
+                self._model, work, batches, on_step=lambda _: self._control.touch(), without_set_aside=real
             )
         if quarantine is not None:
             metrics["rows"] = self._evaluation.rows

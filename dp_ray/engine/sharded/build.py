@@ -55,7 +55,10 @@ def build_sharded(job: Job, world: World, note: Callable[[str], None]) -> Sharde
     names = list(replicated)
     del replicated  # else `replaced.check` would find it among those that keep the old tensors
     tensors = _materialise(places, world.device, job.fsdp.offload)
-    _tell_modules(model)
+    for module in model.modules():
+        if type(module).__setattr__ is not nn.Module.__setattr__:  # it notes its parameters, as an LSTM does
+            for name, one in list(module._parameters.items()):
+                setattr(module, name, one)
     replaced.check(model)
     for name, one in model.named_parameters():
         vars(one).update(attributes[name])
@@ -349,14 +352,6 @@ def _materialise(places: Places, device: torch.device, is_offloaded: bool) -> di
         for held, name in where:
             held[name] = made[number]
     return made
-
-
-def _tell_modules(model: nn.Module) -> None:
-    """Give parameters once more to modules that note them, as an LSTM does."""
-    for module in model.modules():
-        if type(module).__setattr__ is not nn.Module.__setattr__:
-            for name, one in list(module._parameters.items()):
-                setattr(module, name, one)
 
 
 @torch.no_grad()

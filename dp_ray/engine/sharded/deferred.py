@@ -200,13 +200,13 @@ def replay(recording: Recording, wanted: Sequence[int]) -> Iterator[tuple[int, t
     """Make the tensors; yield each `wanted` memory, by its number, when it is made. It is not kept after that."""
     needed = _needed(recording, set(wanted))
     last = {memory: at for at, one in enumerate(recording.operations) if needed[at] for memory in one.touched}
-    real, missing = Memories(), set(wanted)
+    storages, missing = Memories(), set(wanted)
     for at, one in enumerate(recording.operations):
         if not needed[at] and not one.is_random:
             continue
-        _run(one, recording, real if needed[at] else Memories())
+        _run(one, recording, storages if needed[at] else Memories())
         for memory in [memory for memory in one.touched if last.get(memory) == at and needed[at]]:
-            storage = real.pop(memory, None)
+            storage = storages.pop(memory, None)
             if memory in missing and storage is not None:
                 missing.remove(memory)
                 yield memory, storage
@@ -233,14 +233,14 @@ def _needed(recording: Recording, live: set[int]) -> list[bool]:
     return needed[::-1]
 
 
-def _run(one: Operation, recording: Recording, real: dict[int, torch.UntypedStorage]) -> None:
+def _run(one: Operation, recording: Recording, storages: dict[int, torch.UntypedStorage]) -> None:
     def made(value: Any) -> Any:
         if not isinstance(value, Ref):
             return value
-        if value.memory not in real:
+        if value.memory not in storages:
             size = recording.storages[value.memory].nbytes()
-            real[value.memory] = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
-        return value.of(real[value.memory])
+            storages[value.memory] = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
+        return value.of(storages[value.memory])
 
     before = torch.get_default_dtype()
     try:
@@ -250,7 +250,7 @@ def _run(one: Operation, recording: Recording, real: dict[int, torch.UntypedStor
     finally:
         torch.set_default_dtype(before)
     for place, ref in one.made:
-        real[ref.memory] = _laid_out(results[place], ref, one, recording)
+        storages[ref.memory] = _laid_out(results[place], ref, one, recording)
 
 
 def _laid_out(result: torch.Tensor, ref: Ref, one: Operation, recording: Recording) -> torch.UntypedStorage:
@@ -288,10 +288,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._dispatched(function, args, dict(kwargs or {}))
 
     def _dispatched(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _tensors((args, kwargs))
+        tensors = _tensors((args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in function.tags
-        _check_moves(function, given, kwargs, self._recording.failures)
-        if not any(map(is_meta, given)) and (given or _name(function) in AT_ONCE):
+        _check_moves(function, tensors, kwargs, self._recording.failures)
+        if not any(map(is_meta, tensors)) and (tensors or _name(function) in AT_ONCE):
             if is_random:
                 raise CannotDefer(f"{function} draws random numbers into a tensor of plain values")
             if kwargs.get("device") == META:  # that of a tensor it goes with
@@ -301,7 +301,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CannotDefer(f"{function} draws from a generator of its own")
         if not all(map(is_meta, _written(function, args, kwargs, torch.Tensor))):
             self._recording.failures.refuse(f"{function} writes into a tensor of plain values what is known later")
-        if _name(function) == "set_" and not all(map(is_meta, given)):
+        if _name(function) == "set_" and not all(map(is_meta, tensors)):
             self._recording.failures.refuse(f"{function} gives a recorded tensor the memory of plain values")
         noted = tree_map(self._noted, (args, kwargs))
         takes_device = any(one.name == "device" for one in function._schema.arguments)
@@ -349,15 +349,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return first.memory if is_whole and all(one.memory != first.memory for one in others) else None
 
 
-def _check_moves(function: Any, given: list[torch.Tensor], kwargs: dict[str, Any], failures: Failures) -> None:
+def _check_moves(function: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any], failures: Failures) -> None:
     """Refuse a move to another device, and for one that copies here and would copy no real tensor."""
     device = kwargs.get("device")
     if device is None:
         return
     if device.type not in ("cpu", "meta"):
         failures.refuse(f"{function} makes a tensor on {device}")
-    is_move = _name(function) == "_to_copy" and is_meta(given[0]) != (device == META)
-    if is_move and kwargs.get("dtype") in (None, given[0].dtype):
+    is_move = _name(function) == "_to_copy" and is_meta(tensors[0]) != (device == META)
+    if is_move and kwargs.get("dtype") in (None, tensors[0].dtype):
         failures.refuse("it moves a tensor to the CPU, where it would be already")
 
 
@@ -484,8 +484,8 @@ def _staying(value: Any) -> Any:
 def _deep_copy(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
     """Copy as torch does a real tensor: tensors that share memory share it in the copy."""
     if id(tensor) in memo:
-        found: torch.Tensor = memo[id(tensor)]
-        return found
+        copied: torch.Tensor = memo[id(tensor)]
+        return copied
     copies = memo.setdefault("torch", {})
     with plainly():
         storage = tensor.untyped_storage()

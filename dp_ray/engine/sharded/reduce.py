@@ -38,7 +38,7 @@ class ShardedReduction(Reduction):
         self._used: set[int] = set()
         self._units = list(sharded.units)
         self._unwatched = self._units
-        self._is_standing_in = False
+        self._is_dummy_round = False
         self._exchanges = True
         self.replica = self._forward  # type: ignore[assignment]
         for one in sharded.replicated.values():
@@ -59,13 +59,13 @@ class ShardedReduction(Reduction):
         yield
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
+    def dummy_round(self) -> Iterator[None]:
         """Run a round in which this worker's gradients count nothing."""
-        self._is_standing_in = True
+        self._is_dummy_round = True
         try:
             yield
         finally:
-            self._is_standing_in = False
+            self._is_dummy_round = False
 
     def exchange(self, stats: torch.Tensor) -> Work:
         """Start the all-reduce of `stats`, in place."""
@@ -108,12 +108,6 @@ class ShardedReduction(Reduction):
             note = functools.partial(_note, weakref.ref(self), id(parameter))
             gathered.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
-    def note(self, number: int) -> None:
-        """Note that the parameter of this id got a gradient."""
-        if not self._is_standing_in:
-            self._used.add(number)
-            self._sharded.round.used.add(number)
-
     def _unused(self) -> set[int]:
         """Return the parameters that no worker used in this step; every rank calls this."""
         if not self._looks:
@@ -138,8 +132,11 @@ class ShardedReduction(Reduction):
 
 
 def _note(reduction: "weakref.ref[ShardedReduction]", number: int, _: torch.Tensor) -> None:
-    if (one := reduction()) is not None:
-        one.note(number)
+    """Note that the parameter of this id got a gradient."""
+    one = reduction()
+    if one is not None and not one._is_dummy_round:
+        one._used.add(number)
+        one._sharded.round.used.add(number)
 
 
 class TreeShardedReduction(ShardedReduction):
@@ -186,9 +183,9 @@ class TreeShardedReduction(ShardedReduction):
                 unit.sharded_param.grad = None
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
+    def dummy_round(self) -> Iterator[None]:
         """Run a round in which this worker's gradients count nothing."""
-        with super().standing_in():
+        with super().dummy_round():
             yield
         for one in self._sharded.replicated.values():
             one.grad = None

@@ -7,13 +7,14 @@ first batch, or else that of another worker. Its loss counts nothing.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dp_ray.engine.items import CarryingBatch
+from dp_ray.engine.items import PassthroughBatch
 from dp_ray.engine.sharded.state import Sharded
 from dp_ray.engine.user_code import location, next_batch
 from dp_ray.engine.world import CPU, World, gathered
@@ -24,6 +25,7 @@ from dp_ray.tensors.files import moved
 from dp_ray.tensors.tree import copied, map_leaves
 
 Batches = Iterator[tuple[Indices, Any]]
+ShardFilter = Callable[[Shard], Shard]
 
 
 def sharded_model(job: Job, world: World, note: Callable[[str], None]) -> Sharded | None:
@@ -59,10 +61,10 @@ def group_of_one(job: Job, world: World) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Passes:
-    """The passes of workers that hold the whole model: no worker waits for another."""
+class Forwards:
+    """The forwards of workers that hold the whole model: no worker waits for another."""
 
-    def before(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
+    def before(self, shards: Sequence[Shard], batches: Batches, without_set_aside: ShardFilter) -> Batches:
         """Return the batches to go on with, before a step of which this worker has `shards`; all ranks call this."""
         return batches
 
@@ -70,8 +72,8 @@ class Passes:
         """Call a function that runs the model."""
         return function(*args)
 
-    def missing(self, work: Work, step: int, ran: int) -> Iterator[Any]:
-        """Yield a batch for each further pass that this worker runs in a step of which it has run `ran` shards."""
+    def dummy_batches(self, work: Work, step: int, ran: int) -> Iterator[Any]:
+        """Yield a batch for each round that this worker, which has run `ran` shards of a step, runs without rows."""
         return iter(())
 
     def agree(self, goes_on: bool) -> bool:
@@ -83,32 +85,31 @@ class Passes:
         return True
 
 
-class StandIn(NamedTuple):
+class DummyBatch(NamedTuple):
     """A batch and its number of rows."""
 
     batch: Any
     rows: int
 
 
-def rounds(split: Split, step: int, world_size: int, done: Done | None = None) -> int:
-    """Return how many shards with rows, without those `done`, the worker with most of them has, by the plan."""
-    work = (Work(split, world_size, rank, done or Done(), step) for rank in range(world_size))
-    return max(len(next(iter(one))[1]) for one in work)
-
-
-class StandIns:
+@dataclass
+class DummyBatches:
     """The dummy batch on which the workers have agreed, and the count of the rounds that need it."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.found: StandIn | None = None
-        self._is_agreed = False
+    world: World
+    batch: DummyBatch | None = None
+    _is_agreed: bool = False
 
-    def missing(self, split: Split, step: int, ran: int, done: Done | None = None) -> int:
-        """Return how many rounds of the step lack rows here: this worker has run `ran` shards."""
-        return rounds(split, step, self._world.world_size, done) - ran if self.found is not None else 0
+    def rounds_without_rows(self, split: Split, step: int, ran: int, done: Done | None = None) -> int:
+        """Return how many rounds of the step this worker, which has run `ran` shards, runs the dummy batch."""
+        if self.batch is None:
+            return 0
+        # As many as the worker has that has most shards with rows by the plan, without those `done`.
+        size = self.world.world_size
+        work = (Work(split, size, rank, done or Done(), step) for rank in range(size))
+        return max(len(next(iter(one))[1]) for one in work) - ran
 
-    def look(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
+    def agree(self, shards: Sequence[Shard], batches: Batches, without_set_aside: ShardFilter) -> Batches:
         """Return the same batches, once the workers have agreed on a dummy batch. Every rank calls this each step.
 
         Until all have one, it loads the whole step, since the first samples may be set aside.
@@ -117,42 +118,42 @@ class StandIns:
             return batches
         first = [next_batch(batches, location(shard)) for shard in shards]
         filled = [
-            StandIn(batch.batch if isinstance(batch, CarryingBatch) else batch, real(shard).rows)
+            DummyBatch(batch.batch if isinstance(batch, PassthroughBatch) else batch, without_set_aside(shard).rows)
             for shard, (_, batch) in zip(shards, first, strict=True)
-            if real(shard).rows
+            if without_set_aside(shard).rows
         ]
         mine = filled[0] if filled else None
         have = gathered(mine is not None)
         self._is_agreed = any(have)
-        self.found = mine
+        self.batch = mine
         if self._is_agreed and not all(have):  # one without rows takes the batch of the first rank that has one
             sender = have.index(True)
-            sent = gathered(_moved(mine, CPU) if self._world.rank == sender else None)[sender]
-            self.found = mine or _moved(sent, self._world.device)
+            sent = gathered(_moved(mine, CPU) if self.world.rank == sender else None)[sender]
+            self.batch = mine or _moved(sent, self.world.device)
         return chain(first, batches)
 
 
-class Rounds(Passes):
-    """The passes of workers that hold a part of the model each: in each round all of them run it."""
+class CollectiveForwards(Forwards):
+    """The forwards of workers that hold a part of the model each: in each round all of them run it."""
 
     def __init__(self, sharded: Sharded, world: World) -> None:
         self._sharded = sharded
-        self._stand_ins = StandIns(world)
+        self._dummies = DummyBatches(world)
 
-    def before(self, shards: Sequence[Shard], batches: Batches, real: Callable[[Shard], Shard]) -> Batches:
+    def before(self, shards: Sequence[Shard], batches: Batches, without_set_aside: ShardFilter) -> Batches:
         """Return the batches to go on with, after the workers have agreed on a dummy batch; every rank calls this."""
-        return self._stand_ins.look(shards, batches, real)
+        return self._dummies.agree(shards, batches, without_set_aside)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that runs the model, with the parameters outside its blocks gathered."""
         return self._sharded.run(function, *args)
 
-    def missing(self, work: Work, step: int, ran: int) -> Iterator[Any]:
-        """Yield the dummy batch, for each round of the step in which this worker has no rows."""
-        found = self._stand_ins.found
-        for _ in range(self._stand_ins.missing(work.split, step, ran, work.done)):
-            assert found is not None
-            yield copied(found.batch)
+    def dummy_batches(self, work: Work, step: int, ran: int) -> Iterator[Any]:
+        """Yield a copy of the dummy batch, for each round of the step in which this worker has no rows."""
+        dummy = self._dummies.batch
+        for _ in range(self._dummies.rounds_without_rows(work.split, step, ran, work.done)):
+            assert dummy is not None
+            yield copied(dummy.batch)  # a model may change its inputs in place
 
     def agree(self, goes_on: bool) -> bool:
         """Return whether all workers go on; every rank calls this before each step."""
@@ -164,10 +165,10 @@ class Rounds(Passes):
         return True
 
 
-def passes_of(sharded: Sharded | None, world: World) -> Passes:
-    """Return the passes of a model that is sharded, or whole."""
-    return Passes() if sharded is None else Rounds(sharded, world)
+def forwards_of(sharded: Sharded | None, world: World) -> Forwards:
+    """Return the forwards of a model that is sharded, or whole."""
+    return Forwards() if sharded is None else CollectiveForwards(sharded, world)
 
 
-def _moved(one: StandIn | None, device: torch.device) -> StandIn | None:
-    return None if one is None else StandIn(map_leaves(lambda leaf: moved(leaf, device), one.batch), one.rows)
+def _moved(one: DummyBatch | None, device: torch.device) -> DummyBatch | None:
+    return None if one is None else DummyBatch(map_leaves(lambda leaf: moved(leaf, device), one.batch), one.rows)

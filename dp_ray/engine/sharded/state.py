@@ -29,10 +29,10 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 @dataclass
 class Round:
-    """The round that the workers run: in each, every worker runs one shard, or a stand-in.
+    """The round that the workers run: in each, every worker runs one shard, or a dummy batch.
 
-    `shards` are those of the ranks, None for one that stands in. `used` are the ids of the parameters to which this
-    worker's backward gave a gradient. While `is_silent`, this worker adds nothing to a sum. If it `is_alone`, no
+    `shards` are those of the ranks, None for one with a dummy batch. `used` are the ids of the parameters that this
+    worker's backward gave gradients. While `is_silent`, this worker adds nothing to a sum. If it `is_alone`, no
     worker waits for another: its own numbers take the place of the others', in the same memory.
     """
 
@@ -490,11 +490,8 @@ class AlignedParts:
         self._world = world
         self.parts = [Part(one, world) for one in parameters if is_sharded(one)]
         self._by_flat = {id(one.flat): one for one in self.parts}
-
-    @property
-    def flats(self) -> dict[int, nn.Parameter]:
-        """Return what the optimizer gets for each parameter, by the parameter's id."""
-        return {id(one.parameter): one.flat for one in self.parts}
+        # What the optimizer gets for each parameter, by the parameter's id.
+        self.flats = {id(one.parameter): one.flat for one in self.parts}
 
     @torch.no_grad()
     def take(self) -> None:
@@ -528,8 +525,8 @@ class AlignedParts:
 
     def originals(self) -> list[nn.Parameter]:
         """Return the model's parameters, in the order of the optimizer's groups."""
-        given = [one for group in self.optimizer.param_groups for one in group["params"]]
-        return [self._by_flat[id(one)].parameter if id(one) in self._by_flat else one for one in given]
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        return [self._by_flat[id(one)].parameter if id(one) in self._by_flat else one for one in parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with sharded tensors for the parts."""
@@ -542,14 +539,12 @@ class AlignedParts:
         load_optimizer(self.optimizer, {**rows, "state": self._of_parts(rows["state"], Part.flattened)})
 
     def _of_parts(self, state: dict[int, Any], convert: Any) -> dict[int, Any]:
-        given = [one for group in self.optimizer.param_groups for one in group["params"]]
-        found = {number: self._by_flat.get(id(given[number])) for number in state}
-        return {
-            number: kept
-            if (part := found[number]) is None
-            else {key: convert(part, one) for key, one in kept.items()}
-            for number, kept in state.items()
-        }
+        parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        converted = {}
+        for number, kept in state.items():
+            part = self._by_flat.get(id(parameters[number]))
+            converted[number] = kept if part is None else {key: convert(part, one) for key, one in kept.items()}
+        return converted
 
 
 @contextmanager
